@@ -1,4 +1,4 @@
-"""Planning: what a training step would take, on tensors without values."""
+"""Plans the cost of a training step on tensors without values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What fake tensors get wrong, or leave to a device that is not there: dtypes, values, kernels.
+"""Corrects fake tensors where they differ from an absent device: dtypes, values, kernels.
 
-`Corrections` stands below autograd; `stand_ins` are functions of torch's as an accelerator computes them.
+`Corrections` works below autograd; `stand_ins` are torch functions as an accelerator computes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..torch_internals import (
 
 _ATEN: Final = torch.ops.aten
 
-#: Norms -> the position of the weight, whose dtype statistics have where the input's is another.
+#: Norms -> the position of the weight, whose dtype decides that of statistics if the input's differs.
 _NORMS: Final = {
     _ATEN.native_layer_norm.default: 2,
     _ATEN.native_group_norm.default: 1,
@@ -42,12 +42,12 @@ _NORMS: Final = {
 
 
 class Corrections(TorchDispatchMode):  # type: ignore[misc]
-    """Corrects what fake tensors' kernels return.
+    """Corrects the results of fake tensors' kernels.
 
     Attributes:
-        values: Those of whole numbers, as far as they are known.
-        answers: Whether a value is made up where one is asked for: False, 1, 0.5. It is where values
-            change nothing about sizes: when parameters get their first values, and in steps of optimizers.
+        values: Known values of integer tensors.
+        answers: The value to make up when one is requested: False, 1, 0.5. Set where values don't affect sizes:
+            when parameters get their initial values, and in optimizer steps.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Corrections(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _as(statistic: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor like a norm's statistic, which no view is ever taken of, in another dtype."""
+    """Returns a tensor like a norm's statistic, which is never viewed, in another dtype."""
     if statistic.dtype not in ELIGIBLE or not statistic.numel():
         return statistic
     return torch.empty_like(statistic, dtype=dtype)
@@ -91,7 +91,7 @@ def _as(statistic: Tensor, dtype: torch.dtype) -> Tensor:
 
 _WHOLE: Final = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64})
 
-#: Larger tensors have no values: they would take time and memory.
+#: Larger tensors have no known values, which would take time and memory.
 _MOST: Final = 1 << 20
 
 
@@ -100,23 +100,23 @@ class _Unknown(Exception):  # noqa: N818  # nobody's mistake
 
 
 class Values:
-    """Values of whole numbers and bools of fake tensors, which have none: positions, masks, token ids.
+    """Values of integer and bool fake tensors, which have none themselves: positions, masks, token ids.
 
-    Programs ask whether a mask is all ones, or positions start anew, and go another way if so. Results of
-    such tensors alone are computed for real; those of floating-point ones have no values.
+    Programs branch on them: whether a mask is all ones, or positions start again. Calls on such tensors alone
+    are computed for real; floating-point tensors have no values.
     """
 
     def __init__(self) -> None:
-        """Knows of none."""
+        """Starts empty."""
         self._known: dict[Any, tuple[Any, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Returns a real tensor with the values of a fake one; None if they aren't known."""
+        """Returns a real tensor with the values of a fake one; None if unknown."""
         memory, values = self._known.get(_view(tensor), (None, None))
         return values if memory is not None and memory() is not None else None
 
     def keep(self, tensor: Tensor, values: Tensor) -> None:
-        """Notes the values of a tensor that is made from a real one."""
+        """Stores the values of a tensor made from a real one."""
         if values.dtype in _WHOLE and values.numel() <= _MOST and not values.is_meta:
             self._note(tensor, values.detach().cpu().clone())
 
@@ -126,7 +126,7 @@ class Values:
         self._known[place] = memory, values
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Computes a call's values, if its result and all that it takes may have any."""
+        """Computes a call's values, if its result and all its inputs may have any."""
         if not isinstance(result, Tensor) or result.dtype not in _WHOLE or result.numel() > _MOST:
             return
         try:
@@ -154,7 +154,7 @@ class Values:
 
 
 def _view(tensor: Tensor) -> Any:
-    """Returns what identifies a view of some memory: autograd makes new tensors of the same view."""
+    """Returns an identifier of a view of some memory: autograd makes new tensors of the same view."""
     return (
         storage_of(tensor)._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
         tensor.dtype,
@@ -165,7 +165,7 @@ def _view(tensor: Tensor) -> Any:
 
 
 def stand_ins(device_type: str) -> list[Patch]:
-    """Returns patches for a device type that is not there, in whose place fake tensors are on the CPU."""
+    """Returns patches for an absent device type, which fake tensors on the CPU replace."""
     to, cuda = Tensor.to, Tensor.cuda
 
     def placed(value: Any) -> Any:
@@ -195,7 +195,7 @@ _plain_dropout, _plain_attention = unpatched(torch.dropout, F.scaled_dot_product
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """Keeps a mask of bools, as accelerators do: the CPU keeps one of the input's dtype."""
+    """Keeps a mask of bools, like accelerators; the CPU keeps one in the input's dtype."""
     if not (_stands_in(input) and train and 0 < p < 1 and input.numel()):
         return _plain_dropout(input, p, train)
     return _ATEN.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]
@@ -211,7 +211,7 @@ def _attention(  # noqa: PLR0917  # torch's own
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Computes attention by the fused kernels of CUDA: flash attention, or with a mask the other one."""
+    """Computes attention by CUDA's fused kernels: flash attention, or with a mask the other one."""
     is_usual = query.dim() == key.dim() == value.dim() == 4 and query.dtype in ELIGIBLE
     is_usual = is_usual and FLASH_ATTENTION is not None
     if not (is_usual and _stands_in(query)) or query.shape[-1] != value.shape[-1]:
@@ -238,7 +238,7 @@ def _attention(  # noqa: PLR0917  # torch's own
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Returns what is added to scores, in the dtype of the query, for all heads: a view."""
+    """Returns the term added to scores, in the query's dtype, for all heads: a view."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
     columns = mask.shape[-1]

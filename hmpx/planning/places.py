@@ -1,4 +1,4 @@
-"""Where a step is planned: on fake tensors of a device that may be absent, or on real ones."""
+"""The place of a plan: fake tensors of a device that may be absent, or real ones."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .kernels import Corrections, stand_ins
 
 
 class Place:
-    """Where tensors of a plan are.
+    """The place of a plan's tensors.
 
     Attributes:
-        device_type: The type of the device that is planned for.
-        is_small: Whether tensors are real, and on the CPU.
-        is_there: Whether torch has that device here; else fake tensors stand in for it.
+        device_type: Type of the planned device.
+        is_small: Whether tensors are real, on the CPU.
+        is_there: Whether torch has that device here; otherwise fake tensors replace it.
     """
 
     def __init__(self, device_type: str, *, is_small: bool) -> None:
@@ -43,12 +43,12 @@ class Place:
 
     @property
     def decided_by(self) -> str:
-        """The device type that decisions are made for."""
+        """The device type for decisions."""
         return "cpu" if self.is_small else self.device_type
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Makes tensors of the block be in this place."""
+        """Puts tensors made in the block in this place."""
         if self.is_small:
             yield
             return
@@ -65,27 +65,27 @@ class Place:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Makes new tensors be on the device, and needs no values."""
+        """Puts new tensors on the device, without values."""
         with torch.device("cpu" if self.is_small else self.device_type), self.without_values():
             yield
 
     @contextlib.contextmanager
     def without_values(self) -> Iterator[None]:
-        """Makes up values that are asked for."""
+        """Makes up values that are requested."""
         self._corrections.answers = True
         try:
             yield
         finally:
             self._corrections.answers = False
 
-    # --- what is brought here ----------------------------------------------------------------------
+    # --- moving tensors ----------------------------------------------------------------------------
 
     def inputs(self, value: Any) -> Any:
-        """Returns inputs with all tensors in them here."""
+        """Returns inputs with all their tensors in this place."""
         return map_all(value, self._placed)
 
     def model(self, model: nn.Module) -> nn.Module:
-        """Returns a model with all parameters and buffers here: itself, if they are, else a copy."""
+        """Returns a model with all parameters and buffers in this place: itself if they are, else a copy."""
         if self.is_small:
             return model
         memo: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""`plan`: what a training step would take, before there is a device, or memory, to run it on."""
+"""`plan`: the cost of a training step, before there is a device, or memory, to run it on."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from .result import Plan
 from .sharding import ShardGroup
 from .steps import Optimizer, Program, Run, parsed_optimizer, raise_explained
 
-#: Arguments of `convert` that are of no use for what is over before anything could be printed, or are given
-#: in another way.
+#: Arguments of `convert` that `plan` rejects: it logs no calls, and has its own argument for the device.
 _REFUSED: Final = ("isVerbose", "device_types")
 
 
@@ -37,37 +36,37 @@ def plan(
     small: bool = False,
     **conversion: Any,
 ) -> Plan:
-    """Plans a training step: what runs in which precision, and the memory that its tensors take.
+    """Plans a training step: the dtype of each op, and the memory of its tensors.
 
-    The step is run on tensors without values, so that it needs neither the device nor the memory, whatever
-    the size of the model: once in float32, once as torch.autocast would cast, and as hmpx does. Sizes are
-    those of tensors: what an allocator or a library adds is not in them. The conversion in force is taken
-    away meanwhile; gradients and random numbers of the program stay as they are.
+    The step runs on tensors without values, so it needs neither the device nor the memory, whatever the
+    model's size. It runs in float32, with torch.autocast's casts, and with hmpx's. Sizes are those of
+    tensors, without an allocator's or a library's overhead. An existing conversion is suspended
+    meanwhile; the program's gradients and RNG state are unchanged.
 
     Args:
-        model_fn: Returns the model; or a model. One with weights of its own is copied without them.
-        inputs_fn: Returns what it is called with, or is that: a tuple holds positional arguments, a mapping
-            those by name, anything else is the only one. Tensors are made on ``device``, or brought there.
-        device: A device type, such as ``"hpu"``, whether it is here or not; None for that which
-            `hmpx.convert` would cast on here.
-        loss_fn: Gets what the model returns, and returns a tensor of one element. None: its attribute
-            ``loss`` or item ``"loss"``, or else the sum of its outputs.
-        optimizer: A name in `torch.optim`, with options: ``"SGD momentum=0.9"``; a class, or a function of
-            a list of parameters that returns an optimizer; None for none. It makes one step.
-        training: False plans a forward under `torch.no_grad` in evaluation mode. None: a training step,
-            if the model has parameters that learn.
-        small: Runs on real tensors, on the CPU, for models that compute what depends on values: give a
-            small config. Shares are then those of the small model.
+        model_fn: A function that returns the model; or a model, which is copied without its weights.
+        inputs_fn: The model's input, or a function that returns it: a tuple holds positional arguments, a
+            mapping named ones, anything else is a single argument. Tensors are made on or moved to ``device``.
+        device: A device type, such as ``"hpu"``, present or not; None for the one that `hmpx.convert` would
+            cast on here.
+        loss_fn: Takes the model's output and returns a tensor of one element. None: the output's attribute
+            ``loss`` or item ``"loss"``, else the sum of the outputs.
+        optimizer: A name in `torch.optim`, with options: ``"SGD momentum=0.9"``; a class, or a function that
+            takes a list of parameters and returns an optimizer; None for none. It makes one step.
+        training: False plans a forward under `torch.no_grad` in evaluation mode. None: a training step, if
+            the model has parameters that require gradients.
+        small: Runs on real tensors on the CPU, for models whose computation depends on values: use a small
+            config. Shares are then those of the small model.
         **conversion: Arguments of `hmpx.convert`: ``policy=...``, ``low_precision_type=...``. ``legalize``
-            is ``"never"`` where the device has native kernels, or is taken to have them: all but the CPU.
+            is ``"never"`` if the device has native kernels, which is assumed of all but the CPU.
 
     Returns:
         The plan.
 
     Raises:
-        OptionError: An argument has a value that it can't have, ``model_fn`` returns no model, or ``loss_fn``
-            returns no scalar.
-        PlanError: What the model computes depends on values. What the model raises passes, with a note.
+        OptionError: An argument has an invalid value, ``model_fn`` returns no model, or ``loss_fn`` returns
+            no scalar.
+        PlanError: The model's computation depends on values. Its own errors pass, with a note.
 
     Example:
         >>> def build():
@@ -211,7 +210,7 @@ def _runs(
 
 
 def _frozen(program: Program, options: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
-    """Returns the bytes of weights as `freeze` would store them, and why not."""
+    """Returns the bytes of weights as `freeze` would store them, or why it can't."""
     model, inputs = program.model, program.inputs
     if not isinstance(model, nn.Module) or program.place.is_small:
         return None, ()

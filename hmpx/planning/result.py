@@ -1,4 +1,4 @@
-"""The result of `plan`, and its views: text, JSON, a page, a part of a notebook."""
+"""The result of `plan`, as text, JSON, an HTML page and notebook output."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _STRATEGIES: Final = ("fsdp2", "ddp")
 
 @dataclass(frozen=True)
 class Plan(Written):
-    """What a training step, or a forward, would take.
+    """The planned cost of a training step, or of a forward.
 
-    Printing it prints how much runs in low precision, a table of memory with float32, torch.autocast
-    and hmpx side by side, what to do about it, and the decisions by op.
+    Printing it shows the low-precision share, a table of memory with float32, torch.autocast and hmpx side
+    by side, remedies, and the decisions by op.
 
     Attributes:
         model: Name of the model's class.
-        device_type: The type of the device that was planned for.
+        device_type: Type of the planned device.
         optimizer: Name of the optimizer.
         is_training: Whether it is a training step.
-        parameters: How many parameters the model has.
-        runs: What it costs in each precision: ``"float32"``, ``"autocast"``, ``"hmpx"`` as asked for,
-            and ``"casts not kept"``, which is hmpx with ``keep_weight_casts=False``.
+        parameters: Number of parameters.
+        runs: Costs in each precision: ``"float32"``, ``"autocast"``, ``"hmpx"`` with the given options, and
+            ``"casts not kept"``: hmpx with ``keep_weight_casts=False``.
         frozen_bytes: Bytes of parameters and buffers as `hmpx.freeze` would store them, for inference; None
-            where it can't freeze the model.
-        notes: What else there is to know.
+            if it can't freeze the model.
+        notes: Further remarks.
         groups: Parameters that FSDP2 gathers together.
 
     Example:
@@ -59,10 +59,10 @@ class Plan(Written):
     groups: tuple[ShardGroup, ...] = ()
 
     def run(self, name: str = "hmpx") -> Run:
-        """Returns what the step costs in one precision.
+        """Returns the cost of the step in one precision.
 
         Raises:
-            OptionError: It was not planned in that one.
+            OptionError: It was not planned in that precision.
         """
         for each in self.runs:
             if each.name == name:
@@ -92,7 +92,7 @@ class Plan(Written):
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes that the optimizer keeps."""
+        """Bytes of optimizer state."""
         return self.memory.optimizer_bytes
 
     @property
@@ -107,7 +107,7 @@ class Plan(Written):
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of all tensors at the moment of the step when they take most."""
+        """Bytes of all tensors at the peak of the step."""
         return self.memory.peak_bytes
 
     @property
@@ -118,20 +118,20 @@ class Plan(Written):
 
     @property
     def low_precision_bytes_share(self) -> float:
-        """The share of bytes that are read and written by calls in low precision, from 0 to 1."""
+        """The share of bytes read and written by calls in low precision, from 0 to 1."""
         totals = self.report.totals
         return totals.low_bytes / totals.bytes if totals.bytes else 0.0
 
     def per_rank(self, world_size: int, strategy: str = "fsdp2", run: str = "hmpx") -> PerRank:
-        """Returns what each of several processes holds; the inputs are those of one.
+        """Returns the memory of each of several processes; the inputs are those of one.
 
         Args:
-            world_size: How many processes there are.
+            world_size: Number of processes.
             strategy: ``"fsdp2"``, with a group for each item of a ``ModuleList``, or ``"ddp"``.
             run: Name of one of ``runs``.
 
         Raises:
-            OptionError: An argument has a value that it can't have.
+            OptionError: An argument has an invalid value.
 
         Example:
             >>> p = hmpx.plan(lambda: torch.nn.Linear(256, 10), torch.ones(32, 256), device="hpu")
@@ -145,7 +145,7 @@ class Plan(Written):
         return per_rank(self.groups, strategy, world_size, *kept)
 
     def ranks(self, world_size: int) -> str:
-        """Returns a table of what each of several processes holds, by FSDP2 and by DDP.
+        """Returns a table of each process's memory, with FSDP2 and with DDP.
 
         Raises:
             OptionError: ``world_size`` is not a number of processes.

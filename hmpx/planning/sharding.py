@@ -1,7 +1,7 @@
-"""Bytes in each process when several train one model, by arithmetic on the parameters of one.
+"""The memory of each process when several train one model, computed from the parameters of one.
 
 The formulas are those of torch's FSDP2 (`torch.distributed.fsdp.fully_shard`) and DDP with their defaults;
-docs/plan.md has them in words.
+docs/plan.md explains them in words.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ class _Size(NamedTuple):
         return cls(tuple(tensor.shape), tensor.dtype.itemsize)
 
     def shard(self, world_size: int) -> int:
-        """Returns the bytes of the largest part, of equally many rows each."""
+        """Returns the bytes of the largest shard, when the rows are split evenly."""
         first, *others = self.sizes or (1,)
         return -(-first // world_size) * math.prod(others) * self.itemsize
 
 
 class ParameterSize(NamedTuple):
-    """The size of a parameter, whether it gets a gradient, and of each tensor that the optimizer keeps for it."""
+    """The size of a parameter, whether it gets a gradient, and the sizes of its optimizer state."""
 
     size: _Size
     learns: bool
     states: tuple[_Size, ...] = ()
 
 
-#: Parameters that FSDP2 gathers together: those of one block, and the rest.
+#: Parameters that FSDP2 gathers together: those of one block, or the rest.
 ShardGroup = tuple[ParameterSize, ...]
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """The bytes of tensors in one process of several.
+    """The bytes of tensors in one of several processes.
 
     Attributes:
         parameter_bytes: Its parameters.
         gradient_bytes: Their gradients.
-        optimizer_bytes: The tensors that the optimizer keeps.
-        gathered_bytes: FSDP2: the whole parameters of the two largest groups, of which one is used
-            while the next is gathered.
-        bucket_bytes: DDP: buckets, which gradients are copied to and sent from.
-        saved_bytes: Tensors that autograd keeps for the backward, without
-        weight_cast_bytes: casts of weights, which are kept whole even where parameters are sharded.
+        optimizer_bytes: The optimizer state.
+        gathered_bytes: FSDP2: the whole parameters of the two largest groups, since the next one is
+            gathered while one is in use.
+        bucket_bytes: DDP: buckets from which gradients are sent.
+        saved_bytes: Tensors that autograd keeps for the backward, without casts of weights.
+        weight_cast_bytes: Casts of weights, which are kept whole even if parameters are sharded.
     """
 
     parameter_bytes: int
@@ -69,7 +69,7 @@ class PerRank:
 
     @property
     def bytes(self) -> int:
-        """Their sum: no step takes more at a time, but for what single ops need while they run."""
+        """Their sum: a step's peak, apart from the temporary memory of single ops."""
         return sum(vars(self).values())
 
 
@@ -80,7 +80,7 @@ def per_rank(
     saved_bytes: int,
     weight_cast_bytes: int,
 ) -> PerRank:
-    """Returns the bytes of a rank of FSDP2, that of the largest parts, or of each rank of DDP."""
+    """Returns the bytes of the FSDP2 rank with the largest shards, or of each DDP rank."""
     is_sharded = strategy == "fsdp2"
     parts = world_size if is_sharded else 1
     every = [each for group in groups for each in group]
@@ -102,7 +102,7 @@ def per_rank(
 
 
 def groups_of(modules: Iterable[nn.Module], optimizer: object) -> tuple[ShardGroup, ...]:
-    """Returns groups of parameters: each item of a ``ModuleList`` is one, and the rest is the last.
+    """Groups the parameters: each item of a ``ModuleList`` is a group, and the rest is the last.
 
     Args:
         modules: The outermost modules.

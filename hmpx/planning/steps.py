@@ -1,4 +1,4 @@
-"""One training step, or one forward, of a model as it is planned; and what it costs in each precision."""
+"""A planned training step, or forward, of a model, and its costs in each precision."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .sharding import ShardGroup, groups_of
 
 @dataclass(frozen=True)
 class Run:
-    """What a step costs in one precision.
+    """The costs of a step in one precision.
 
     Attributes:
         name: ``"float32"``, ``"autocast"``, ``"hmpx"``, ``"casts not kept"``.
         memory: The memory of its tensors.
-        report: Its calls; without rows in float32.
+        report: Its calls; no rows in float32.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Program:
-    """A model, or a function that calls some, its outermost modules, and all that a step of it needs."""
+    """A model, or a function that calls some, its outermost modules, and everything that a step needs."""
 
     model: Callable[..., Any]
     modules: tuple[nn.Module, ...]
@@ -59,7 +59,7 @@ class Program:
     def run(
         self, name: str, conversion: Mapping[str, Any] | None
     ) -> tuple[Run, tuple[ShardGroup, ...]]:
-        """Runs a step: converted with some arguments of `convert`, or in float32.
+        """Runs a step: converted with the given arguments of `convert`, or in float32.
 
         Returns:
             Its costs, and the groups of parameters.
@@ -105,7 +105,7 @@ class Program:
         return optimizer
 
     def _loss(self, output: Any) -> Tensor | None:
-        """Returns the loss; None where nothing learns."""
+        """Returns the loss; None if nothing requires gradients."""
         if not self.is_training:
             return None
         if self.loss_fn is not None:
@@ -144,7 +144,7 @@ def _described(value: Any) -> str:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Says of errors what they mean for a plan."""
+    """Adds to errors what they mean for a plan."""
     try:
         yield
     except Exception as error:
@@ -189,10 +189,10 @@ def _without_values(error: Exception) -> PlanError | None:
 
 # --- optimizers ----------------------------------------------------------------------------------
 
-#: What `plan` takes: None for no optimizer.
+#: The ``optimizer`` argument of `plan`: None for no optimizer.
 Optimizer = str | type[torch.optim.Optimizer] | Callable[[Iterable[nn.Parameter]], Any] | None
 
-#: Devices on which torch's optimizers update all parameters at a time, unless they are told otherwise.
+#: Devices on which torch's optimizers update all parameters at once by default.
 _AT_A_TIME: Final = ("cuda", "xpu", "mtia")
 
 _NAMES: Final = {
@@ -203,10 +203,10 @@ _NAMES: Final = {
 
 
 def parsed_optimizer(value: Any) -> tuple[str, Callable[[list[nn.Parameter]], Any] | None]:
-    """Returns an optimizer's name and what makes it; None for no optimizer.
+    """Returns an optimizer's name and its factory; None for no optimizer.
 
     Raises:
-        OptionError: There is none of that name, or ``value`` can't be called.
+        OptionError: There is none with that name, or ``value`` isn't callable.
     """
     if value is None:
         return "no optimizer", None
@@ -240,7 +240,7 @@ def _named(text: str) -> tuple[str, Callable[[list[nn.Parameter]], Any]]:
 def _made(
     make: Callable[[list[nn.Parameter]], Any], parameters: list[nn.Parameter], device_type: str
 ) -> Any:
-    """Returns an optimizer that updates parameters as it would on the device.
+    """Returns an optimizer that updates parameters as on the device.
 
     Raises:
         OptionError: It isn't one.

@@ -24,25 +24,25 @@ from .steps import Run
 if TYPE_CHECKING:
     from .result import Plan
 
-#: How many groups of calls are printed.
+#: Most groups of calls printed.
 _MOST_GROUPS: Final = 15
 
 
 def headline(plan: Plan) -> str:
-    """Returns what was planned, in a clause."""
+    """Returns the planned model and step, in a clause."""
     what = f"a training step with {plan.optimizer}" if plan.is_training else "a forward"
     return f"{clean(plan.model)}, {count(plan.parameters)} parameters: {what} on {plan.device_type}"
 
 
 def verdict(plan: Plan) -> str:
-    """Returns how much would run in low precision."""
+    """Returns the low-precision share."""
     totals = plan.report.totals
     flops = f"{share(totals.low_flops, totals.flops)} of FLOPs and " if totals.flops else ""
     return f"{flops}{share(totals.low_bytes, totals.bytes)} of bytes in low precision"
 
 
 def remedies(plan: Plan) -> Iterator[str]:
-    """Yields what to do about what autograd keeps, and what else there is to know."""
+    """Yields remedies for the memory that autograd keeps, and other remarks."""
     memory = plan.memory
     if memory.weight_cast_bytes:
         fix = "hmpx.convert(keep_weight_casts=False) casts weights again in the backward"
@@ -137,7 +137,7 @@ def _sizes(
     lines: Sequence[tuple[str, list[int]]],
     *others: tuple[str, list[str]],
 ) -> Table:
-    """Returns a table with a line of bytes for each name of ``lines`` that has any, then the others."""
+    """Returns a table with a row of bytes for each name in ``lines`` that has any, then the others."""
     shown = [(name, [size(n) if n else "-" for n in sizes]) for name, sizes in lines if any(sizes)]
     rows = [(name, *cells) for name, cells in [*shown, *others]]
     return Table.of([title, *names], rows, numbers=names)

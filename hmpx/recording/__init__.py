@@ -1,4 +1,4 @@
-"""Recording: what ran in which type, why, and at what cost."""
+"""Records which dtypes ops ran in, why, and at what cost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Needless casts of a program: tensors that are cast again, and back; each with what to do about it.
+"""Needless casts of a program: repeated casts and round trips, each with a fix.
 
-Follows tensors by their memory, so that views are the same; holds none of them alive.
+Follows tensors by their memory, which views share, and keeps none of them alive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..torch_state import place, running_module
 from .memory import Held
 from .signatures import Shape
 
-#: A fix: a line to copy, and what that costs.
+#: A fix: a line to copy, and its cost.
 _Fix = tuple[str, str]
 
 _FREEZE: Final = ("hmpx.freeze(model)", "for inference: stores the weight as it is used")
@@ -41,19 +41,19 @@ _METHODS: Final = {
     torch.float32: "float()",
 }
 
-_MOST: Final = 20_000  # of the memory that is followed at a time
+_MOST: Final = 20_000  # pieces of memory followed at a time
 
 
 class _Made(NamedTuple):
     """The call that last wrote to some memory."""
 
-    memory: Any  # a weak reference: while it is held, the address is given to no other memory
+    memory: Any  # a weak reference: while it is held, the address is not reused
     call: OpCall
     before: str  # the op whose result that call took
 
 
 class _Seen:
-    """A tensor that was cast: its version counter then, and the dtypes that it was cast to since."""
+    """A cast tensor: its version counter then, and the dtypes that it was cast to since."""
 
     __slots__ = ("dtypes", "tensor", "version")
 
@@ -69,7 +69,7 @@ class Casts:
         """Starts without any."""
         self._made: dict[int, _Made] = {}
         self._seen: dict[int, _Seen] = {}
-        self._most_seen = _MOST  # twice what lived at the last look, so that looks are few
+        self._most_seen = _MOST  # twice the number alive at the last check, so that checks are rare
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._found: dict[Waste, list[int]] = {}
 
@@ -86,9 +86,9 @@ class Casts:
         result: Any,
         node: Any,
     ) -> None:
-        """Notes the casts of one call, which is ``call`` or like it.
+        """Records the casts of one call, ``call`` or one like it.
 
-        ``inputs`` are its floating inputs before they were cast, ``node`` its node in autograd's graph, or None.
+        ``inputs`` are its floating inputs before casting, ``node`` its node in autograd's graph, or None.
         """
         before = ""
         for tensor, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True):
@@ -162,7 +162,7 @@ class Casts:
             self._add("round trip", chain, call, fix, tensor.numel() * dtype.itemsize)
 
     def _note_kept(self, call: OpCall, inputs: list[Tensor], node: Any) -> None:
-        """Notes casts of weights that autograd keeps for the backward."""
+        """Records casts of weights that autograd keeps for the backward."""
         weights = [
             tensor
             for tensor, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True)
@@ -194,7 +194,7 @@ class Casts:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns what identifies the memory of a tensor; 0 where it has none of its own."""
+    """Returns an identifier of a tensor's memory; 0 if it has none of its own."""
     is_plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
     if not is_plain or is_of_transform(tensor):
         return 0
@@ -206,7 +206,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _is_cheap(op: str) -> bool:
-    """Whether an op gains little by low precision: its time goes to memory."""
+    """Whether an op gains little from low precision because it is limited by memory."""
     return kind(op)[0] in ("elementwise", "norm")
 
 
@@ -221,7 +221,7 @@ def _name_of(parameter: Tensor) -> str:
 
 
 def _held_for(node: Any) -> Iterator[Tensor]:
-    """Yields the tensors that autograd holds for a call itself: neither packed by hooks, nor its casts'."""
+    """Yields the tensors that autograd holds for the call itself: not packed by hooks, nor held by casts."""
     for _ in range(4):  # views of the result come first
         found = saved_by(node)
         edges = edges_of(node)

@@ -1,4 +1,4 @@
-"""`record`: what ran in which type, why, and at what cost."""
+"""`record`: which dtypes ops ran in, why, and at what cost."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from .recorder import Recorder
 class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     """Records each call of an op that computes: its dtypes, casts, costs, module and line.
 
-    Holds for all threads, and nests. Compiled functions run uncompiled meanwhile, those that are compiled
-    inside the block, too. Nothing is kept of the program's tensors, and no device is waited for unless
-    ``times`` is asked for. What is kept grows with different ops, dtypes and lines, not with calls.
+    It holds for all threads, and nests. Inside the block compiled functions run uncompiled, including those
+    compiled there. No tensor of the program is kept alive, and no device is waited for unless ``times``
+    is set. Memory grows with distinct ops, dtypes and lines, not with calls.
 
-    A call that raises is not recorded; so a checkpoint that stops computing early seems to have made one
-    call less. An exception that ends the block is reported with its line. Calls that are traced for a graph
-    are not recorded. Under `torch.func.vmap` costs are those of all that is computed at a time; tangents,
-    and gradients in batches as `torch.func.jacrev` computes them, are not added.
+    A call that raises is not recorded, so a checkpoint that stops computing early shows one call less. An
+    exception that ends the block is reported with its line. Calls that are traced for a graph are not
+    recorded. Under `torch.func.vmap` a call's costs cover the whole batch. Tangents are not included, nor
+    are batched gradients such as those of `torch.func.jacrev`.
 
     Args:
-        times: Whether calls are timed. Where tensors are on an accelerator each call then waits for it.
-        memory: Whether the memory of tensors is followed, for `memory`: of what this thread computes,
-            and the backward that it starts. Each call then takes some 10 us longer, and what is kept
-            grows with calls; `torch.func.grad` and others that refuse hooks for saved tensors fail.
+        times: Whether to time calls. Each call then waits for its accelerator.
+        memory: Whether to follow the memory of tensors, for `memory`: of this thread's computation and the
+            backward that it starts. Each call then takes some 10 us longer, and the record grows with
+            calls. `torch.func.grad` and others that refuse hooks for saved tensors fail.
 
     Raises:
         OptionError: ``times`` or ``memory`` is not a bool, or the record is entered twice.
@@ -73,7 +73,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
             raise
 
     def _observing(self) -> Generator[None, None, None]:
-        """Observes from the first step until it is closed."""
+        """Observes from the generator's first step until it is closed."""
         try:
             attached = Attached(self._recorder, every_op=True, values=True, times=self._is_timed)
             with uncompiled(), attached:
@@ -93,29 +93,29 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
             self._block.close()
 
     def forget(self) -> None:
-        """Drops all calls recorded so far. A forked process does so with the calls of its parent."""
+        """Drops all recorded calls. A forked process drops those of its parent."""
         self._recorder.forget()
 
     def report(self) -> Report:
-        """Returns what was recorded so far, as data."""
+        """Returns the calls recorded so far, as data."""
         rows, waste = self._recorder.rows(), self._recorder.waste()
         return Report(rows, waste, self._about or _about(), self._error, self._error_location)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The calls that were recorded, those that cost most first."""
+        """The recorded calls, the most expensive first."""
         return self._recorder.rows()
 
     @property
     def memory(self) -> Memory | None:
-        """The memory that tensors took so far; None without ``memory=True``.
+        """The memory of tensors so far; None without ``memory=True``.
 
-        What optimizers keep counts from the start, as it does in every step but the first.
+        Optimizer state counts from the start, as in every step but the first.
         """
         return None if self._ledger is None else self._ledger.memory()
 
     def waste(self) -> tuple[Waste, ...]:
-        """Returns casts that could be done without, each with what to do about it."""
+        """Returns unnecessary casts, each with a fix."""
         return self._recorder.waste()
 
     def __repr__(self) -> str:
@@ -127,12 +127,12 @@ def _said(error: BaseException) -> str:
     """Returns an exception's class and message."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # of a class of the program's
+    except Exception:  # the program's own class may fail
         return type(error).__name__
 
 
 def raised_at(error: BaseException) -> str:
-    """Returns the innermost line of the program that an exception came through; ``""`` if unknown."""
+    """Returns the innermost program line that an exception passed through; ``""`` if unknown."""
     for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
         path = frame.f_code.co_filename
         if user_location(frame).rpartition(":")[0] == path:
@@ -141,7 +141,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def _about() -> dict[str, str]:
-    """Returns what identifies the run."""
+    """Returns the run's identification."""
     session = current()
     about = {"hmpx": __version__, "torch": torch.__version__}
     if session is not None:

@@ -1,7 +1,7 @@
 """The memory of tensors: a ledger of when storages are made, held by autograd and freed, and its sums.
 
-The ledger follows storages, so that views are the same, and keeps none of them alive. It only notes what
-happens: what a storage is for may be known much later.
+The ledger follows storages, which views share, and keeps none of them alive. It only records events, since
+the purpose of a storage may be known much later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..torch_internals import (
 
 
 class What(enum.Enum):
-    """What has happened to some memory."""
+    """An event of a piece of memory."""
 
     MADE = enum.auto()
     FREED = enum.auto()
@@ -48,16 +48,16 @@ class Stored:
 
     Attributes:
         bytes: Its size.
-        dtype: Name of the dtype of the tensor that it was first seen by.
-        kind: One of `reports.KINDS`; ``""`` where it may be saved, or is something other.
-        cast_of: The memory that it is a cast of, if it was made by one.
+        dtype: Name of the dtype of the first tensor seen in it.
+        kind: One of `reports.KINDS`; ``""`` if it may be saved, or is something else.
+        cast_of: The memory that it is a cast of, if a cast made it.
         memory: A weak reference.
     """
 
     __slots__ = ("bytes", "cast_of", "dtype", "kind", "memory")
 
     def __init__(self, size_bytes: int, dtype: str, known: Stored | None = None) -> None:
-        """Has the kind of what is ``known`` of it before its size changed."""
+        """Takes over the kind of ``known``, the same memory before its size changed."""
         self.bytes, self.dtype = size_bytes, dtype
         self.kind: str = known.kind if known else ""
         self.cast_of: Stored | None = known.cast_of if known else None
@@ -70,7 +70,7 @@ class Stored:
         return source is not None and source.kind == "parameters" and source.dtype != self.dtype
 
 
-#: What has happened, to what, and for memory that was made the phase.
+#: An event, its memory, and for new memory the phase.
 Event = tuple[What, Stored, str]
 
 
@@ -80,7 +80,7 @@ class Held:
     __slots__ = ("_log", "_stored", "tensor")
 
     def __init__(self, tensor: Tensor, stored: Stored, log: list[Event]) -> None:
-        """Notes that it is held."""
+        """Records that it is held."""
         self.tensor, self._stored, self._log = tensor, stored, log
         log.append((What.HELD, stored, ""))
 
@@ -89,7 +89,7 @@ class Held:
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[misc]
-    """Notes the tensors of each call below autograd."""
+    """Records the tensors of each call below autograd."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -118,10 +118,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
 
 
 class Ledger:
-    """Notes when memory is taken and given back, by one thread and the backward that it starts."""
+    """Records when memory is allocated and freed, in one thread and the backward that it starts."""
 
     def __init__(self) -> None:
-        """Notes nothing until `noting` is begun."""
+        """Records nothing until `noting` begins."""
         self._log: list[Event] = []
         self._stored: dict[int, Stored] = {}
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -129,7 +129,7 @@ class Ledger:
         self._is_stepping = False
 
     def noting(self) -> Generator[None, None, None]:
-        """Notes what happens from the first step of this generator until it is closed."""
+        """Records events from the generator's first step until it is closed."""
         with (
             hooked(
                 (register_module_forward_pre_hook, self._note_call),
@@ -145,13 +145,13 @@ class Ledger:
                 self._note_gradients()
 
     def memory(self) -> Memory:
-        """Returns the sums over all that was noted so far."""
+        """Returns the sums over all events so far."""
         return _Sums(list(self._log)).memory()
 
-    # --- what there is -----------------------------------------------------------------------------
+    # --- current memory ----------------------------------------------------------------------------
 
     def note(self, tensor: Tensor) -> Stored | None:
-        """Returns what is known of the memory of a tensor; None where it has none of its own."""
+        """Returns the record of a tensor's memory; None if it has none of its own."""
         try:
             storage = storage_of(tensor)
         except (NotImplementedError, RuntimeError):  # sparse, or of another library
@@ -171,7 +171,7 @@ class Ledger:
         return stored
 
     def note_module(self, module: nn.Module) -> None:
-        """Notes the parameters and buffers of a module, and of those inside it."""
+        """Records the parameters and buffers of a module, and of those inside it."""
         for inside in module.modules():
             if inside in self._modules:
                 continue
@@ -238,12 +238,12 @@ def _tensor_of(held: Any) -> Tensor:
 
 # --- sums ----------------------------------------------------------------------------------------
 
-#: Kinds of memory that is there from one step to the next: it counts from the start.
+#: Kinds of memory that last from one step to the next: they count from the start.
 _LASTING: Final = ("parameters", "buffers", "optimizer state")
 
 
 class _Sums:
-    """Plays events again: sums by kind at each moment, and those at the peaks."""
+    """Replays events: sums by kind at each moment, and those at the peaks."""
 
     def __init__(self, events: list[Event]) -> None:
         self._live: set[Stored] = set()
@@ -299,7 +299,7 @@ class _Sums:
             self._change(stored, is_live=True)
 
     def _change(self, stored: Stored, *, is_live: bool) -> None:
-        """Makes memory live or not; without effect where it is already."""
+        """Makes memory live or not; no effect if it already is."""
         if (stored in self._live) is is_live:
             return
         (self._live.add if is_live else self._live.remove)(stored)

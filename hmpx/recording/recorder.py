@@ -1,4 +1,4 @@
-"""The observer behind `record`: counts calls that are alike, and their backward."""
+"""The observer behind `record`: counts equal calls, and their backward."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _T = TypeVar("_T")
 
 _CONVERTING: Final = ops.facts("converting").keys()
 
-#: How many entries are kept before what they counted is folded. An entry takes some 5 kB.
+#: Most entries before their counts are folded. An entry takes some 5 kB.
 _MOST_ENTRIES: Final = 2_000
 
 
 @dataclass(slots=True)
 class Entry:
-    """Calls that are alike: the first of them, their shapes, and how many they are.
+    """Equal calls: the first of them, their shapes, and their number.
 
-    ``recorded`` counts the calls that autograd recorded, ``backward`` how many times gradients of calls
-    were computed.
+    ``recorded`` is the number of calls that autograd recorded, ``backward`` the number of times that gradients
+    of calls were computed.
     """
 
     call: OpCall
@@ -47,13 +47,13 @@ class Entry:
     is_folded: bool = False
 
     def restart(self) -> None:
-        """Counts anew; the entry is only held by graphs from here on."""
+        """Restarts the counts; from now on only graphs hold the entry."""
         self.calls, self.seconds, self.recorded, self.backward = 0, 0.0, 0, 0
         self.is_folded = True
 
 
 class Place(NamedTuple):
-    """Where results may be unused."""
+    """A place where results may be unused."""
 
     op: str
     module: str
@@ -66,7 +66,7 @@ def _place_of(entry: Entry) -> Place:
 
 @dataclass(slots=True)
 class _Unused:
-    """Sums over folded calls at one place, which tell whether their results were used."""
+    """Sums over folded calls at one place, which show whether their results were used."""
 
     recorded: int = 0
     bytes: int = 0
@@ -74,10 +74,10 @@ class _Unused:
 
 
 class Recorder:
-    """Counts calls that are alike.
+    """Counts equal calls.
 
-    Each shape of inputs is an entry of its own, and a model that writes text has others at each token.
-    So once there are many, their sums are kept instead of them: entries are folded.
+    Each shape of inputs has its own entry, and a model that generates text has new shapes at each token. So
+    once there are many entries, they are folded: only their sums are kept.
     """
 
     def __init__(self, *, is_timed: bool = False) -> None:
@@ -94,7 +94,7 @@ class Recorder:
             entry.restart()  # gradients may be computed later
         self._lock = threading.RLock()
         self._entries = {}
-        self._gradients = {}  # those of which gradients were computed, in that order
+        self._gradients = {}  # those with gradients computed, in order
         self._sums: dict[Row, Row] = {}
         self._places: dict[Place, _Unused] = {}
         self._casts = Casts()
@@ -110,7 +110,7 @@ class Recorder:
         result: Any,
         /,
     ) -> None:
-        """Counts one call; none that becomes part of a graph, where it says nothing of the program."""
+        """Counts one call, unless it becomes part of a graph and says nothing about the program."""
         if torch.compiler.is_compiling() or is_noted_in_graph() or is_jit_tracing():
             return
         if call.op in _CONVERTING:
@@ -131,7 +131,7 @@ class Recorder:
         with self._lock:
             try:
                 entry = self._entries.get(key)
-            except TypeError:  # sizes are symbols: a graph is being made, and nothing computed
+            except TypeError:  # sizes are symbols: a graph is being traced, and nothing computed
                 return
             if entry is None:
                 entry = self._entries[key] = Entry(call, found, given, outputs)
@@ -145,7 +145,7 @@ class Recorder:
             self._fold()
 
     def note_backward(self, entry: Entry) -> None:
-        """Counts that gradients of one of the entry's calls are computed."""
+        """Counts a computation of gradients of one of the entry's calls."""
         with self._lock:
             entry.backward += 1
             self._gradients[id(entry)] = entry
@@ -169,7 +169,7 @@ class Recorder:
             add_up(self._sums, found)
 
     def _counted(self) -> tuple[list[Entry], list[Entry]]:
-        """Returns copies of the entries, and of those of which gradients were computed."""
+        """Returns copies of the entries, and of those with gradients computed."""
         entries, gradients = self._entries.values(), self._gradients.values()
         return [replace(each) for each in entries], [replace(each) for each in gradients]
 
@@ -177,22 +177,22 @@ class Recorder:
         yield from (forward_row(entry, is_timed=self._is_timed) for entry in forward)
         yield from map(backward_row, backward)
 
-    # --- what was counted ------------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------------
 
     def rows(self) -> tuple[Row, ...]:
-        """Returns what was counted, those that cost most first."""
+        """Returns the counts, the most expensive first."""
         with self._lock:
             forward, backward = self._counted()
             sums = list(self._sums.values())
         return _in_own_thread(lambda: added([*sums, *self._rows(forward, backward)]))
 
     def waste(self) -> tuple[Waste, ...]:
-        """Returns casts that could be done without."""
+        """Returns unnecessary casts."""
         with self._lock:
             return added_waste([*self._casts.waste(), *self._unused_results()])
 
     def _unused_results(self) -> Iterator[Waste]:
-        """Yields calls that were recorded by autograd and got no gradient, where others did."""
+        """Yields calls that autograd recorded but that got no gradient, where others did."""
         if not self._gradients and not any(each.backward for each in self._places.values()):
             return
         for entry in self._entries.values():
@@ -230,21 +230,21 @@ def _unused(place: Place, times: int, count: int) -> Waste:
 
 
 def _in_own_thread(function: Callable[[], _T]) -> _T:
-    """Returns what ``function`` returns, having run it in a thread of its own.
+    """Runs ``function`` in its own thread and returns its result.
 
-    Torch's state is the default there: none of the program's modes, such as inference mode, transforms
-    or hooks for saved tensors, sees what is computed, or changes it.
+    torch's state is the default there, so none of the program's modes, such as inference mode, transforms or
+    hooks for saved tensors, sees or changes the computation.
     """
     with ThreadPoolExecutor(1, "hmpx-report") as pool:
         try:
             running = pool.submit(function)
-        except RuntimeError:  # none can be started while the interpreter ends
+        except RuntimeError:  # no thread can start while the interpreter shuts down
             return function()
         return running.result()
 
 
 def _bytes_cast(inputs: tuple[Shape, ...], call: OpCall) -> int:
-    """Returns the bytes that casts of a call wrote; under `torch.func.vmap`, for all at a time."""
+    """Returns the bytes that a call's casts wrote; under `torch.func.vmap`, for the whole batch."""
     return sum(
         shape.bytes // given.itemsize * cast.itemsize
         for shape, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True)
@@ -257,7 +257,7 @@ def _bytes_of(result: Any) -> int:
 
 
 def _node_of(inputs: list[Tensor], result: Any) -> Any:
-    """Returns the node of autograd's graph that a call has made; None if it made none."""
+    """Returns the node of autograd's graph that a call made, or None."""
     for output in [result] if isinstance(result, Tensor) else tensors_in([result]):
         node = node_of(output)
         if node is not None:

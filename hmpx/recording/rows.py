@@ -1,4 +1,4 @@
-"""Rows of a report, from what a recorder has counted; floating-point operations by torch's own formulas."""
+"""Builds a report's rows from a recorder's counts, with FLOPs by torch's own formulas."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .signatures import Shape, Signature, rebuilt, tensors_of
 if TYPE_CHECKING:
     from .recorder import Entry
 
-#: The reason of a conversion that the program itself has asked for.
+#: The reason of a conversion in the program itself.
 OWN_CAST: Final = "the program's own cast"
 
 
 def forward_row(entry: Entry, *, is_timed: bool) -> Row:
-    """Returns the row of calls."""
+    """Returns the row of the calls."""
     call, times = entry.call, entry.calls
     return _row(
         entry,
@@ -44,7 +44,7 @@ def forward_row(entry: Entry, *, is_timed: bool) -> Row:
 
 
 def backward_row(entry: Entry) -> Row:
-    """Returns the row of gradients: of results taken in, and of inputs returned in their own dtypes."""
+    """Returns the row of the gradients: of results as input, and of inputs as output, in their own dtypes."""
     call, times = entry.call, entry.backward
     inputs = list(zip(entry.inputs, call.input_dtypes, call.cast_dtypes, strict=True))
     if call.reason == OWN_CAST:
@@ -87,7 +87,7 @@ def _row(entry: Entry, **values: Any) -> Row:
 
 
 def _casts(call: OpCall) -> int:
-    """Returns how many tensors one call has cast, or rounded to a number format."""
+    """Returns the number of tensors that one call cast, or rounded to a number format."""
     if call.reason == OWN_CAST:
         return 1
     if isinstance(call.dtype, Format):
@@ -105,7 +105,7 @@ def _computed_in(call: OpCall) -> str:
     if isinstance(call.dtype, Format):
         return call.dtype.name
     dtype = call.output_dtypes[0] if call.reason == OWN_CAST else call.dtype
-    if dtype is None:  # it was left alone: it computes in what it is given
+    if dtype is None:  # it was left alone: it computes in its inputs' dtype
         real = [each for each in call.cast_dtypes if each.is_floating_point] or call.cast_dtypes
         dtype = functools.reduce(torch.promote_types, real)
     assert isinstance(dtype, torch.dtype)
@@ -143,7 +143,7 @@ class Flops(NamedTuple):
 
 
 def _flops(entry: Entry) -> Flops:
-    """Returns the operations of one call; under `torch.func.vmap`, of all that it computes at a time."""
+    """Returns the operations of one call; under `torch.func.vmap`, of the whole batch."""
     if entry.signature is None:
         return Flops()
     found = _flops_of(entry.call.function, entry.signature)
@@ -153,12 +153,12 @@ def _flops(entry: Entry) -> Flops:
 
 @functools.lru_cache(maxsize=10_000)
 def _flops_of(function: Callable[..., Any], found: Signature) -> Flops:
-    """Returns the operations of a call of torch's ``function``; none where they depend on values.
+    """Returns the operations of a call of torch's ``function``; zero if they depend on values.
 
-    The call is made again on tensors without memory, under torch's counter. So legalized and emulated
-    calls count as those that the program made.
+    Repeats the call on tensors without memory, under torch's counter. So legalized and emulated calls count as
+    the program made them.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # which takes long to import
+    from torch.utils.flop_counter import FlopCounterMode  # slow to import
 
     made: list[Tensor] = []
 
@@ -167,7 +167,7 @@ def _flops_of(function: Callable[..., Any], found: Signature) -> Flops:
         dtype = torch.float32 if is_real and shape.dtype.itemsize < 4 else shape.dtype
         tensor = torch.empty(shape.sizes, dtype=dtype, device="meta", requires_grad=shape.learns)
         made.append(tensor)
-        # In-place ops write to no leaf that learns.
+        # In-place ops can't write to a leaf that requires gradients.
         return tensor.view_as(tensor) if shape.learns else tensor
 
     with disable_modes(), without_casts(), torch.enable_grad():

@@ -1,6 +1,6 @@
-"""The signature of a call: its arguments with shapes and dtypes in the place of tensors, hashable.
+"""The signature of a call: its arguments, with shapes and dtypes in place of tensors; hashable.
 
-Keeps no tensor. Calls with equal signatures cost the same.
+It holds no tensors. Calls with equal signatures cost the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Signature = tuple["Items", tuple[tuple[str, Any], ...]]
 
 
 class Shape(NamedTuple):
-    """Stands for a tensor; ``times`` tells how many `torch.func.vmap` computes in one call."""
+    """Replaces a tensor; ``times`` is the number that `torch.func.vmap` computes in one call."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -31,12 +31,12 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes that its elements take."""
+        """The bytes of its elements."""
         return math.prod(self.sizes) * self.dtype.itemsize * self.times
 
 
 class Real:
-    """Stands for a float: all are alike, since neither shapes nor costs depend on their values."""
+    """Replaces a float. All are equal, since neither shapes nor costs depend on their values."""
 
     __slots__ = ("value",)
 
@@ -51,16 +51,16 @@ class Real:
 
 
 class Items(NamedTuple):
-    """Stands for a list or tuple."""
+    """Replaces a list or tuple."""
 
     values: tuple[Any, ...]
     is_list: bool
 
 
 def signature(args: Args, kwargs: Mapping[str, Any], *, learns: bool) -> Signature | None:
-    """Returns the signature of a call; None where an argument is neither tensor nor a plain value.
+    """Returns the signature of a call; None if an argument is neither a tensor nor a plain value.
 
-    Functions and other objects are the program's: they may hold tensors, and are not kept.
+    Functions and other objects of the program may hold tensors, and are not kept.
     """
     found = (
         Items(tuple([_standing_for(value, learns) for value in args]), is_list=False),
@@ -79,26 +79,26 @@ def shapes(value: Any, *, learns: bool = False) -> tuple[Shape, ...]:
 
 
 def tensors_of(found: Signature) -> tuple[Shape, ...]:
-    """Returns what stands for tensors in a signature."""
+    """Returns the shapes in a signature."""
     args, kwargs = found
     return (*_shapes(args), *(each for _, value in kwargs for each in _shapes(value)))
 
 
 def rebuilt(found: Signature, make: Callable[[Shape], Tensor]) -> tuple[Args, Kwargs]:
-    """Returns arguments with this signature, with tensors that ``make`` makes."""
+    """Returns arguments with this signature, and tensors made by ``make``."""
     args, kwargs = found
     return tuple(_rebuilt(args, make)), {name: _rebuilt(value, make) for name, value in kwargs}
 
 
 _NO_SIZES: Final = (0,)
 
-#: Arguments that may be kept: they hold nothing.
+#: Arguments that may be kept, since they hold nothing.
 _PLAIN: Final = (
     numbers.Number, str, bytes, type(None), types.EllipsisType, slice, enum.Enum,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
-#: Stands for other arguments; it can't be hashed.
+#: Replaces other arguments; not hashable.
 _UNKNOWN: Final[list[Any]] = []
 
 
@@ -117,7 +117,7 @@ def _standing_for(value: Any, learns: bool) -> Any:
 
 
 def _times(tensor: Tensor) -> int:
-    """Returns how many tensors of this shape a tensor of `torch.func.vmap` is."""
+    """Returns how many tensors of this shape a `torch.func.vmap` tensor holds."""
     inner = tensor
     while is_of_transform(inner) and (behind := behind_transform(inner)) is not inner:
         inner = behind

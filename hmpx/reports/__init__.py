@@ -1,4 +1,4 @@
-"""Reports: what was seen of a run as data, and the table and page that all of hmpx's results print."""
+"""Reports: a run's record as data, and the table and page of all hmpx results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tables show values: counts, bytes, seconds, shares, and text that users wrote."""
+"""How tables show values: counts, bytes, seconds, shares, and users' text."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .. import places
 from ..errors import printable
 from ..tensors import short_name
 
-#: No line of text is wider.
+#: Maximum width of a text line.
 WIDTH: Final = 80
 
-#: What a cell without a value shows.
+#: The text of a cell without a value.
 NOTHING: Final = "-"
 
 _ELLIPSIS: Final = ".."
 _PREFIXES: Final = ("", "k", "M", "G", "T", "P", "E")
 
-#: Longer text is cut before anything else is done with it.
+#: Longer text is cut before any other processing.
 _LONGEST: Final = 2_000
 
 
@@ -53,12 +53,12 @@ def _scaled(number: int, unit: str) -> str:
 
 
 def is_measured(seconds: float | None) -> TypeGuard[float]:
-    """Whether ``seconds`` is a time, rather than None or what a broken clock gives."""
+    """Whether ``seconds`` is a time, rather than None or the result of a broken clock."""
     return seconds is not None and math.isfinite(seconds)
 
 
 def duration(seconds: float | None) -> str:
-    """Returns ``"1.2 ms"``; ``"-"`` where it was not measured."""
+    """Returns ``"1.2 ms"``; ``"-"`` if not measured."""
     if not is_measured(seconds):
         return NOTHING
     if abs(seconds) >= 1e6:
@@ -71,7 +71,7 @@ def duration(seconds: float | None) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """Returns ``"38 %"``; ``"<1 %"`` and ``">99 %"`` of shares that round to all or nothing."""
+    """Returns ``"38 %"``; ``"<1 %"`` and ``">99 %"`` for shares that round to all or nothing."""
     if whole <= 0:
         return NOTHING
     percent = 100 * (part / whole)
@@ -81,7 +81,7 @@ def share(part: float, whole: float) -> str:
 
 
 def exponential(value: float) -> str:
-    """Returns ``"1.8e-03"``, ``"0"``, ``"inf"``; ``"-"`` of NaN."""
+    """Returns ``"1.8e-03"``, ``"0"``, ``"inf"``; ``"-"`` for NaN."""
     if math.isnan(value):
         return NOTHING
     return "0" if value == 0 else f"{value:.1e}"
@@ -91,17 +91,17 @@ def exponential(value: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Returns text as a cell of a table shows it: `printable`, without the end of a long one."""
+    """Returns text for a table cell: `printable`, and cut if long."""
     return printable(text[:_LONGEST])
 
 
 def located(location: str) -> str:
-    """Returns a location, relative to the current directory or to where packages are installed."""
+    """Returns a location relative to the current directory or to the folder of installed packages."""
     return clean(places.located(location))
 
 
 def dtypes(names: Iterable[str]) -> str:
-    """Returns the distinct dtypes by their short names: ``"fp32+bf16"``; ``"-"`` of none."""
+    """Returns the distinct dtypes by short name: ``"fp32+bf16"``; ``"-"`` for none."""
     short = dict.fromkeys(short_dtype(name) for name in names if name)
     return "+".join(short) or NOTHING
 
@@ -113,19 +113,19 @@ def short_dtype(name: str) -> str:
 
 
 def without_end(text: str, columns: int) -> str:
-    """Returns text cut to so many characters: ``"scaled_dot_prod.."``."""
+    """Returns text with its end cut to fit ``columns``: ``"scaled_dot_prod.."``."""
     if len(text) <= columns:
         return text
     return text[: max(0, columns - len(_ELLIPSIS))] + _ELLIPSIS[:columns]
 
 
 def without_start(text: str, columns: int) -> str:
-    """Returns text cut to so many characters: ``"..models/train.py:12"``."""
+    """Returns text with its start cut to fit ``columns``: ``"..models/train.py:12"``."""
     return without_end(text[::-1], columns)[::-1]
 
 
 def wrapped(text: str, indent: str = "", columns: int = WIDTH) -> list[str]:
-    """Returns text in lines of at most ``columns``, broken at spaces where there are any."""
+    """Returns text in lines of at most ``columns``, broken at spaces if possible."""
     return textwrap.wrap(
         text,
         columns,

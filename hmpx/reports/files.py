@@ -16,31 +16,31 @@ from ..errors import OptionError, said_by, short
 
 
 def written(found: str, path: str | os.PathLike[str] | None, *, follows_links: bool = True) -> str:
-    """Returns text, having written it to ``path`` if that is given.
+    """Returns text, and writes it to ``path`` if given.
 
     Args:
         found: The text.
-        path: Where to; see `write`.
+        path: The file; see `write`.
         follows_links: See `write`.
 
     Raises:
         OptionError: The file can't be written.
     """
     if path is not None:
-        # Names of files may hold halves of characters, which no encoding has.
+        # File names may contain lone surrogates, which can't be encoded.
         data = found.encode("utf-8", "backslashreplace")
         write(data, path, follows_links=follows_links)
     return found
 
 
 def write(data: bytes, path: str | os.PathLike[str], *, follows_links: bool = True) -> None:
-    """Writes a file completely or not at all. An error or a kill leaves the earlier file as it was.
+    """Writes a file completely or not at all. An error or a kill leaves the earlier file unchanged.
 
     Args:
         data: The content.
         path: The file. Devices and pipes, such as ``/dev/stdout``, are written in place.
         follows_links: Whether a symbolic link at ``path`` stays and its target is replaced, as for paths
-            that the user named. Otherwise the link itself is replaced.
+            that the user gave. Otherwise the link itself is replaced.
 
     Raises:
         OptionError: The file can't be written.
@@ -48,7 +48,7 @@ def write(data: bytes, path: str | os.PathLike[str], *, follows_links: bool = Tr
     try:
         target = Path(os.path.realpath(path) if follows_links else path)
         if follows_links and target.exists() and not target.is_file():
-            target.write_bytes(data)  # of a device or a pipe nothing is lost
+            target.write_bytes(data)  # a device or a pipe has no earlier content to lose
         else:
             _replace(data, target)
     except (OSError, ValueError) as error:
@@ -75,7 +75,7 @@ def _replace(data: bytes, target: Path) -> None:
 
 
 class Written:
-    """What can be written as JSON and as a page; a subclass has `_data` and `_page`."""
+    """Base of results that are written as JSON and as a page; a subclass has `_data` and `_page`."""
 
     def _data(self) -> Mapping[str, Any]:
         raise NotImplementedError
@@ -84,9 +84,9 @@ class Written:
         raise NotImplementedError
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns all figures as JSON, and writes it to ``path`` if that is given.
+        """Returns all figures as JSON, and writes it to ``path`` if given.
 
-        What is not finite is one of the texts ``"nan"``, ``"inf"``, ``"-inf"``.
+        Non-finite numbers become the strings ``"nan"``, ``"inf"``, ``"-inf"``.
 
         Raises:
             OptionError: The file can't be written.
@@ -95,7 +95,7 @@ class Written:
         return written(found + "\n", path)[:-1]
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns a page that needs no network, and writes it to ``path`` if that is given.
+        """Returns a page that needs no network, and writes it to ``path`` if given.
 
         Raises:
             OptionError: The file can't be written.
@@ -104,7 +104,7 @@ class Written:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value that JSON has: what is no finite number becomes ``"nan"`` or ``"inf"``."""
+    """Returns a JSON value; non-finite numbers become ``"nan"`` or ``"inf"``."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):

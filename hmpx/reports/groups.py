@@ -1,4 +1,4 @@
-"""Groups of rows that have something in common, and their table."""
+"""Groups of rows with something in common, and their table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _shown_dtypes(names: str) -> str:
     return dtypes(names.split(", "))
 
 
-#: What rows may have in common -> its title in tables, how it is shown and cut, its least width.
+#: Field that groups share -> its title in tables, its formatter, how it is cut, its minimum width.
 _NAMES: Final[dict[str, tuple[str, Callable[[str], str], Any, int]]] = {
     "op": ("op", lambda name: clean(name) or NOTHING, without_end, 10),
     "phase": ("phase", lambda phase: _PHASES.get(phase, clean(phase)), without_end, 4),
@@ -43,13 +43,13 @@ _NAMES: Final[dict[str, tuple[str, Callable[[str], str], Any, int]]] = {
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that have something in common, with their sums.
+    """Rows with something in common, and their sums.
 
-    What they have in common and the sums are attributes, too: ``group.op``, ``group.calls``, ``group.bytes``.
+    The shared fields and the sums are also attributes: ``group.op``, ``group.calls``, ``group.bytes``.
 
     Attributes:
-        names: Names of what they have in common: ``("location", "op")``.
-        key: What they have in common: ``("train.py:12", "linear")``.
+        names: Names of the shared fields: ``("location", "op")``.
+        key: Values of the shared fields: ``("train.py:12", "linear")``.
         totals: Their sums.
         rows: The rows.
     """
@@ -60,7 +60,7 @@ class Group:
     rows: tuple[Row, ...]
 
     def __getattr__(self, name: str) -> Any:
-        names = self.__dict__.get("names", ())  # copies ask before there are any
+        names = self.__dict__.get("names", ())  # copying asks for attributes before they exist
         if name in names:
             return self.key[names.index(name)]
         if name in Totals._fields:
@@ -79,9 +79,9 @@ class Groups(list[Group]):
     """
 
     def table(self, most: int | None = None) -> Table:
-        """Returns a table of the first ``most`` groups; shares are of them all.
+        """Returns a table of the first ``most`` groups; shares are of all groups.
 
-        Columns that say nothing are left out, such as those of casts where there are none.
+        Omits columns without information, such as those of casts if there are none.
         """
         shown = self[:most]
         names = shown[0].names if shown else ()
@@ -109,11 +109,11 @@ class Groups(list[Group]):
 
 
 def grouped(rows: Iterable[Row], names: Sequence[str]) -> Groups:
-    """Returns groups of the rows that are equal in some fields; those of most FLOPs, then bytes, first.
+    """Groups rows with equal fields; those with most FLOPs, then bytes, come first.
 
     Args:
         rows: The rows.
-        names: Names of the fields: of op, phase, module, location and the dtypes.
+        names: Names of the fields: op, phase, module, location and the dtypes.
     """
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -129,7 +129,7 @@ def _text(value: str | tuple[str, ...]) -> str:
 
 
 def _sums(shown: Sequence[Totals], every: Sequence[Totals], names: Sequence[str]) -> list[Column]:
-    """Returns the columns of sums that say something."""
+    """Returns the columns of sums with information."""
     has_casts = any(each.casts for each in every)
     flops, bytes_ = sum(each.flops for each in every), sum(each.bytes for each in every)
     found = [
@@ -148,7 +148,7 @@ def _sums(shown: Sequence[Totals], every: Sequence[Totals], names: Sequence[str]
 
 
 def _low_share(sums: Totals) -> str:
-    """Returns the share in low precision: of FLOPs, of bytes where there are none, or of calls."""
+    """Returns the low-precision share: of FLOPs, without any of bytes, or else of calls."""
     if sums.flops:
         return share(sums.low_flops, sums.flops)
     if sums.bytes:

@@ -1,7 +1,7 @@
-"""The HTML page that all of hmpx's reports are written as: one file that needs no network.
+"""The HTML page of all hmpx reports: one file that needs no network.
 
-Text of users gets into it escaped, or as JSON that the script shows as text; the page's policy lets no
-other script run, and nothing be loaded.
+Users' text is escaped, or is JSON that the script shows as text. The page's policy allows no other script, and
+no loading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .table import Table
 
 _PACKAGE: Final = str(__package__)
 
-#: Nothing in JSON may end the script that it stands in.
+#: Characters in JSON that could end the surrounding script.
 _ESCAPED: Final = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
 
 
@@ -35,12 +35,12 @@ def page(
     """Returns a page.
 
     Args:
-        title: Its title,
-        heading: its heading, and
-        body: what follows that: HTML, with all text of users escaped.
-        style: CSS, after that of all pages.
-        script: JavaScript, after that of all pages.
-        data: What the script gets, as JSON.
+        title: The page's title.
+        heading: The page's heading.
+        body: The HTML after the heading, with users' text escaped.
+        style: CSS after the common CSS.
+        script: JavaScript after the common JavaScript.
+        data: The script's data, as JSON.
         tables: The tables of `table_section`, by name.
     """
     found = {**(data or {}), "tables": {n: each.page_data() for n, each in (tables or {}).items()}}
@@ -61,8 +61,8 @@ def page(
 
 
 def filled(template: str, **values: Any) -> str:
-    """Returns a template with its values, which are escaped."""
-    import jinja2  # torch depends on it; imported where it is needed, for the time that takes
+    """Renders a template with its values, which are escaped."""
+    import jinja2  # torch depends on it; imported late because it is slow
 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -76,13 +76,13 @@ def page_file(package: str, name: str) -> str:
 
 
 def section(name: str, heading: str, *parts: str) -> str:
-    """Returns a section of a page; the parts are HTML."""
+    """Returns a section of a page from HTML parts."""
     head = f'<h2 id="{name}">{html.escape(heading)}</h2>'
     return f'<section aria-labelledby="{name}">{head}{"".join(parts)}</section>'
 
 
 def table_section(name: str, heading: str, *parts: str) -> str:
-    """Returns a section for the table called ``name``, which can be sorted and searched."""
+    """Returns a section for the table ``name``, which users can sort and search."""
     return section(
         name,
         heading,
@@ -109,5 +109,5 @@ def _markup(text: str) -> Any:
 
 
 def _content_hash(text: str) -> str:
-    """Returns what a Content-Security-Policy names a script or style by."""
+    """Returns the hash that identifies a script or style in a Content-Security-Policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

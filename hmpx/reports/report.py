@@ -1,4 +1,4 @@
-"""What was seen of a run, its views, and the way back from JSON, where each fault names the file."""
+"""A run's record, its views, and reading it from JSON; errors name the file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Views:
     """The views of a report; a subclass has `report`."""
 
     def report(self) -> Report:
-        """Returns what was recorded so far, as data."""
+        """Returns the record so far, as data."""
         raise NotImplementedError
 
     def by_op(self) -> Groups:
-        """Returns groups of one op, phase and dtypes each, with ``group.op``, ``group.calls`` and so on.
+        """Groups the calls by op, phase and dtypes, with ``group.op``, ``group.calls`` and so on.
 
         Example:
             >>> from hmpx.reports import Report
@@ -42,7 +42,7 @@ class Views:
         return grouped(self.report().rows, names)
 
     def by_module(self) -> Groups:
-        """Returns groups of one module each, without the modules inside it.
+        """Groups the calls by module, without the modules inside it.
 
         Example:
             >>> from hmpx.reports import Report
@@ -52,7 +52,7 @@ class Views:
         return grouped(self.report().rows, ("module",))
 
     def by_site(self) -> Groups:
-        """Returns groups of one line of the program and one op each.
+        """Groups the calls by program line and op.
 
         Example:
             >>> from hmpx.reports import Report
@@ -62,7 +62,7 @@ class Views:
         return grouped(self.report().rows, ("location", "op"))
 
     def print(self, file: TextIO | None = None) -> None:
-        """Writes the report to ``file`` or stdout: in colours on a terminal, where `rich` is installed.
+        """Writes the report to ``file`` or stdout, in colours on a terminal if `rich` is installed.
 
         Example:
             >>> from hmpx.reports import Report
@@ -72,7 +72,7 @@ class Views:
         text.show(self.report(), file)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the report as JSON, and writes it to ``path`` if that is given.
+        """Returns the report as JSON, and writes it to ``path`` if given.
 
         Raises:
             OptionError: The file can't be written.
@@ -95,9 +95,9 @@ class Views:
         return written(json.dumps(found, indent=1) + "\n", path)[:-1]
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the rows as CSV, and writes them to ``path`` if that is given.
+        """Returns the rows as CSV, and writes them to ``path`` if given.
 
-        Text that a spreadsheet would compute, such as a module named ``=1+1``, gets a ``'`` in front.
+        Text that a spreadsheet would evaluate, such as a module named ``=1+1``, gets a leading ``'``.
 
         Raises:
             OptionError: The file can't be written.
@@ -110,7 +110,7 @@ class Views:
         return written(_table(self.report().rows).to_csv(), path)
 
     def to_dataframe(self) -> Any:
-        """Returns the rows as a `pandas.DataFrame`; several dtypes of a row are one text.
+        """Returns the rows as a `pandas.DataFrame`; several dtypes in a row become one string.
 
         Raises:
             OptionError: pandas isn't installed.
@@ -124,7 +124,7 @@ class Views:
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns the report as one HTML page that needs no network; writes it to ``path`` if given.
 
-        It shows lines of the program's Python files around those that made calls, as they are now.
+        It shows the source lines around calls, as the Python files are now.
 
         Raises:
             OptionError: The file can't be written.
@@ -145,16 +145,16 @@ class Views:
 
 @dataclass(frozen=True)
 class Report(Views):
-    """What was seen of a run.
+    """A recorded run.
 
-    Printing it prints a verdict, what to do about needless casts, and a table by op.
+    Printing it shows a verdict, fixes for needless casts, and a table by op.
 
     Attributes:
-        rows: The calls, those that cost most first.
-        waste: Casts to do without, those of most bytes first.
+        rows: The calls, the most expensive first.
+        waste: Unnecessary casts, those with most bytes first.
         about: Names and values that identify the run: versions, policy, device, rank.
-        error: The exception that ended the run, if one did, and
-        error_location: the line of the program that it came from, ``"train.py:12"``, if known.
+        error: The exception that ended the run, if any.
+        error_location: The program line that raised it, ``"train.py:12"``, if known.
 
     Example:
         >>> from hmpx.reports import Report
@@ -180,7 +180,7 @@ class Report(Views):
 
 
 def merged(reports: Iterable[Report]) -> Report:
-    """Returns one report of what several processes did: their rows are added up.
+    """Merges the reports of several processes into one; rows are added up.
 
     Example:
         >>> from hmpx.reports import Report, merged
@@ -208,7 +208,7 @@ def _untimed(row: Row) -> Row:
 
 
 def _table(rows: Iterable[Row]) -> Table:
-    """Returns the rows as they are, with several dtypes as one text, and times that can't be as None."""
+    """Returns the rows as a table: several dtypes become one string, invalid times None."""
     names = [each.name for each in fields(Row)]
     found = [
         [
@@ -226,7 +226,7 @@ _T = TypeVar("_T", Row, Waste)
 
 
 def _is_number(value: Any) -> bool:
-    # Larger whole numbers of seconds have no float.
+    # Larger integers have no float.
     return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
 
 

@@ -1,4 +1,4 @@
-"""A report as a page, with the lines of the program that made calls, and as a part of a notebook."""
+"""A report as an HTML page with the source lines of calls, and as notebook output."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .text import MOST_FIXES, ended_with, fixes, verdict
 if TYPE_CHECKING:
     from .report import Report
 
-#: How many fixes are written at the top; the table of casts has all.
+#: Most fixes shown at the top; the table of casts has all.
 _MOST_FIXES: Final = 20
 
-#: The largest number that is passed on to JavaScript: sums of it are finite there, too.
+#: The largest number passed to JavaScript, so that sums stay finite there.
 _LARGEST: Final = 10**300
 
-#: Names of modules are split no further.
+#: Most levels of module names.
 _DEEPEST: Final = 200
 
-#: Of source: lines above and below, lines of all files, bytes of a file, calls named for a line.
+#: For source code: context lines, lines of all files, bytes of a file, calls named for a line.
 _CONTEXT, _MOST_LINES, _MOST_BYTES, _MOST_CALLS = 3, 1_000, 4_000_000, 4
 
 
@@ -57,7 +57,7 @@ def report_page(report: Report) -> str:
 
 
 def notebook_part(report: Report) -> str:
-    """Returns the verdict, fixes and the table by op as HTML without scripts."""
+    """Returns the verdict, fixes and the table by op, as HTML without scripts."""
     parts = [f"<p><strong>{html.escape(verdict(report))}</strong></p>"]
     if report.error:
         parts.append(paragraphs([ended_with(report)]))
@@ -73,7 +73,7 @@ def notebook_part(report: Report) -> str:
 
 
 def _data(report: Report, files: Iterable[File]) -> dict[str, Any]:
-    """Returns what the script shows: rows, waste and modules, all texts by their places in one list."""
+    """Returns the script's data: rows, waste and modules; strings are indices into one list."""
     texts: dict[str, int] = {}
 
     def places(*found: str) -> list[int]:
@@ -121,9 +121,9 @@ def _number(number: int) -> int:
 
 
 def module_tree(rows: Iterable[Row]) -> list[tuple[str, str, int, Totals]]:
-    """Returns the modules, each after its parent: path, name, the parent's place, and sums of all inside.
+    """Returns the modules, parents first: path, name, the parent's index, and sums of all inside.
 
-    The first is the outermost, with the parent -1.
+    The first is the outermost, with parent -1.
     """
     inside: dict[tuple[str, ...], list[Row]] = {(): []}
     for row in sorted(rows, key=lambda row: row.module):
@@ -141,7 +141,7 @@ def module_tree(rows: Iterable[Row]) -> list[tuple[str, str, int, Totals]]:
 
 
 class Line(NamedTuple):
-    """A line of a file: the precision and the calls that it made, and whether lines before it are not shown."""
+    """A line of a file: the dtypes and calls at it, and whether lines before it are omitted."""
 
     number: int
     text: str
@@ -151,7 +151,7 @@ class Line(NamedTuple):
 
 
 class File(NamedTuple):
-    """The lines of a file that made calls, with those around them; a note tells why lines are missing."""
+    """A file's lines with calls, and the lines around them; a note says why lines are missing."""
 
     path: str
     lines: tuple[Line, ...]
@@ -166,7 +166,7 @@ def split_location(location: str) -> tuple[str, int]:
 
 
 def source_files(rows: Iterable[Row], locations: Iterable[str] = ()) -> list[File]:
-    """Returns the files that the calls were made in, those that cost most first.
+    """Returns the files with calls, the most expensive first.
 
     Args:
         rows: The calls.
@@ -212,8 +212,8 @@ def _file(path: str, by_number: dict[int, list[Row]], most: int) -> File:
 def _read(path: str) -> list[str] | str:
     """Returns the lines of a Python file, or why it isn't shown.
 
-    A report may come from somebody else: only Python files are read, whatever paths it names, and
-    none of another machine, which would be told who asks.
+    A report may come from someone else, so it can name any path. Only Python files are read, and none from
+    another machine, since the access itself would reveal the reader.
     """
     if not path.endswith(".py"):
         return "not shown: only .py files are"

@@ -1,4 +1,4 @@
-"""The data of a report: calls that are alike, casts to do without, sums, and the memory of tensors."""
+"""The data of a report: rows of equal calls, unnecessary casts, sums, and the memory of tensors."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ WIDE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Calls that are alike: of one op, made by one line in one module, with the same dtypes.
+    """Equal calls: of one op, from one line in one module, with the same dtypes.
 
     Attributes:
         op: Op name.
-        site: The call site patched: ``"torch.nn.functional.linear"``.
+        site: The patched call site: ``"torch.nn.functional.linear"``.
         module: Qualified name of the innermost module whose forward made the calls; ``""`` for none.
         location: ``"train.py:12"``.
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
         device_type: ``"cpu"``, ``"cuda"``, ...
         cast_policy: Name of the `CastPolicy` that decided, ``"TARGET"`` or ``"PASS"``.
-        reason: Where that comes from: ``"lists/hmpx/bf16.txt:20"``.
+        reason: The source of the decision: ``"lists/hmpx/bf16.txt:20"``.
         dtype: Name of the dtype or number format that the op computed in: ``"bfloat16"``.
-        input_dtypes: Names of the dtypes of the floating inputs, before and
-        cast_dtypes: after casting.
+        input_dtypes: Names of the floating inputs' dtypes before casting.
+        cast_dtypes: Names of the floating inputs' dtypes after casting.
         output_dtypes: Names of the dtypes returned.
-        calls: How many.
-        casts: How many tensors were cast for them, and
-        cast_bytes: the bytes that these casts wrote.
+        calls: Number of calls.
+        casts: Number of tensors cast for them.
+        cast_bytes: Bytes that these casts wrote.
         flops: Floating-point operations, by the formulas of torch's FLOP counter.
         bytes: Bytes of the inputs, as cast, and of the results.
-        seconds: How long the calls took; None if that was not measured.
-        legalized: Whether the op computed in fp32 and was rounded: legalized, in a number format, or for
-            want of a kernel.
+        seconds: Duration of the calls; None if not measured.
+        legalized: Whether the op computed in fp32 and rounded: legalized, in a number format, or for lack of
+            a kernel.
     """
 
     op: str
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Casts that cost time or memory and could be done without.
+    """Unnecessary casts that cost time or memory.
 
     Attributes:
         kind: ``"round trip"``, ``"parameter cast again"``, ``"tensor cast again"``, ``"unused result"``
@@ -80,10 +80,10 @@ class Waste:
         what: The ops or the parameter concerned: ``"linear -> softmax -> matmul"``.
         module: Qualified name of the module.
         location: ``"train.py:12"``.
-        times: How often it happened.
+        times: Number of occurrences.
         bytes: Bytes written, or kept, needlessly.
-        fix: What to do about it, as a line to copy: ``"bf16.txt: softmax"``, ``"hmpx.freeze(model)"``.
-        note: What the fix costs, or "".
+        fix: The fix, as a line to copy: ``"bf16.txt: softmax"``, ``"hmpx.freeze(model)"``.
+        note: The cost of the fix, or "".
     """
 
     kind: str
@@ -100,15 +100,15 @@ class Totals(NamedTuple):
     """Sums over rows.
 
     Attributes:
-        calls: Calls.
-        low_calls: Those in low precision.
+        calls: Number of calls.
+        low_calls: Number of calls in low precision.
         flops: Floating-point operations.
-        low_flops: Those in low precision.
+        low_flops: Floating-point operations in low precision.
         bytes: Bytes read and written.
-        low_bytes: Those of calls in low precision.
-        casts: Tensors cast.
+        low_bytes: Bytes of calls in low precision.
+        casts: Number of tensors cast.
         cast_bytes: Bytes that casts wrote.
-        seconds: Seconds, as far as they were measured; None if they were not.
+        seconds: Seconds, over the measured calls; None if none was measured.
     """
 
     calls: int
@@ -123,14 +123,14 @@ class Totals(NamedTuple):
 
 
 def added(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Returns rows in which those that differ in their sums only are added up; the costliest first."""
+    """Adds up rows that differ only in their sums; the most expensive first."""
     sums: dict[Row, Row] = {}
     add_up(sums, rows)
     return tuple(sorted(sums.values(), key=lambda row: (-row.flops, -row.bytes)))
 
 
 def add_up(sums: dict[Row, Row], rows: Iterable[Row]) -> None:
-    """Adds rows to ``sums``: a row without its sums -> the sum of such rows."""
+    """Adds rows to ``sums``, which maps a row without sums to their total."""
     for row in rows:
         key = replace(row, calls=0, casts=0, cast_bytes=0, flops=0, bytes=0, seconds=None)
         known = sums.get(key)
@@ -145,7 +145,7 @@ def _sum(a: Row, b: Row) -> Row:
 
 
 def added_waste(waste: Iterable[Waste]) -> tuple[Waste, ...]:
-    """Returns waste in which what differs in its sums only is added up; that of most bytes first."""
+    """Adds up waste that differs only in its sums; that with most bytes first."""
     sums: dict[Waste, tuple[int, int]] = {}
     for each in waste:
         key = replace(each, times=0, bytes=0)
@@ -175,7 +175,7 @@ def totals(rows: Iterable[Row]) -> Totals:
 
 # --- memory --------------------------------------------------------------------------------------
 
-#: Kinds of tensors, in the order in which they are shown.
+#: Kinds of tensors, in display order.
 KINDS: Final = (
     "parameters",
     "gradients",
@@ -188,11 +188,11 @@ KINDS: Final = (
 
 
 class Moment(NamedTuple):
-    """How much memory tensors took at one time.
+    """The memory of tensors at one time.
 
     Attributes:
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        kinds: Kind of tensors -> their bytes; the kinds are those of `KINDS`.
+        kinds: Bytes for each kind in `KINDS`.
     """
 
     phase: str = ""
@@ -200,7 +200,7 @@ class Moment(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All of them."""
+        """The sum of all kinds."""
         return sum(self.kinds.values())
 
 
@@ -209,20 +209,20 @@ _NEVER: Final = Moment()
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that tensors took, by their storages: each counts once, whatever views there are of it.
+    """The memory of tensors, by storage: each counts once, however many views it has.
 
-    What an allocator adds is not in it: rounding, fragments, workspaces of kernels, other libraries.
+    An allocator's overhead is not included: rounding, fragments, workspaces of kernels, other libraries.
 
     Attributes:
-        parameter_bytes: Bytes of parameters, and
-        buffer_bytes: of buffers, of all modules that were called.
-        gradient_bytes: Bytes of their gradients.
-        optimizer_bytes: Bytes of what optimizers have kept for them.
-        saved: Dtype -> bytes of the tensors that autograd kept for the backward when these were most;
-            without parameters, buffers and casts of parameters.
+        parameter_bytes: Bytes of the parameters of all called modules.
+        buffer_bytes: Bytes of the buffers of all called modules.
+        gradient_bytes: Bytes of the parameters' gradients.
+        optimizer_bytes: Bytes of optimizer state.
+        saved: Dtype -> bytes of the tensors that autograd kept for the backward, at their peak; without
+            parameters, buffers and casts of parameters.
         weight_cast_bytes: Bytes of the casts of parameters that it kept then.
         peak: The moment at which all tensors took most.
-        phases: The same for each phase.
+        phases: The same moment in each phase.
     """
 
     parameter_bytes: int = 0
@@ -236,7 +236,7 @@ class Memory:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all in ``saved``."""
+        """Total bytes in ``saved``."""
         return sum(self.saved.values())
 
     @property

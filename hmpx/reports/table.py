@@ -1,4 +1,4 @@
-"""The table that all of hmpx's reports print: text, Markdown, HTML, CSV, JSON and pandas."""
+"""The table of all hmpx reports: text, Markdown, HTML, CSV, JSON and pandas."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..errors import OptionError
 from .cells import WIDTH, without_end
 from .files import plain
 
-#: A cell that starts with one of these may be read as a formula by spreadsheets; from OWASP's page on
-#: CSV injection, with the full-width signs that it names.
+#: Spreadsheets may read a cell that starts with one of these as a formula; from OWASP's page on CSV injection,
+#: including its full-width signs.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001
 
 
@@ -26,12 +26,12 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: Its title.
-        values: Its values, row by row.
-        show: Returns a value as text.
-        is_number: Whether its cells stand at its right edge.
-        cut: Shortens a cell to some columns of a terminal.
-        least: The narrowest that it gets.
+        title: The title.
+        values: The values, row by row.
+        show: Formats a value as text.
+        is_number: Whether its cells are right-aligned.
+        cut: Shortens a cell to a number of terminal columns.
+        least: The minimum width.
     """
 
     title: str
@@ -47,16 +47,16 @@ class Column:
         return [self.show(value) for value in self.values]
 
     def fitted(self, columns: int) -> Column:
-        """Returns the column cut to so many columns of a terminal."""
+        """Returns the column cut to ``columns`` of a terminal."""
         cells = [self.cut(cell, columns) for cell in self.cells]
         return replace(self, title=without_end(self.title, columns), values=cells, show=str)
 
 
 class Table:
-    """Rows of values under titles. Printed, it is text of 80 columns; notebooks show it as HTML.
+    """Rows of values under titles. Printed, it is text of 80 columns; notebooks show HTML.
 
     Attributes:
-        columns: Its columns.
+        columns: The columns.
 
     Example:
         >>> from hmpx.reports import Column, Table
@@ -67,14 +67,14 @@ class Table:
     """
 
     def __init__(self, columns: Iterable[Column]) -> None:
-        """Has these columns, all of equally many values."""
+        """Takes columns with the same number of values."""
         self.columns = list(columns)
 
     @classmethod
     def of(
         cls, titles: Iterable[str], rows: Iterable[Sequence[Any]], numbers: Iterable[str] = ()
     ) -> Table:
-        """Returns a table of rows; the columns with the titles ``numbers`` stand at the right."""
+        """Returns a table of rows; the columns titled ``numbers`` are right-aligned."""
         titles, rows, numbers = list(titles), list(rows), set(numbers)
         return cls(
             Column(title, [row[index] for row in rows], is_number=title in numbers)
@@ -92,14 +92,14 @@ class Table:
     # --- text ------------------------------------------------------------------------------------
 
     def lines(self, columns: int = WIDTH) -> list[str]:
-        """Returns the lines, the titles first; none is wider than ``columns``."""
+        """Returns the lines, titles first, each at most ``columns`` wide."""
         return ["".join(cells).rstrip() for cells in self.fitted(columns)]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def fitted(self, columns: int = WIDTH) -> list[list[str]]:
-        """Returns the lines, the titles first, in cells that join to at most ``columns``."""
+        """Returns the lines, titles first, as cells that join to at most ``columns``."""
         found, between = _fitted(self.columns, columns)
         padded_cells = []
         for column in found:
@@ -143,7 +143,7 @@ class Table:
         return self.to_html()
 
     def page_data(self) -> dict[str, Any]:
-        """Returns what a page's script makes a table of, which can be sorted; numbers come last."""
+        """Returns the data of a page's sortable table; numeric columns come last."""
         columns = sorted(self.columns, key=lambda each: each.is_number)
         numbers = [column for column in columns if column.is_number]
         return {
@@ -156,7 +156,7 @@ class Table:
     # --- data ------------------------------------------------------------------------------------
 
     def to_csv(self) -> str:
-        """Returns the values as CSV; text that spreadsheets would compute is quoted by ``'``."""
+        """Returns the values as CSV; text that spreadsheets would evaluate gets a leading ``'``."""
         stream = io.StringIO(newline="")
         writer = csv.writer(stream)
         for values in ([column.title for column in self.columns], *self.rows):
@@ -185,7 +185,7 @@ class Table:
 
 
 def _fitted(columns: Sequence[Column], line: int) -> tuple[list[Column], str]:
-    """Returns the columns, cut so that a line of them fits, and what stands between them."""
+    """Returns the columns, cut to fit ``line``, and the separator between them."""
     found = [*columns]
     widths = [max(map(len, (column.title, *column.cells))) for column in found]
     texts = [index for index, column in enumerate(found) if not column.is_number]
@@ -208,5 +208,5 @@ def _inert(value: object) -> object:
 
 
 def _key(value: float) -> float | None:
-    """Returns what JSON has for a number: none for NaN, and the largest ones for infinity."""
+    """Returns a number for JSON: None for NaN, and the largest numbers for infinities."""
     return None if math.isnan(value) else max(-1e308, min(1e308, value))

@@ -1,4 +1,4 @@
-"""A report as text: the verdict, fixes, and a table by op; plain, or in colours on a terminal."""
+"""A report as text: the verdict, fixes, and a table by op; plain, or coloured on a terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .rows import Waste
 if TYPE_CHECKING:
     from .report import Report
 
-#: How many fixes and groups are shown; the others are only counted.
+#: Most fixes and groups shown; the others are only counted.
 MOST_FIXES: Final = 5
 MOST_GROUPS: Final = 20
 
-#: A line: texts, and how a terminal shows each.
+#: A line: texts, each with its style on a terminal.
 _Line = list[tuple[str, str]]
 
 
@@ -29,13 +29,13 @@ def text(report: Report) -> str:
 
 
 def show(report: Report, file: TextIO | None = None) -> None:
-    """Writes the report to ``file`` or stdout: in colours on a terminal, where `rich` is installed."""
+    """Writes the report to ``file`` or stdout, in colours on a terminal if `rich` is installed."""
     stream = sys.stdout if file is None else file
     if not stream.isatty() or importlib.util.find_spec("rich") is None:
         stream.write(f"{report}\n")
         return
     console = importlib.import_module("rich.console").Console(file=stream)
-    styled = importlib.import_module("rich.text").Text  # text of users is never read as markup
+    styled = importlib.import_module("rich.text").Text  # users' text is never parsed as markup
     for line in _lines(report, max(WIDTH, console.width)):
         console.print(styled.assemble(*line))
 
@@ -73,7 +73,7 @@ def _more(number: int, call: str) -> Iterator[_Line]:
 
 
 def _table(groups: Groups, columns: int) -> Iterator[_Line]:
-    """Yields the lines of a table; the type that an op computed in has a colour."""
+    """Yields the lines of a table; the op's compute dtype is coloured."""
     table = groups.table(MOST_GROUPS)
     place = [column.title for column in table.columns].index("in")
     titles, *rows = table.fitted(columns)
@@ -88,7 +88,7 @@ def _table(groups: Groups, columns: int) -> Iterator[_Line]:
 
 
 def verdict(report: Report) -> str:
-    """Returns how much ran in low precision, and what casts wrote, in a sentence."""
+    """Returns the low-precision share and the bytes written by casts, in a sentence."""
     totals = report.totals
     if not totals.calls:
         if not report.about or "policy" in report.about:
@@ -108,7 +108,7 @@ def verdict(report: Report) -> str:
 
 
 def _computed(report: Report) -> str:
-    """Returns how much of what ran in low precision was computed natively, and how much in fp32."""
+    """Returns how much of the low-precision work ran natively, and how much in fp32."""
     rows = [row for row in report.rows if row.is_low]
     name, costs = "FLOPs", [row.flops for row in rows]
     if not any(costs):
@@ -124,7 +124,7 @@ def _computed(report: Report) -> str:
 
 
 def ended_with(report: Report) -> str:
-    """Returns what ended the run and where, on one line."""
+    """Returns the error that ended the run and its place, on one line."""
     said = f"the run ended with: {clean(' '.join((report.error or '').split()))}"
     return f"{said}, at {clean(report.error_location)}" if report.error_location else said
 
@@ -133,7 +133,7 @@ def ended_with(report: Report) -> str:
 
 
 class Fix(NamedTuple):
-    """A line to copy, the waste that it does away with in a sentence, and its cost, or ""."""
+    """A line to copy, a sentence on the waste that it removes, and its cost, or ""."""
 
     line: str
     reason: str
@@ -141,7 +141,7 @@ class Fix(NamedTuple):
 
 
 def fixes(waste: Iterable[Waste]) -> list[Fix]:
-    """Returns each fix once, those that save most first."""
+    """Returns each fix once, the largest savings first."""
     found: dict[str, list[Waste]] = {}
     for each in waste:
         if each.fix:
