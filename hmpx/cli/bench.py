@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     source, name = functions.split(options.step)
     output.check_writable("--json", options.json)
     inputs = _Inputs(source, options.inputs)
-    from ..benchmarking import bench  # which takes a moment to import
+    from ..benchmarking import bench  # slow to import
 
     given = {
         "runs": options.runs,
@@ -105,13 +105,13 @@ def run(options: argparse.Namespace) -> int:
             **list_options(options),
         )
     output.show(str(found).splitlines())
-    if options.json:  # after the table, which is not lost if this fails
+    if options.json:  # after the table, so that a failure does not lose it
         output.show(["", *output.written(options, json=found.to_json)])
     return _INTERRUPTED if found.is_interrupted else int(any(each.error for each in found.variants))
 
 
 class _Inputs:
-    """Looks for the function of ``--inputs`` when a model asks for it: steps need none."""
+    """Finds the function of ``--inputs`` when a model needs it: steps need none."""
 
     def __init__(self, source: str, name: str | None) -> None:
         self._source, self._name = source, name
@@ -126,7 +126,7 @@ class _Inputs:
         return functions.found(source, name)()
 
     def refuse(self) -> None:
-        """Raises an error if the option was given: nothing asks for inputs."""
+        """Raises an error if the option was given, since nothing uses inputs."""
         if self._name is not None:
             raise functions.FunctionError(
                 "--inputs is for a function that returns a model; this one returns no model"
@@ -134,8 +134,8 @@ class _Inputs:
 
 
 def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
-    """Returns what makes a step: runs the file anew, and calls the function unless it is the step."""
-    from ..benchmarking import set_seed  # which takes a moment to import
+    """Returns a step factory: it runs the file anew, and calls the function unless that is the step."""
+    from ..benchmarking import set_seed  # slow to import
 
     is_step = False
 
@@ -157,7 +157,7 @@ def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
             inputs.refuse()
             if callable(made):
                 return _within(module, made)
-            is_step = True  # and it has run once: what it changed is made anew
+            is_step = True  # and it has run once, so its effects are made anew
             set_seed(seed)
         return _within(*made_anew())
 
@@ -165,7 +165,7 @@ def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
 
 
 def _within(module: types.ModuleType, step: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a step whose module is found by its name, by pickle above all, though others were made since."""
+    """Returns a step whose module is found by name, mainly by pickle, though later ones have that name too."""
 
     def step_of_module() -> Any:
         sys.modules[module.__name__] = module

@@ -1,4 +1,4 @@
-"""``hmpx check``: the faults of op lists and policy files."""
+"""``hmpx check``: checks op lists and policy files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ example:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the faults of the files that the user named; status 1 if there are any."""
+    """Prints the errors in the given files; status 1 if there are any."""
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
     files["low"] += options.bf16
     files["fp16"] += options.fp16

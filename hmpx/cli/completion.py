@@ -1,4 +1,4 @@
-"""``hmpx completion``: what a shell needs to complete commands and options."""
+"""``hmpx completion``: shell completion of commands and options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .options import add_command
 
 _SHELLS: Final = ("bash", "zsh", "tcsh", "fish")
 
-#: What arguments are called that name files or directories.
+#: Metavars of arguments that name files or directories.
 _PATHS: Final = {"DIR", "FILE", "FILES", "NAME_OR_DIR", "OUT", "PATH"}
 
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yields the arguments of a parser and of the commands in it."""
+    """Yields the arguments of a parser and of its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

@@ -1,4 +1,4 @@
-"""``hmpx doctor``: what hmpx finds on this machine, and what it can't reach."""
+"""``hmpx doctor``: shows what hmpx finds on this machine, and what stays uncast."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ examples:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints versions, devices and what stays uncast; status 1 if something does."""
+    """Prints versions, devices and uncast functions; status 1 if there are such."""
     if options.torch:
         parts = [*torch_internals.parts(), *torch_internals.later_parts()]
         found = {**_versions(), "parts": [_part(part) for part in parts]}
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             with functions.as_program(name):
                 importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # whatever the module raises
+        except (Exception, SystemExit) as error:  # the module may raise anything
             reason = str(error) if isinstance(error, ImportError) else said_by(error)
             output.complain(f"can't import {shown(name)}: {reason}")
             return 2
@@ -112,7 +112,7 @@ def _part(part: torch_internals.Part) -> dict[str, str]:
 
 
 def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
-    """Returns what is known of the low type on a device; None stands for what is not."""
+    """Returns the facts on the low type on a device; None for unknown ones."""
     if not isinstance(dtype, torch.dtype):
         return {"emulated": True}
     found = {kind: compute.capability(kind, device_type, dtype) for kind in compute.KINDS}
@@ -132,7 +132,7 @@ def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
 
 
 def _finite(ratio: float | None) -> float | str | None:
-    """Returns what JSON has for a ratio."""
+    """Returns a ratio as a JSON value."""
     return "no kernel" if ratio is not None and math.isinf(ratio) else ratio
 
 
@@ -161,7 +161,7 @@ def _torch_lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    """Yields what was found, as text."""
+    """Yields the findings as text."""
     yield _head(found)
     yield _summary(found["parts"])
     yield f"casts tensors on: {', '.join(found['devices'])}"
@@ -179,7 +179,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _capability_lines(device_type: str, name: str, known: dict[str, Any]) -> Iterator[str]:
-    """Yields lines on the low type on a device: whether the hardware has it, and how fast it was measured to be."""
+    """Yields lines on the low type on a device: hardware support, and measured speed."""
     if known["emulated"]:
         yield f"{name} on {device_type}: emulated"
         return
@@ -201,7 +201,7 @@ def _capability_lines(device_type: str, name: str, known: dict[str, Any]) -> Ite
 
 
 def _measured(known: dict[str, Any], phase: str) -> str:
-    """Returns a cell, padded such that numbers with and without a remark line up."""
+    """Returns a cell, padded so that numbers with and without a remark line up."""
     ratio = known[phase]
     if ratio is None:
         return f"{'-':6}"

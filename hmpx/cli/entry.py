@@ -1,8 +1,7 @@
-"""Where the command line starts: ``hmpx run``, ``report``, ``bench``, ``plan``, ``tune``, ``check``, ``ops``, ...
+"""Entry of the command line: ``hmpx run``, ``report``, ``bench``, ``plan``, ``tune``, ``check``, ``ops``, ...
 
-A command is a module with two functions: ``add_parser(commands)`` adds its parser, and
-``run(options)`` runs it and returns the exit status. Besides, a new command needs
-only its place in `_COMMANDS`.
+A command is a module with two functions: ``add_parser(commands)`` adds its parser, and ``run(options)``
+runs it and returns the exit status. A new command also needs its place in `_COMMANDS`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from .. import __version__
 from ..errors import HmpxError, HmpxWarning, suggestion
 from . import bench, check, completion, doctor, ops, output, plan, report, run, tune
 
-#: In the order in which ``hmpx --help`` lists them.
+#: In the order of ``hmpx --help``.
 _COMMANDS: Final = (
     run, report, bench, plan, tune, check, ops, doctor, completion,
 )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status of the command that ``argv`` holds, ``sys.argv[1:]`` if None.
+    """Runs the command in ``argv``, by default ``sys.argv[1:]``, and returns its exit status.
 
     ``run`` takes over the process as ``python SCRIPT`` would: `sys.argv`, `sys.path` and
     ``__main__`` stay those of the script.

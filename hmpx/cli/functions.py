@@ -1,4 +1,4 @@
-"""Functions of the user's that a command is given: ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``."""
+"""The user's functions as arguments of commands: ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from . import scripts
 
 
 class FunctionError(HmpxError):
-    """A function that a command was given can't be found."""
+    """A function given to a command can't be found."""
 
 
 def split(text: str, default: str = "") -> tuple[str, str]:
     """Returns the file or module, and the function.
 
     Args:
-        text: What was given.
-        default: The file or module, if ``text`` is a function alone.
+        text: The argument.
+        default: The file or module, if ``text`` is only a function.
 
     Raises:
-        FunctionError: There is no function in it.
+        FunctionError: It names no function.
     """
     source, colon, name = text.rpartition(":")
     if not colon:
@@ -42,7 +42,7 @@ def split(text: str, default: str = "") -> tuple[str, str]:
 
 @contextlib.contextmanager
 def as_program(source: str) -> Iterator[None]:
-    """Inside of the block a file or module sees itself as the program, which was given no arguments."""
+    """Makes a file or module see itself as the program, without arguments, inside the block."""
     before = sys.argv
     sys.argv = [source]
     try:
@@ -52,7 +52,7 @@ def as_program(source: str) -> Iterator[None]:
 
 
 def found(source: str, name: str) -> Any:
-    """Returns a function of a file or module.
+    """Returns a function from a file or module.
 
     Raises:
         FunctionError: There is no such file, module or function, or importing it failed.
@@ -61,7 +61,7 @@ def found(source: str, name: str) -> Any:
 
 
 def function_of(module: types.ModuleType, source: str, name: str) -> Any:
-    """Returns the function ``name``, which may be a dotted path, of a module.
+    """Returns the function ``name`` of a module; the name may be a dotted path.
 
     Raises:
         FunctionError: There is none.
@@ -77,11 +77,11 @@ def function_of(module: types.ModuleType, source: str, name: str) -> Any:
 
 
 def imported(source: str, *, anew: bool = False) -> types.ModuleType:
-    """Returns a file, or a module of a package, as a module.
+    """Imports a file, or a module of a package, and returns the module.
 
     Args:
         source: Its path, or its dotted name.
-        anew: Whether its code is run again, in a new module, if it was imported before.
+        anew: Whether to run its code again, in a new module, if it was imported before.
 
     Raises:
         FunctionError: There is none, or it raised an error.
@@ -100,7 +100,7 @@ def imported(source: str, *, anew: bool = False) -> types.ModuleType:
     except (SyntaxError, ModuleNotFoundError, FileNotFoundError) as error:
         raise FunctionError(f"{source} can't be imported: {said_by(error)}") from error
     except (Exception, SystemExit) as error:
-        from ..recording import raised_at  # which takes a moment to import
+        from ..recording import raised_at  # slow to import
 
         where = raised_at(error)
         at = f", at {located(where)}" if where else ""

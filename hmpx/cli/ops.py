@@ -1,4 +1,4 @@
-"""``hmpx ops``: what a list may name, and what a policy does with it."""
+"""``hmpx ops``: the ops that a list may name, and the policy's decisions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(names: list[str], loaded: policy.Policy) -> Iterator[tuple[str, str, str, str]]:
-    """Yields the titles, then a row for each op, and below it what sections do with it."""
+    """Yields the titles, then a row for each op, and below it the decisions of sections."""
     by_section = loaded.section_rules()
     yield "op", "policy", "reason", "call sites"
     for name in names:
@@ -90,14 +90,14 @@ def _rows(names: list[str], loaded: policy.Policy) -> Iterator[tuple[str, str, s
 
 
 def _colours(row: Sequence[str]) -> tuple[str | None, ...]:
-    """Returns the colours of a row's cells: low types blue, fp32 yellow, what is left alone dim."""
+    """Returns the colours of a row's cells: low types blue, fp32 yellow, untouched ops dim."""
     known = {"LOW": "blue", "FP32": "yellow", "-": "dim"}
     colour = known.get(row[1].partition(" ")[0])
     return None, colour, "dim"
 
 
 def _explain(patterns: list[str], loaded: policy.Policy) -> int:
-    """Prints what `hmpx.explain` says of ops; status 1 if there is none of a name."""
+    """Prints `hmpx.explain` of ops; status 1 if a name matches none."""
     lines: list[str] = []
     status = 0
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Parsers of the command line: how commands and options are added, and the options of several commands."""
+"""Parsers of the command line: adding commands and options, and options shared by commands."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..casting import Options
 def add_command(
     commands: Any, name: str, command: Callable[[argparse.Namespace], int], **texts: str
 ) -> argparse.ArgumentParser:
-    """Adds a command, whose name is that of its module, and returns its parser.
+    """Adds a command with the name of its module, and returns its parser.
 
     Args:
-        commands: What `argparse.ArgumentParser.add_subparsers` returned.
-        name: What the user types.
+        commands: The result of `argparse.ArgumentParser.add_subparsers`.
+        name: The command's name.
         command: Runs the command; returns the exit status.
-        **texts: ``help``, ``usage``, ``description`` and ``epilog``, as argparse has them.
+        **texts: argparse's ``help``, ``usage``, ``description`` and ``epilog``.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -33,7 +33,7 @@ def add_command(
 
 
 def option(group: Any, names: str, help: str, **settings: Any) -> None:
-    """Adds an option: ``"--runs N"`` takes a value, as one with ``choices``; ``"--quiet"`` is a flag."""
+    """Adds an option: ``"--runs N"`` takes a value, as does one with ``choices``; ``"--quiet"`` is a flag."""
     words = names.split()
     flags = [word for word in words if word.startswith("-")]
     metavars = [word for word in words if not word.startswith("-")]
@@ -45,7 +45,7 @@ def option(group: Any, names: str, help: str, **settings: Any) -> None:
 
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that choose op lists, as the arguments of `hmpx.convert` do."""
+    """Adds the options that choose op lists, like the arguments of `hmpx.convert`."""
     group = parser.add_argument_group("list options, as in hmpx.convert")
     files = ", ".join(policy.FILE_NAMES.values())
     option(group, "--policy FILE", "a policy file, instead of all lists")
@@ -73,7 +73,7 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_computing_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of how ops compute, as the arguments of `hmpx.convert`."""
+    """Adds the options for how ops compute, like the arguments of `hmpx.convert`."""
     group = parser.add_argument_group("options of number formats, as in hmpx.convert")
     for each in fields(Options):
         if each.metadata["flag"]:
@@ -82,13 +82,13 @@ def add_computing_options(parser: argparse.ArgumentParser) -> None:
 
 
 def computing_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options of how ops compute that were given, as arguments of `hmpx.convert`."""
+    """Returns the given options for how ops compute, as arguments of `hmpx.convert`."""
     given = only_given(**{each.name: getattr(options, each.name, None) for each in fields(Options)})
     return {name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()}
 
 
 def list_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the list options that were given, as arguments of `hmpx.convert`."""
+    """Returns the given list options, as arguments of `hmpx.convert`."""
     return only_given(
         bf16_file_path=options.bf16,
         fp32_file_path=options.fp32,

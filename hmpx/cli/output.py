@@ -1,4 +1,4 @@
-"""What the command line prints: results to stdout, messages to stderr."""
+"""Output of the command line: results to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from ..errors import OptionError, printable, short
 
-#: Names of colours -> what terminals take for them.
+#: Colour names -> their codes for terminals.
 _COLOURS: Final = {"blue": "34", "bold": "1", "dim": "2", "red": "31", "yellow": "33"}
 
-#: Least width of a table's last column; where there is less room, it is below the others, so far in.
+#: Minimum width of a table's last column, and its indent below the other columns if there is less room.
 _LEAST: Final = 24
 _INDENT: Final = 4
 
@@ -28,7 +28,7 @@ def show(lines: Iterable[str], status: int = 0) -> int:
         for line in lines:
             try:
                 print(line)
-            except UnicodeEncodeError:  # names of files may be any bytes
+            except UnicodeEncodeError:  # file names may contain any bytes
                 print(line.encode("utf-8", "backslashreplace").decode("ascii", "backslashreplace"))
         sys.stdout.flush()
     except BrokenPipeError:
@@ -38,7 +38,7 @@ def show(lines: Iterable[str], status: int = 0) -> int:
 
 
 def check_writable(option: str, name: str | None) -> None:
-    """Finds a file that can't be written before anything runs that takes long.
+    """Rejects an unwritable file before anything slow runs.
 
     Raises:
         OptionError: It is a directory, or in one that does not exist.
@@ -53,7 +53,7 @@ def check_writable(option: str, name: str | None) -> None:
 
 
 def written(options: argparse.Namespace, **writers: Callable[[str], object]) -> Iterator[str]:
-    """Writes the files that options of these names ask for, and yields a line on each."""
+    """Writes the files of these options, and yields a line on each."""
     for name, write in writers.items():
         path = getattr(options, name)
         if path:
@@ -82,7 +82,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def is_terminal() -> bool:
-    """Whether a person reads what is printed."""
+    """Whether a person reads the output."""
     return sys.stdout.isatty()
 
 
@@ -98,11 +98,11 @@ def painted(text: str, colour: str | None) -> str:
 def table(
     rows: Sequence[Sequence[str]], colours: Callable[[Sequence[str]], Sequence[str | None]]
 ) -> Iterator[str]:
-    """Yields the lines of a table; on a terminal its last column is broken so that it fits.
+    """Yields the lines of a table; on a terminal the last column is wrapped to fit.
 
     Args:
-        rows: Of equally many cells; the first has the titles.
-        colours: Returns the colours of a row's cells, but for the last one.
+        rows: Rows with the same number of cells; the first has the titles.
+        colours: Returns the colours of a row's cells, except the last one.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     used = sum(widths) + 2 * len(widths)

@@ -1,4 +1,4 @@
-"""``hmpx plan``: what a training step of a model would take, without its device or its memory."""
+"""``hmpx plan``: plans a training step of a model without its device or its memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ examples:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans, prints the plan and writes what was asked for."""
+    """Plans, prints the plan and writes the requested files."""
     output.check_writable("--html", options.html)
     output.check_writable("--json", options.json)
     source, name = functions.split(options.model)
@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace, source: str, name: str) -> int:
     model = functions.found(source, name)
     inputs = functions.found(*functions.split(options.inputs, source))
     loss = options.loss and functions.found(*functions.split(options.loss, source))
-    from ..planning import plan  # which takes a moment to import
+    from ..planning import plan  # slow to import
 
     try:
         found = plan(
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace, source: str, name: str) -> int:
         )
     except HmpxError:
         raise
-    except Exception as error:  # of the model, or of another function of the program
+    except Exception as error:  # from the model, or another function of the program
         scripts.show_uncaught(error)
         return 2
     lines = str(found).splitlines()

@@ -1,4 +1,4 @@
-"""``hmpx report``: prints reports that were written as JSON, or turns them into other files."""
+"""``hmpx report``: prints JSON reports, or converts them to other files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .. import reports
 from . import output
 from .options import add_command, option
 
-#: What, in place of a file, has reports merged.
+#: Takes the place of a file to merge reports.
 _MERGE = "merge"
 
 
@@ -42,7 +42,7 @@ examples:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the report, or writes it where the user asked to."""
+    """Prints the report, or writes it to the given path."""
     files: list[str] = options.files
     is_merge = files[0] == _MERGE
     if is_merge and len(files) == 1:

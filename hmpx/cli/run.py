@@ -130,16 +130,16 @@ def run(options: argparse.Namespace) -> int:
         if has_shim:
             _complain_of_unused(given)
         return 0
-    # Outside the handler, lest the script's excepthook see it as context.
+    # Outside the handler, so that the script's excepthook does not see it as context.
     scripts.show_uncaught(uncaught)
     if isinstance(uncaught, KeyboardInterrupt):
-        sys.excepthook = lambda *_: None  # python sets the exit status, and has nothing to add
+        sys.excepthook = lambda *_: None  # python sets the exit status, and need not print anything
         raise uncaught
     return 1
 
 
 def _run_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns all options of ``run`` that were given, as arguments of `hmpx.convert`."""
+    """Returns all given options of ``run``, as arguments of `hmpx.convert`."""
     verbose = "once" if options.verbose_once else "hmp" if options.verbose_hmp else options.verbose
     types = options.device_types.split(",") if options.device_types else None
     more = only_given(isVerbose=verbose, device_types=types) | computing_options(options)
@@ -155,7 +155,7 @@ def _run_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _install_shim(options: argparse.Namespace, given: dict[str, Any]) -> bool:
-    with warnings.catch_warnings():  # given by the script's hmp.convert()
+    with warnings.catch_warnings():  # shown by the script's hmp.convert()
         warnings.simplefilter("ignore")
         policy.load_policy(**list_options(options))
     parse_device_types(given.get("device_types"))

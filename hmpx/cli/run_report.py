@@ -1,4 +1,4 @@
-"""``hmpx run --report``: records a program and those forked from it; writes the report however it ends."""
+"""``hmpx run --report``: records a program and its forks; writes the report however the program ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _to_text(report: Report, path: Path) -> None:
     written(f"{report}\n", path)
 
 
-#: How a report is written, by the end of the file's name.
+#: Extension of the report's path -> its writer.
 _WRITERS: Final[dict[str, Callable[[Report, Path], object]]] = {
     ".json": Report.to_json,
     ".html": Report.to_html,
@@ -38,10 +38,10 @@ _WRITERS: Final[dict[str, Callable[[Report, Path], object]]] = {
 
 
 def checked(name: str) -> Path:
-    """Returns the path to write a report to: of several processes, each has its own.
+    """Returns the path for a report; each of several processes has its own.
 
     Raises:
-        HmpxError: The name's end says no format, it is a directory, or its directory does not exist.
+        HmpxError: The extension is not a known format, it is a directory, or its directory does not exist.
     """
     path = Path(name)
     if path.suffix.lower() not in _WRITERS:
@@ -55,23 +55,23 @@ def checked(name: str) -> Path:
     return path.absolute()  # the program may change its directory
 
 
-#: Functions that end a process where it stands.
+#: Functions that end a process at once.
 _ENDS: Final = ("_exit", "abort", "execv", "execve")
 
-#: Signals that schedulers, terminals and `multiprocessing` end processes with.
+#: Signals by which schedulers, terminals and `multiprocessing` end processes.
 _SIGNALS: Final = ("SIGTERM", "SIGHUP")
 
 
 @contextlib.contextmanager
 def recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
-    """Records what runs inside, and writes the report to ``path``, however the process ends.
+    """Records the block, and writes the report to ``path``, however the process ends.
 
     A forked process writes its part to a temporary folder. This process merges it into the report.
 
     Args:
-        path: Where to; None to record nothing.
-        replaces: Whether a file that is there is replaced. If not, the report gets a name beside it: one
-            command may run several programs, whose reports are all wanted.
+        path: Where to write; None to record nothing.
+        replaces: Whether an existing file is replaced. If not, the report gets a new name: one command may
+            run several programs, each with its report.
     """
     if path is None:
         yield
@@ -116,13 +116,13 @@ def _writing(name: str, write: Callable[[str], None]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _signals_followed(write: Callable[[str], None]) -> Iterator[None]:
-    """Writes the report before a signal ends the process. `signal.getsignal` hides the handlers for that."""
+    """Writes the report before a signal ends the process. `signal.getsignal` hides the handlers."""
     get, set_handler = signal.getsignal, signal.signal
     numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
     followed = [each for each in numbers if get(each) is signal.SIG_DFL]
 
     def end(number: int, frame: object) -> None:
-        set_handler(number, signal.SIG_DFL)  # first: another one ends the process at once
+        set_handler(number, signal.SIG_DFL)  # so that another signal ends the process at once
         write(signal.Signals(number).name)
         os.kill(os.getpid(), number)
 
@@ -153,7 +153,7 @@ def _signals_followed(write: Callable[[str], None]) -> Iterator[None]:
 
 
 def _free(path: Path) -> Path:
-    """Returns ``path``, or a name that is this process's own where that is taken."""
+    """Returns ``path``, or a name of this process if that is taken."""
     return path.with_suffix(f".{os.getpid()}{path.suffix}") if path.exists() else path
 
 
@@ -163,14 +163,14 @@ def _report(recording: record, error: str | None) -> Report:
 
 
 def _write_part(recording: record, folder: Path, error: str | None) -> None:
-    """Writes what a forked process has recorded; an end by `os._exit` is that of each."""
+    """Writes the record of a forked process; `os._exit`, by which forks always end, is not an error."""
     report = _report(recording, None if error == "os._exit" else error)
     if report.rows:
         report.to_json(folder / f"{os.getpid()}-{secrets.token_hex(8)}.json")
 
 
 def _write(recording: record, path: Path, folder: Path, error: str | None) -> None:
-    """Writes the report; where it can't, says so: the program has ended as it would without a report."""
+    """Writes the report. A failure only prints a message, since the program's exit status must not change."""
     try:
         report = _report(recording, error)
         if parts := [read_json(each) for each in sorted(folder.glob("*.json"))]:

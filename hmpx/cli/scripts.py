@@ -1,4 +1,4 @@
-"""Runs a script, a module, a directory or a zip file as ``python`` would, and shows its errors so."""
+"""Runs a script, a module, a directory or a zip file like ``python``, and shows its errors like it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import HmpxError
 
 
 class ScriptError(HmpxError):
-    """There is no such program to run."""
+    """The program to run does not exist."""
 
 
 def exists(path: str) -> bool:
@@ -25,7 +25,7 @@ def exists(path: str) -> bool:
 
 
 def execute(name: str, is_module: bool) -> None:
-    """Runs script or module ``name`` as ``__main__``, whose place in `sys.modules` it keeps."""
+    """Runs script or module ``name`` as ``__main__``, and takes its place in `sys.modules`."""
     if is_module:
         module, code = _load_module(name)
     elif _is_container(name):
@@ -44,13 +44,13 @@ def directory_of(name: str, is_module: bool) -> Path:
 
 
 def _is_container(name: str) -> bool:
-    """Whether ``name`` is a directory or zip file, whose ``__main__.py`` is run."""
-    path = Path(name)  # zipfile looks at the end, which pipes and devices don't have
+    """Whether ``name`` is a directory or zip file with a ``__main__.py`` to run."""
+    path = Path(name)  # zipfile reads the end, which pipes and devices don't have
     return path.is_dir() or (path.is_file() and zipfile.is_zipfile(path))
 
 
 def put_first_on_path(directory: Path) -> None:
-    """Puts ``directory`` where the interpreter put that of hmpx."""
+    """Replaces hmpx's directory at the start of `sys.path` by ``directory``."""
     is_safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
     if not is_safe:  # else the interpreter put nothing there
         sys.path[:1] = [str(directory)]
@@ -68,7 +68,7 @@ def _load_script(path: str) -> tuple[types.ModuleType, types.CodeType]:
     return module, compile(source, path, "exec", dont_inherit=True)
 
 
-#: Most bytes of a script: a device may have no end.
+#: Most bytes of a script, since a device may be endless.
 _MOST_SOURCE: Final = 1 << 26
 
 
@@ -120,12 +120,12 @@ def _main_module(path: str | None, loader: Any) -> types.ModuleType:
 
 # --- tracebacks ----------------------------------------------------------------------------------
 
-#: Packages whose functions merely pass the program's calls on: their frames are hidden.
+#: Packages that only pass on the program's calls: their frames are hidden.
 _PASSING_ON = {f"hmpx.{room}" for room in ("cli", "compute", "gaudi", "torch_state", "wrappers")}
 
 
 def show_uncaught(error: BaseException) -> None:
-    """Reports an uncaught exception as python does, but without hmpx's frames."""
+    """Reports an uncaught exception like python, but without hmpx's frames."""
     _hide_frames(error)
     kind, trace = type(error), error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace

@@ -10,7 +10,7 @@ from typing import Any, Final
 from . import output
 from .options import add_command, option
 
-#: Exit status after Ctrl-C, as shells have it.
+#: Exit status after Ctrl-C, as in shells.
 _INTERRUPTED: Final = 130
 
 
@@ -56,7 +56,7 @@ examples:
 
 def run(options: argparse.Namespace) -> int:
     """Searches, writes the lists and prints the result."""
-    from ..tuning import Check, tune_by_check  # which takes a moment to import
+    from ..tuning import Check, tune_by_check  # slow to import
 
     check = Check(
         options.check,
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         options.timeout,
         options.budget,
     )
-    # SIGTERM ends the search as Ctrl-C does, and with it the command that runs.
+    # SIGTERM ends the search and its running command, like Ctrl-C.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         best = tune_by_check(check)

@@ -1,4 +1,4 @@
-"""Drawing: the autograd graph of a result, with its casts."""
+"""Draws the autograd graph of a result, with its casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DOT text of a graph: shapes, colours, boxes of modules, a legend. Needs no program and no package."""
+"""DOT text of a graph: shapes, colours, module boxes, a legend. Needs no program or package."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Final
 from ..reports import size
 from .graph import LEAVES, Edge, Node
 
-#: Type -> the colours of nodes that compute in it, and of edges; told apart by colour-blind readers.
+#: Type -> the colours of its nodes and edges; colour-blind readers can distinguish them.
 COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "fp32": ("#cfe0f5", "#5b84b8"),
     "bf16": ("#fbd9a5", "#c47f17"),
     "fp16": ("#f6bfc6", "#b8475a"),
     "fp64": ("#d9d2ec", "#6f5aa8"),
 }
-#: Of number formats, which are emulated.
+#: Colours of number formats, which are emulated.
 _EMULATED: Final = ("#c9e7d0", "#3f8f5b")
-#: Of other dtypes, and unknown ones.
+#: Colours of other and unknown dtypes.
 _OTHER: Final = ("#eeeeee", "#888888")
 
 _MOST_CHARACTERS: Final = 60
 
-#: Of the tensors that a node saves, how many its tooltip names.
+#: Most saved tensors named in a node's tooltip.
 _MOST_SAVED: Final = 6
 
 _HEAD: Final = """\
@@ -59,7 +59,7 @@ def to_dot(
 
 
 def _colours(dtype: str, formats: set[str]) -> tuple[str, str]:
-    """Returns the colours of a type: of nodes, of edges."""
+    """Returns the node and edge colours of a type."""
     return _EMULATED if dtype in formats else COLOURS.get(dtype, _OTHER)
 
 
@@ -73,7 +73,7 @@ def _node(node: Node, formats: set[str]) -> str:
         types = node.label.split(" -> ")
         values["label"] = _escaped("\n".join(types))
         values |= {"shape": "diamond", "style": "filled", "fillcolor": "#ffffff"}
-        values |= {"color": _colours(types[1], formats)[1]}  # of a rounding, too
+        values |= {"color": _colours(types[1], formats)[1]}  # also for a rounding
         values |= {"fontsize": "8", "margin": "0", "width": "0.2", "penwidth": "1.4"}
     elif node.kind in LEAVES:
         values |= {"shape": "box", "style": "filled", "fillcolor": fill, "fontsize": "9"}
@@ -96,7 +96,7 @@ def _label(node: Node) -> str:
         return "\n".join([*map(_cut, node.label.split("\n")), node.reason])
     name = f"{node.label} (x{node.times:,})" if node.times > 1 else node.label
     if node.kind == "parameter" and node.module:
-        name = name.removeprefix(f"{node.module}.")  # the box has it
+        name = name.removeprefix(f"{node.module}.")  # the box names it
     dtype = f"{node.dtype} via fp32" if node.is_legalized else node.dtype
     second = "  ".join(filter(None, [dtype, _size(node.shape)]))
     if node.kind in LEAVES:
@@ -129,9 +129,9 @@ def _tooltip(node: Node) -> Iterator[str]:
 
 
 def _ranks(nodes: list[Node], edges: list[Edge]) -> Iterator[str]:
-    """Yields invisible edges that put the parameters of an op below what it takes.
+    """Yields invisible edges that put an op's parameters below its other inputs.
 
-    Else the boxes of modules that follow each other overlap in height, and stand side by side.
+    Otherwise the boxes of consecutive modules overlap in height, and are placed side by side.
     """
     kinds = {node.id: node.kind for node in nodes}
     sources: dict[str, list[str]] = defaultdict(list)
@@ -147,7 +147,7 @@ def _ranks(nodes: list[Node], edges: list[Edge]) -> Iterator[str]:
             continue
         for above in sources[found[0]]:
             while kinds[above] == "cast" and len(sources[above]) == 1:
-                (above,) = sources[above]  # noqa: PLW2901  # past the cast
+                (above,) = sources[above]  # noqa: PLW2901  # skips the cast
             if kinds[above] not in LEAVES:
                 yield f"  {above} -> {node.id} [style=invis];"
 
@@ -163,7 +163,7 @@ def _size(shape: tuple[int, ...] | None) -> str:
 
 @dataclass
 class _Box:
-    """A module's box, with the boxes in it."""
+    """A module's box, with the boxes inside it."""
 
     path: str
     nodes: list[Node] = field(default_factory=list)
@@ -207,7 +207,7 @@ def _boxes(nodes: list[Node], classes: Mapping[str, str], formats: set[str]) -> 
 
 
 def _open_small_ones(box: _Box) -> None:
-    """Moves single nodes of modules, activations as a rule, into the boxes around these."""
+    """Moves single nodes of modules, usually activations, into the parent boxes."""
     for name, inner in [*box.inside.items()]:
         _open_small_ones(inner)
         if len(inner.nodes) == 1 and not inner.inside:
@@ -219,7 +219,7 @@ def _open_small_ones(box: _Box) -> None:
 
 
 def _legend(nodes: list[Node], formats: set[str]) -> Iterator[str]:
-    """Yields a row of small boxes, below the graph: a type each, and what shapes mean."""
+    """Yields a row of small boxes below the graph: one per type, and one per shape."""
     used = dict.fromkeys(node.dtype for node in nodes if node.dtype and node.kind != "output")
     rows = []
     for dtype in [*(name for name in COLOURS if name in used), *(used.keys() - COLOURS.keys())]:
@@ -243,9 +243,9 @@ def _attributes(values: Mapping[str, str], separator: str = ", ") -> str:
 
 
 def _escaped(text: str, most: int | None = 4 * _MOST_CHARACTERS) -> str:
-    r"""Returns ``text`` as a quoted label has it: graphviz reads backslashes, and entities of HTML.
+    r"""Returns ``text`` escaped for a quoted label: graphviz reads backslashes, and entities of HTML.
 
-    Control characters become visible ones, except line ends.
+    Control characters become visible, except line ends.
     """
     clean = "\n".join([_printable(line) for line in text.split("\n")])
     if most is not None and len(clean) > most:

@@ -1,12 +1,12 @@
-"""What a picture shows, as data: ops, casts, parameters, and the tensors that pass between them."""
+"""The data of a picture: ops, casts, parameters, and the tensors between them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
-#: What a node is: an op; a cast or a rounding; a leaf of the graph, named or not; a tensor that was
-#: given to be drawn; all that is beyond ``max_nodes``; or, in pictures only, modules like one before them.
+#: The kinds of nodes: an op; a cast or a rounding; a named leaf of the graph, or another leaf; a tensor
+#: given by the user; everything beyond ``max_nodes``; or, only in pictures, modules similar to the one before.
 Kind = Literal["op", "cast", "parameter", "input", "output", "cut", "fold"]
 
 LEAVES: Final = frozenset({"parameter", "input"})
@@ -19,7 +19,7 @@ class Saved:
     Attributes:
         dtype: Its dtype: ``"bf16"``.
         shape: Its shape; None if unknown.
-        bytes: The bytes that its elements take, whether other nodes keep the same memory or not.
+        bytes: The bytes of its elements, even if other nodes keep the same memory.
     """
 
     dtype: str
@@ -29,22 +29,22 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Something in the picture.
+    """A node of the picture.
 
     Attributes:
         id: Its name in DOT.
         kind: ``"op"``, ``"cast"``, ``"parameter"``, ``"input"``, ``"output"`` or ``"cut"``.
         label: ``"linear"``, ``"fp32 -> bf16"``, ``"fc.weight"``.
-        dtype: The type that an op computes in, that a cast makes, or that a tensor has: ``"bf16"``,
+        dtype: The type in which an op computes, or of a cast's result or a tensor: ``"bf16"``,
             ``"float8_e4m3fn"``; ``""`` if unknown.
-        shape: Of the result; None if unknown.
-        module: Qualified name of the module that it belongs to; ``""`` for none.
-        location: ``"train.py:12"``, of an op that was observed.
-        reason: Why it computes in that type: ``"lists/hmpx/bf16.txt:18"``, of an op that was observed.
-        grad_fn: Autograd's names of what is shown as this node.
-        is_legalized: An op computes in fp32 and rounds to ``dtype``.
-        times: How many such ops, one after the other, are shown as this one.
-        saved: What it keeps for the backward; nothing once that has run.
+        shape: Shape of the result; None if unknown.
+        module: Qualified name of its module; ``""`` for none.
+        location: ``"train.py:12"``, for an observed op.
+        reason: Why it computes in that type: ``"lists/hmpx/bf16.txt:18"``, for an observed op.
+        grad_fn: Autograd's names for this node.
+        is_legalized: Whether an op computes in fp32 and rounds to ``dtype``.
+        times: Number of equal ops in a row that this node shows.
+        saved: The tensors it keeps for the backward; none once that has run.
     """
 
     id: str
@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A tensor that passes from one node to another.
+    """A tensor that goes from one node to another.
 
     Attributes:
         source: ``id`` of the node that made it.

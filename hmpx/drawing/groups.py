@@ -1,8 +1,7 @@
-"""Groups the steps of autograd's graph: ops with what belongs to them, and the casts between.
+"""Groups the steps of autograd's graph into ops, and the casts between them.
 
-Autograd's graph holds more than a reader looks for: views, and around a legalized op the casts that
-upcast its inputs and round its result. Views become part of the edges. Of an op that was observed all
-nodes are one node, except the casts that the policy asked for.
+Autograd's graph has details that readers do not need: views, and the casts around a legalized op. Views become
+part of the edges. All nodes of an observed op become one node, except the casts that the policy requires.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ from .graph import Kind
 from .observing import Names, Observation
 from .steps import Step, short
 
-#: That many ops of a kind, one after the other, and more are drawn as one.
+#: Least number of equal ops in a row that are drawn as one.
 _MANY: Final = 4
 
 
 @dataclass
 class Group:
-    """Steps that are drawn as one `Node`, with what that has."""
+    """Steps drawn as one `Node`, with their data."""
 
-    steps: list[int]  # their positions; the one that made the result first
+    steps: list[int]  # their positions; first the one that made the result
     kind: Kind
     label: str
     dtype: str = ""
     module: str | None = None  # None while unknown
     result: int | None = None  # the step whose result has the shape; None for the first one
-    call: OpCall | None = None  # that was observed
+    call: OpCall | None = None  # the observed call
     is_legalized: bool = False
     times: int = 1
     inputs: list[tuple[int, int, int]] = field(default_factory=list)  # group, step, its output
 
     @property
     def sources(self) -> set[int]:
-        """The groups that it takes tensors of."""
+        """The groups whose tensors it takes."""
         return {source for source, _, _ in self.inputs}
 
 
@@ -48,7 +47,7 @@ class Grouping:
     """Groups steps, those nearest to the output first, and names and connects the groups."""
 
     def __init__(self, steps: list[Step], names: Names, observation: Observation | None) -> None:
-        """Takes what was walked, and what was seen while it was made."""
+        """Takes the walked steps, and the observation of the run that made them."""
         self.steps, self._names, self._observation = steps, names, observation
         self._calls: list[int | None] = [None] * len(steps)
         if observation is not None:
@@ -80,7 +79,7 @@ class Grouping:
         self._place()
 
     def group_of(self, at: int) -> int:
-        """Returns the group that shows the step at that position."""
+        """Returns the group that contains the step at that position."""
         return self._group_of[self._sources[at][0]]
 
     def formats(self) -> frozenset[str]:
@@ -91,7 +90,7 @@ class Grouping:
     # --- which steps are one node -----------------------------------------------------------------
 
     def _source(self, at: int) -> tuple[int, int]:
-        """Returns the step that made the values of a view, and the output; of another step itself."""
+        """Returns the step and output that made the values of a view; another step is its own."""
         output = 0
         while self.steps[at].kind == "view" and len(self.steps[at].inputs) == 1:
             at, output = self.steps[at].inputs[0]
@@ -103,7 +102,7 @@ class Grouping:
         return self._sources[inputs[0][0]][0] if inputs else None
 
     def _is_policys_cast(self, at: int) -> bool:
-        """Whether the step of an observed call casts an input to the type that the op computes in."""
+        """Whether the step casts an observed call's input to the dtype that the op computes in."""
         call, origin = self._call(at), self._origin(at)
         if self.steps[at].kind != "cast" or call is None or origin is None:
             return False
@@ -116,7 +115,7 @@ class Grouping:
         return None if call is None or self._observation is None else self._observation.calls[call]
 
     def _cast(self, at: int) -> tuple[str, str]:
-        """Returns the types that a cast is from and to; number formats count."""
+        """Returns the source and target types of a cast, including number formats."""
         step, call, origin = self.steps[at], self._call(at), self._origin(at)
         is_format = _is_format(call)
         after = _computed(call) if is_format else short(step.output()[0])
@@ -151,7 +150,7 @@ class Grouping:
         self._group_of[at] = len(self.groups)
         self.groups.append(group)
 
-    # --- what connects them -----------------------------------------------------------------------
+    # --- connections ------------------------------------------------------------------------------
 
     def _connect(self) -> None:
         for position, group in enumerate(self.groups):
@@ -165,7 +164,7 @@ class Grouping:
             group.inputs = list(found)
 
     def _place(self) -> None:
-        """Finds the modules: by what was seen, else by the parameters that ops take."""
+        """Finds the modules: as observed, else by the parameters that ops take."""
         observation = self._observation
         for group in self.groups:
             step = self.steps[group.steps[0]]
@@ -195,7 +194,7 @@ def _mark_legalized(group: Group, step: Step) -> None:
         group.is_legalized |= made is torch.float32 or step.is_own
 
 
-# --- modules that no call of was seen ------------------------------------------------------------
+# --- modules without an observed call ------------------------------------------------------------
 
 
 def _derive_modules(groups: Sequence[Group]) -> None:
@@ -229,13 +228,13 @@ def _derive_modules(groups: Sequence[Group]) -> None:
 
 
 def outputs_first(groups: Sequence[Group]) -> list[int]:
-    """Returns the positions in an order in which each comes before those that it takes tensors of."""
+    """Returns the positions in an order in which each comes before those whose tensors it takes."""
     waits = [0] * len(groups)
     for group in groups:
         for source in group.sources:
             waits[source] += 1
     order = [position for position, count in enumerate(waits) if not count]
-    for position in order:  # which grows
+    for position in order:  # grows in the loop
         for source in groups[position].sources:
             waits[source] -= 1
             if not waits[source]:
@@ -244,7 +243,7 @@ def outputs_first(groups: Sequence[Group]) -> list[int]:
 
 
 def _around(paths: Iterable[str | None]) -> str | None:
-    """Returns the innermost module that all these are in, of those that are known; None for none."""
+    """Returns the innermost module that contains all known ones of these; None if none is known."""
     known = [path.split(".") if path else [] for path in paths if path is not None]
     if not known:
         return None
@@ -260,10 +259,10 @@ def _around(paths: Iterable[str | None]) -> str | None:
 
 
 def folded_groups(groups: list[Group]) -> dict[int, int]:
-    """Makes one group of long chains of one op, and of round trips of casts that were not observed.
+    """Makes one group of each long chain of one op, and of each unobserved round trip of casts.
 
     Returns:
-        Position of a group -> that of the one that is drawn for it.
+        Position of a group -> position of the group drawn for it.
     """
     takers: dict[int, set[int]] = {}
     for position, group in enumerate(groups):

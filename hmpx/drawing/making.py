@@ -1,4 +1,4 @@
-"""`draw`: takes a result, or what computes one, and makes the drawing of its graph."""
+"""`draw`: takes a result, or a model or function that computes one, and draws its graph."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .observing import Names, Observation, observed
 from .picture import Drawing
 from .steps import Step, short, walk
 
-#: Views and what belongs to observed ops are not drawn, so more is walked than ``max_nodes``.
+#: The walk exceeds ``max_nodes`` by this factor, since views and steps of observed ops are not drawn.
 _WALKED: Final = 10
 
-#: Of the names of autograd's nodes that are one node.
+#: Most autograd names kept for one node.
 _MOST_NAMES: Final = 20
 
 
@@ -35,22 +35,22 @@ def draw(
     max_nodes: int = 1000,
     fold: bool = True,
 ) -> Drawing:
-    """Returns a drawing of the autograd graph of a result: ops by the type they compute in, and casts.
+    """Draws the autograd graph of a result: ops by the dtype they compute in, and casts.
 
-    Of a tensor all is drawn that autograd knows: its own names of ops, and their dtypes. More is known
-    of a model or a function that `draw` calls itself: the names of ops, their modules and lines, and
-    which of them are legalized. Then casts and roundings that belong to an op are part of it, and a
-    diamond is a cast that the policy asked for.
+    A given tensor shows all that autograd knows: its own op names, and their dtypes. If ``output`` is a model
+    or a function, the drawing also has the ops' names, modules and lines, and shows which ops are
+    legalized. Casts and roundings that belong to an op are then part of it, and a diamond is a cast that
+    the policy requires.
 
     Args:
         output: A tensor, or any dict, list, tuple or dataclass with tensors; or a model or another
-            function, which is called with ``inputs``, once, and with gradients.
+            function, which is called once with ``inputs``, and with gradients.
         *inputs: Arguments of that call.
-        model: The model whose parameters are named and whose modules are boxed; where ``output`` is a
-            model, that one. If the result is given, modules are told from the parameters around an op.
-        params: Names of other tensors, as `torchviz.make_dot` takes them: name -> tensor.
-        max_nodes: How many nodes to draw; those nearest to the result.
-        fold: Whether the picture shows, of modules that are alike and follow each other, the first.
+        model: The model for parameter names and module boxes; by default ``output`` itself, if it is a
+            model. For a given result, modules are inferred from the parameters around an op.
+        params: Names of other tensors, as for `torchviz.make_dot`: name -> tensor.
+        max_nodes: Most nodes drawn; those nearest to the result are.
+        fold: Whether the picture shows only the first of similar modules that follow each other.
 
     Returns:
         A `Drawing`: ``.save("graph.svg")``, ``.dot``, ``.nodes``; notebooks show it.
@@ -159,12 +159,12 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 def _finished(
     grouping: Grouping, outputs: Iterable[tuple[str, Tensor, int]], max_nodes: int
 ) -> tuple[tuple[Node, ...], tuple[Edge, ...], int]:
-    """Returns nodes and edges from the inputs to the outputs, and how many nodes were left out.
+    """Returns nodes and edges from the inputs to the outputs, and the number of nodes omitted.
 
     Args:
         grouping: The groups.
-        outputs: Where each drawn tensor is in what was given, the tensor, and its step's position.
-        max_nodes: How many nodes to draw at most; those nearest to the outputs.
+        outputs: For each drawn tensor its place in the given value, the tensor, and its step's position.
+        max_nodes: Most nodes drawn; those nearest to the outputs are.
     """
     groups, steps, formats = grouping.groups, grouping.steps, grouping.formats()
     folded = folded_groups(groups)
@@ -176,7 +176,7 @@ def _finished(
     # Nearest first; what only folded groups lead to has been given to the one that is drawn.
     order = dict.fromkeys(position for _, _, position in ends)
     waiting = list(order)
-    for position in waiting:  # which grows
+    for position in waiting:  # grows in the loop
         for source, _, _ in groups[position].inputs:
             if shown_at(source) not in order:
                 order[shown_at(source)] = None
@@ -234,7 +234,7 @@ def _node(position: int, group: Group, steps: list[Step]) -> Node:
 
 
 def _saved(step: Step) -> Iterator[Saved]:
-    """Yields what autograd keeps for a step; what the program's hooks have packed is not known."""
+    """Yields the tensors that autograd keeps for a step; those packed by the program's hooks are unknown."""
     if step.leaf is not None or not TELLS_SAVED:
         return
     for each in saved_by(step.node):

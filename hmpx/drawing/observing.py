@@ -1,4 +1,4 @@
-"""Runs a function and keeps what autograd's graph doesn't: which op and module made each node."""
+"""Runs a function and records what autograd's graph lacks: which op and module made each node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Names:
         self.classes: dict[str, str] = {}  # qualified name of a module -> name of its class
         self.parameters: dict[int, str] = {}  # id of a parameter -> its qualified name
         self._modules: dict[int, str] = {}
-        self.models: list[nn.Module] = []  # held, so that no other module gets an id of theirs
+        self.models: list[nn.Module] = []  # held, so that their ids are not reused
         if model is not None:
             self._adopt(model, "")
 
@@ -52,18 +52,18 @@ class Names:
 
 @dataclass
 class Observation:
-    """What was seen of a run: the calls of ops in their order, and whose nodes are whose."""
+    """A recorded run: the calls of ops in order, and the nodes that belong to each call."""
 
     names: Names
     calls: list[OpCall] = field(default_factory=list)
     owners: dict[int, tuple[Any, int]] = field(
         default_factory=dict
     )  # id -> node, its call's position
-    boundaries: list[int] = field(default_factory=list)  # numbers of nodes from which on
-    modules: list[str] = field(default_factory=list)  # they belong to this module
+    boundaries: list[int] = field(default_factory=list)  # the first numbers of nodes
+    modules: list[str] = field(default_factory=list)  # of this module
 
     def module_of(self, number: int | None) -> str | None:
-        """Returns the module that made the node of that number; None if that is unknown."""
+        """Returns the module that made the node with that number; None if unknown."""
         if number is None or not self.boundaries:
             return None
         position = bisect.bisect_right(self.boundaries, number) - 1
@@ -78,13 +78,13 @@ class Observation:
         result: Any,
         /,
     ) -> None:
-        """Takes the nodes between a call's inputs and its results for its own."""
+        """Assigns the nodes between a call's inputs and its results to the call."""
         given = tensors_in([args, list(kwargs.values())])
         waiting = [node for each in tensors_in([result]) if (node := node_of(each)) is not None]
         is_in_place = call.site.endswith("_") and not call.site.endswith("__")
         writes = is_in_place or call.cast_policy == "TARGET" or kwargs.get("out") is not None
         inputs = [] if writes else [node_of(tensor) for tensor in given]
-        before = set(map(id, inputs))  # of nodes that are held: identities are used again
+        before = set(map(id, inputs))  # of nodes that are held, since identities are reused
         position = len(self.calls)
         self.calls.append(call)
         while waiting:
@@ -93,16 +93,16 @@ class Observation:
             if id(node) in self.owners or id(node) in before or not edges:
                 continue
             self.owners[id(node)] = node, position
-            if not writes:  # what it wrote to had another node before, which is not known any more
+            if not writes:  # a tensor that it wrote to had another node before, unknown by now
                 waiting += [each for each, _ in edges if each is not None]
 
 
 def observed(
     function: Callable[..., Any], args: tuple[Any, ...], names: Names
 ) -> tuple[Any, Observation]:
-    """Calls ``function`` with gradients and returns its result, and what was seen.
+    """Calls ``function`` with gradients and returns its result and the observation.
 
-    What is compiled runs as it is written: a compiled graph is one node that says nothing.
+    Compiled functions run uncompiled, since a compiled graph is a single node without details.
     """
     observation = Observation(names)
     with contextlib.ExitStack() as stack:
@@ -139,7 +139,7 @@ def _following_modules(observation: Observation) -> Iterator[None]:
         for module in [each for model in models for _, each in torch_state.named_modules(model)]:
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end, always_call=True).remove)
-        if not models:  # hooks on all modules, which compiled ones warn of
+        if not models:  # hooks on all modules, about which compiled ones warn
             stack.callback(register_module_forward_pre_hook(begin).remove)
             stack.callback(register_module_forward_hook(end, always_call=True).remove)
         yield

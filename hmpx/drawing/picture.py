@@ -1,6 +1,6 @@
-"""`Drawing`: a graph as data, as DOT text, and as a picture where graphviz is installed.
+"""`Drawing`: a graph as data, as DOT text, and as a picture if graphviz is installed.
 
-Of modules that are alike and follow each other, a picture shows the first.
+A picture shows only the first of similar modules that follow each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INSTALL_PROGRAM: Final = (
 _TEXT: Final = (".dot", ".gv")
 _PICTURES: Final = (".svg", ".png", ".pdf")
 
-#: Repeated blocks of fewer nodes are drawn each.
+#: Repeated blocks with fewer nodes are not folded.
 _LEAST_NODES: Final = 10
 
 
@@ -40,11 +40,11 @@ class Drawing:
 
     Attributes:
         nodes: Ops, casts, parameters, from the inputs to the outputs.
-        edges: The tensors that pass between them.
-        left_out: How many nodes at least are not in ``nodes``, because of ``max_nodes``.
-        classes: Qualified name of a module -> name of its class, where modules are known.
-        formats: Names of the number formats among the types of nodes.
-        fold: Whether pictures show of modules that are alike the first; nodes and edges have all.
+        edges: The tensors between them.
+        left_out: Least number of nodes omitted because of ``max_nodes``.
+        classes: Qualified name of a module -> name of its class, if modules are known.
+        formats: Names of the number formats among the nodes' types.
+        fold: Whether pictures show only the first of similar modules; nodes and edges have all.
 
     Example:
         >>> model = torch.nn.Linear(4, 2, bias=False)
@@ -69,7 +69,7 @@ class Drawing:
 
     @property
     def dot(self) -> str:
-        """The graph in graphviz's language; making it needs nothing installed."""
+        """The graph in graphviz's language; needs no graphviz."""
         nodes: Iterable[Node] = self.nodes
         edges: Iterable[Edge] = self.edges
         if self.fold:
@@ -94,8 +94,8 @@ class Drawing:
             The path.
 
         Raises:
-            OptionError: The suffix is another one, the file can't be written, or graphviz is missing
-                for a picture.
+            OptionError: The suffix is not one of these, the file can't be written, or graphviz is missing for
+                a picture.
         """
         file = Path(arguments.path("path", path))
         suffix = file.suffix.lower()
@@ -110,7 +110,7 @@ class Drawing:
         return file
 
     def _repr_svg_(self) -> str | None:
-        """Returns what notebooks show; None without graphviz."""
+        """Returns the SVG for notebooks; None without graphviz."""
         try:
             return self.svg()
         except OptionError:
@@ -151,10 +151,10 @@ def _graphviz() -> Any:
 def _folded(
     nodes: Iterable[Node], edges: Iterable[Edge], classes: Mapping[str, str]
 ) -> tuple[list[Node], list[Edge]]:
-    """Returns nodes and edges with one node for each run of modules like the one before them.
+    """Returns nodes and edges with one node for each run of modules similar to the one before.
 
-    Modules are alike if their names differ in a number at the end only, and they have the same class,
-    ops, casts and dtypes; shapes may differ, and the node then says so.
+    Modules are similar if their names differ only in a final number, and they have the same class, ops, casts
+    and dtypes. Shapes may differ; the node then says so.
     """
     nodes, edges = list(nodes), list(edges)
     inside = _by_module(nodes)
@@ -187,7 +187,7 @@ def _by_module(nodes: Iterable[Node]) -> dict[str, list[Node]]:
 
 
 def _families(paths: Iterable[str]) -> list[list[str]]:
-    """Returns modules whose names differ in their numbers, in order; the outermost families first."""
+    """Returns modules whose names differ only in numbers, in order; the outermost families first."""
     found: dict[str, dict[int, str]] = defaultdict(dict)
     for path in paths:
         numbered = re.fullmatch(r"(.*?)(\d{1,9})", path)
@@ -200,9 +200,9 @@ def _families(paths: Iterable[str]) -> list[list[str]]:
 def _likeness(
     path: str, nodes: list[Node], into: Mapping[str, list[Edge]], classes: Mapping[str, str]
 ) -> object:
-    """Returns what is the same of modules that are alike: nodes and edges; None for too small ones."""
+    """Returns the nodes and edges that similar modules share; None for too small ones."""
     inside: dict[str, tuple[Any, ...]] = {}
-    for node in nodes:  # all of a node but its shapes and what tells its module from those like it
+    for node in nodes:  # all of a node but its shapes and its module's number
         label, module = node.label.removeprefix(path), node.module.removeprefix(path)
         said = node.kind, label, module, node.dtype, node.reason, node.is_legalized, node.times
         inside[node.id] = said
@@ -221,8 +221,8 @@ def _hidden(
 ) -> dict[str, Node] | None:
     """Returns the nodes of all modules of a run but the first.
 
-    Ops between them that take no parameters, such as additions of unknown modules, are hidden, too; None
-    where other ops are between them: their folding would create a cycle.
+    Also hides ops between them without parameters, such as additions of unknown modules. Returns None if other
+    ops are between them: folding would create a cycle.
     """
     leaves = {node.id for node in nodes if node.kind in LEAVES}
     casts = {node.id for node in nodes if node.kind == "cast"}

@@ -1,4 +1,4 @@
-"""The autograd graph as it is: every node behind some tensors, found without recursion."""
+"""The raw autograd graph: every node behind some tensors, found without recursion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .. import ops
 from ..tensors import edges_of, node_of, short_name
 from ..torch_internals import function_of, number_of, outputs_of
 
-#: An output: its dtype and its shape, as far as they are known.
+#: An output's dtype and shape, as far as known.
 Output = tuple[torch.dtype | None, tuple[int, ...] | None]
 
 
@@ -22,7 +22,7 @@ Output = tuple[torch.dtype | None, tuple[int, ...] | None]
 class Step:
     """One node of autograd's graph."""
 
-    node: Any  # held, since identities are those of its Python object
+    node: Any  # held, since the id is that of its Python object
     name: str  # autograd's: "AddmmBackward0"
     op: str  # ATen's or the function's name: "addmm"
     kind: Literal["leaf", "cast", "view", "op"]
@@ -31,10 +31,10 @@ class Step:
     inputs: list[tuple[int, int]] = field(default_factory=list)  # steps, and which output of each
     number: int | None = None  # greater for steps made later; None if unknown
     is_own: bool = False  # one of hmpx's own functions made it
-    is_open: bool = False  # what it takes was not walked to
+    is_open: bool = False  # its inputs were not walked
 
     def output(self, position: int = 0) -> Output:
-        """Returns the dtype and the shape of one output; None for what is unknown."""
+        """Returns the dtype and the shape of one output; None for unknown ones."""
         if self.leaf is not None:
             return self.leaf.dtype, tuple(self.leaf.shape)
         return self.outputs[position] if position < len(self.outputs) else (None, None)
@@ -43,7 +43,7 @@ class Step:
 def walk(tensors: Iterable[Tensor], most: int) -> tuple[list[Step], dict[int, int]]:
     """Returns the steps behind ``tensors``, and ``id`` of a node -> position of its step.
 
-    At most ``most`` steps are followed; those nearest to the tensors come first.
+    Follows at most ``most`` steps; those nearest to the tensors come first.
     """
     steps: list[Step] = []
     positions: dict[int, int] = {}
@@ -57,7 +57,7 @@ def walk(tensors: Iterable[Tensor], most: int) -> tuple[list[Step], dict[int, in
 
     for tensor in tensors:
         position_of(node_of(tensor))
-    for done, step in enumerate(steps):  # which grows
+    for done, step in enumerate(steps):  # grows in the loop
         if done >= most:
             step.is_open = step.leaf is None
             continue
@@ -90,13 +90,13 @@ def _step(node: Any) -> Step:
     return Step(node, name, op, kind, None, outputs, number=number, is_own=is_own)
 
 
-#: Names of torch's own functions that say little.
+#: Better names for torch's own functions.
 _NAMES: Final = {"CompiledFunction": "compiled graph", "CheckpointFunction": "checkpoint"}
 
-#: Views that autograd names, and lists can't.
+#: Views that autograd names, but lists can't.
 _VIEWS: Final = frozenset({"alias", "reshape_alias", "slice", "unsafe_view", "view_as_real"})
 
-#: Views by name only: they copy values, and are worth a node of their own.
+#: Ops named like views that copy values, and so get their own node.
 _COMPUTING: Final = frozenset({"clone", "index"})
 
 
@@ -114,5 +114,5 @@ def _op_name(name: str) -> str:
 
 
 def short(dtype: torch.dtype | None) -> str:
-    """Returns the short name of a dtype; "" for an unknown one."""
+    """Returns the short name of a dtype; "" if unknown."""
     return "" if dtype is None else short_name(dtype)

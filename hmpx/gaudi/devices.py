@@ -1,12 +1,12 @@
-"""Where ``"hpu"`` lands: rewrites Habana's device and backend names for the device that is present.
+"""Maps ``"hpu"`` to a present device: rewrites Habana's device and backend names.
 
 Covered: factories and methods with a ``device`` argument, ``tensor.to``, ``module.to``,
 ``tensor.hpu()``, ``torch.load``, ``torch.autocast``, ``with torch.device("hpu")``,
 ``torch.set_default_device``; process groups with the backend ``hccl``; ``torch.compile`` with the
 backend ``hpu_backend``.
 
-Not covered: threads that were started before, or by C++, such as hooks of a backward on CUDA; what
-docs/hmp.md lists.
+Not covered: threads that were started before, or by C++, such as hooks of a backward on CUDA; and the list in
+docs/hmp.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeviceMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.device:  # which says "hpu" still; what is placed there is not
+        if func is torch.device:  # it still says "hpu"; what is placed there does not
             return func(*args, **(kwargs or {}))
         for value in args:
             if is_hpu(value):
@@ -158,7 +158,7 @@ def _to_hpu(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
 
 
 def _in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a new thread run in a `DeviceMode` of its own."""
+    """Makes a new thread run in its own `DeviceMode`."""
 
     @functools.wraps(run)
     def call(self: threading.Thread) -> Any:

@@ -1,6 +1,6 @@
 """``habana_frameworks.torch.hpex.hmp``: HMP itself, `hmpx.convert` with HMP's positional order.
 
-The program may have been started with options: these apply where the script does not give its own.
+The program may have been started with options: these apply unless the script gives its own.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ def convert(  # noqa: PLR0917  # HMP's positional order
 ) -> None:
     """Patches torch as `hmpx.convert` does, with HMP's positional order and its op lists.
 
-    Omitted arguments, as well as an empty path and ``isVerbose=False``, are taken from the command
-    line, or else are HMP's defaults: opt_level ``"O1"``, HMP's own lists, bfloat16. True for
-    ``isVerbose`` prints HMP's own lines. Casts on the device that stands in for ``"hpu"``; replaces a
-    conversion that is in force.
+    Omitted arguments, an empty path and ``isVerbose=False`` take the command line's value, or else HMP's
+    default: opt_level ``"O1"``, HMP's own lists, bfloat16. ``isVerbose=True`` prints HMP's own lines. Casts on
+    the device that stands in for ``"hpu"``; replaces an existing conversion.
 
     Raises:
         OpListError: A list can't be read, or an op is in two lists.
@@ -74,15 +73,15 @@ def _says_nothing(value: object) -> bool:
 def merged(
     said: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the ``defaults`` that apply in addition to the script's arguments, and the others.
+    """Returns the ``defaults`` that complement the script's arguments, and the others.
 
     Args:
-        said: The script's arguments; each takes precedence over the default for it.
+        said: The script's arguments; each overrides its default.
         defaults: Arguments of `hmpx.convert`.
     """
     outranked = set(said)
     chooses_lists = said.get("opt_level") == "O2" or not outranked.isdisjoint(_PATHS)
-    if chooses_lists:  # a policy makes all decisions itself
+    if chooses_lists:  # a policy decides everything itself
         outranked.add("policy")
     if said.get("opt_level") == "O2":
         outranked |= {"lists", *_PATHS}
@@ -112,7 +111,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def set_defaults(options: Mapping[str, Any]) -> None:
-    """Sets the arguments of `hmpx.convert` that `convert` uses where the script gives none."""
+    """Sets the arguments of `hmpx.convert` that `convert` uses unless the script gives its own."""
     global _defaults, _has_converted
     _defaults, _has_converted = types.MappingProxyType(dict(options)), False
 

@@ -30,7 +30,7 @@ class FusedClipNorm:
     """`torch.nn.utils.clip_grad_norm_`, with the largest norm fixed in advance."""
 
     def __init__(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> None:
-        """Takes the largest norm, and the parameters that `clip_norm` clips if it is given none."""
+        """Takes the largest norm, and the parameters that `clip_norm` clips by default."""
         self._parameters = _listed(parameters)
         self.max_norm = max_norm
 
@@ -50,8 +50,8 @@ def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
 class FusedEMA:
     """Keeps the moving average of a model's parameters and buffers, in ``ema``, a copy of the model.
 
-    ``decay`` maps the number of updates to the fraction of the average that the next one keeps. It
-    starts at 0, so that early weights are soon forgotten.
+    ``decay`` maps the number of updates to the fraction of the average that the next one keeps. It starts at 0,
+    so that early weights are soon forgotten.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, updates: float = 0) -> None:
@@ -94,24 +94,24 @@ def _bare(model: nn.Module) -> Any:
     return model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else model
 
 
-# --- what scripts ask of the software -------------------------------------------------------------
+# --- queries of scripts ---------------------------------------------------------------------------
 
 
 def mark_step(device_str: str = "", sync: bool = False) -> None:
-    """Does nothing: there is no graph to launch here."""
+    """Does nothing: hmpx launches no graphs."""
 
 
 def is_enabled_weight_permute_pass() -> bool:
-    """Returns True: convolutions take weights in torch's layout, so scripts leave them alone."""
+    """Returns True: convolutions take weights in torch's layout, so scripts don't permute them."""
     return True
 
 
 def is_lazy() -> bool:
-    """Whether the environment asks for the lazy mode, which changes nothing here."""
+    """Whether the environment requests the lazy mode, which has no effect here."""
     return os.environ.get("PT_HPU_LAZY_MODE", "1") == "1"
 
 
-#: The generations of Gaudi; the device that stands in is none of them.
+#: The generations of Gaudi; the stand-in device is not one of them.
 synDeviceType = enum.Enum(  # noqa: N816  # Habana's name
     "synDeviceType",
     {"synDeviceTypeInvalid": 0, "synDeviceGaudi": 1, "synDeviceGaudi2": 4, "synDeviceGaudi3": 5},

@@ -1,6 +1,6 @@
-"""``torch.hpu``: the device that stands in for a Gaudi. Names that are missing here are `torch.cuda`'s.
+"""``torch.hpu``: the device that stands in for a Gaudi. Names missing here are `torch.cuda`'s.
 
-Where the CPU stands in, they are those of `_ON_CPU`. Wrapping a model for graphs does nothing.
+On the CPU they are those of `_ON_CPU`. Wrapping a model for graphs does nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def HPUGraph() -> Any:  # noqa: N802  # Habana's name
 
 
 def graph(hpu_graph: Any, stream: Any = None, *args: object, **kwargs: object) -> Any:
-    """Captures what is computed in a block."""
+    """Captures the work in a block."""
     return torch.cuda.graph(hpu_graph, stream=stream)
 
 
@@ -180,7 +180,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _by_index(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes ``function`` of `torch.cuda` take Habana's devices: it is given their indices."""
+    """Makes ``function`` of `torch.cuda` take Habana's devices: it gets their indices."""
 
     def indexed(value: Any) -> Any:
         if not is_hpu(value):

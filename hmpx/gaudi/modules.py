@@ -1,4 +1,4 @@
-"""Habana's modules by name: what stands in for each, and errors with a remedy for everything else."""
+"""Habana's modules by name: their stand-ins, and errors with a remedy for everything else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORMATS: Final = (
     'hmpx.convert(low_precision_type="float8_e4m3fn")'
 )
 
-#: What the stand-in lacks, by the beginning of its name -> what to do instead.
+#: Prefix of a name that the stand-in lacks -> what to do instead.
 _REMEDIES: Final = {
     "habana_frameworks.mediapipe": "load data with torch.utils.data.DataLoader",
     "habana_frameworks.torch.core.quantization": _FORMATS,
@@ -34,7 +34,7 @@ _REMEDIES: Final = {
     "habana_frameworks.torch.utils.debug": "look with torch.profiler",
 }
 
-#: Module -> how settings of Gaudi's software begin in it; no result depends on them.
+#: Module -> prefixes of settings of Gaudi's software in it; no result depends on them.
 _SETTINGS: Final = {
     "habana_frameworks.torch.core": ("enable_", "disable_", "set_dynamic", "hpu_initialize"),
     "habana_frameworks.torch.hpu": ("enable_", "disable_", "set_sync_debug_mode"),
@@ -48,16 +48,16 @@ _SETTINGS: Final = {
 
 
 class GaudiError(HmpxError, NotImplementedError):
-    """The program uses something that only a Gaudi has."""
+    """The program uses a feature that only a Gaudi has."""
 
 
 class StandIn(types.ModuleType):
-    """A module under Habana's name; a name that it lacks is an `AttributeError` with a remedy."""
+    """A module under Habana's name; a missing name is an `AttributeError` with a remedy."""
 
     def __init__(
         self, name: str, contents: Mapping[str, Any], more: types.ModuleType | None = None
     ) -> None:
-        """Takes the name on a Gaudi, what is in the module, and where other names are looked up."""
+        """Takes the name on a Gaudi, the module's contents, and where to look up other names."""
         super().__init__(name, f"Stands in for ``{name}``.")
         self.__path__: list[str] = []
         self.__spec__ = ModuleSpec(name, None, is_package=True)
@@ -79,16 +79,16 @@ class StandIn(types.ModuleType):
 
 
 class Finder:
-    """Refuses to import modules of Habana's that nothing stands in for."""
+    """Refuses to import Habana's modules that have no stand-in."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns None for modules of others.
+        """Returns None for other modules.
 
         Raises:
-            ModuleNotFoundError: The stand-in has no such module, with the remedy. It has no ``name``,
-                so that ``from module import name`` passes it on.
+            ModuleNotFoundError: The stand-in has no such module; the message has the remedy. It has no
+                ``name``, so that ``from module import name`` passes it on.
         """
         if not name.startswith(f"{ROOT}."):
             return None
@@ -107,7 +107,7 @@ _noted: set[str] = set()
 
 
 def _without_effect(name: str) -> Callable[..., None]:
-    """Returns a function that does nothing; it logs this once, at level INFO."""
+    """Returns a function that does nothing, and logs this once at level INFO."""
 
     def function(*args: object, **kwargs: object) -> None:
         if name not in _noted:

@@ -14,7 +14,7 @@ from .modules import GaudiError
 
 _Closure: TypeAlias = Callable[[], Any] | None
 
-#: After this many steps no decay rate leaves any bias to correct; one more is the same float32 number.
+#: After this many steps every bias correction is 1, and one more is the same float32 number.
 _UNBIASED: Final = float(1 << 24)
 
 
@@ -35,7 +35,7 @@ class FusedSGD(SGD):
 
 
 class FusedAdamW(AdamW):
-    """`torch.optim.AdamW`, which omits the correction of bias if asked to."""
+    """`torch.optim.AdamW`, with optional bias correction."""
 
     def __init__(  # noqa: PLR0917  # Habana's positional order
         self,
@@ -50,7 +50,7 @@ class FusedAdamW(AdamW):
         """Takes Habana's arguments.
 
         Raises:
-            GaudiError: The moments are requested in a dtype of their own.
+            GaudiError: The moments need a separate dtype.
         """
         if moments_dtype is not None:
             raise GaudiError(
@@ -76,7 +76,7 @@ class FusedAdamW(AdamW):
 
 
 def _start_unbiased(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Starts parameters whose bias is not corrected at a step where no bias is left."""
+    """Starts parameters without bias correction at a step that has no bias left."""
     for group in optimizer.param_groups:
         if group.get("bias_correction", True):
             continue
@@ -92,7 +92,7 @@ def _start_unbiased(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Stepping(Optimizer):
-    """Makes a step of `_step`; copies keep the settings."""
+    """Makes a step by `_step`; copies keep the settings."""
 
     _settings: ClassVar[tuple[str, ...]] = ()
 
@@ -137,7 +137,7 @@ class FusedResourceApplyMomentum(_Stepping):
         """Takes Habana's arguments.
 
         Raises:
-            ValueError: A value is out of its range.
+            ValueError: A value is out of range.
         """
         settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         _check_not_negative(**settings)
@@ -162,8 +162,8 @@ class FusedLars(_Stepping):
     """LARS around another optimizer: each layer's gradient is scaled by its trust ratio.
 
     You et al., "Large Batch Training of Convolutional Networks". The other optimizer applies the
-    learning rate; its weight decay is applied here, to the layers that are scaled: those for which
-    ``skip_mask``, by position in a group, is true.
+    learning rate. Its weight decay is applied here, to the scaled layers: those with a true ``skip_mask``,
+    by position in a group.
     """
 
     _settings = ("optim", "skip_mask", "eeta", "eps")
@@ -178,7 +178,7 @@ class FusedLars(_Stepping):
         """Takes Habana's arguments.
 
         Raises:
-            ValueError: ``skip_mask`` is too short, or a value out of its range.
+            ValueError: ``skip_mask`` is too short, or a value is out of range.
         """
         _check_not_negative(eeta=eeta, eps=eps)
         longest = max(len(group["params"]) for group in optimizer.param_groups)
@@ -195,12 +195,12 @@ class FusedLars(_Stepping):
         self.state = self.optim.state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes what `__getstate__` returned."""
+        """Restores the state from `__getstate__`."""
         super().__setstate__(state)
         self._share()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of the optimizer inside."""
+        """Loads the inner optimizer's state."""
         self.optim.load_state_dict(state_dict)
         self._share()
 
@@ -276,7 +276,7 @@ class FusedLamb(_Stepping):
         self.fused, self.dtype = fused, dtype
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forgets the gradients."""
+        """Drops the gradients."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def _step(self) -> None:
@@ -330,7 +330,7 @@ def _usable(ratio: Tensor, norm: Tensor, other: Tensor) -> Tensor:
 
 
 def _with_gradients(group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Returns the parameters of a group that have a gradient, with it.
+    """Returns a group's parameters that have a gradient, with it.
 
     Raises:
         RuntimeError: A gradient is sparse.

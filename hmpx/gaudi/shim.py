@@ -1,7 +1,7 @@
 """Stands in for ``habana_frameworks``, so that a script written for Gaudi runs on CUDA or the CPU.
 
-Puts modules into `sys.modules` under Habana's names, and redirects whatever the script places on ``"hpu"``
-to the device that is present. Nothing is cast before the script's own ``hmp.convert()``.
+Puts modules into `sys.modules` under Habana's names, and redirects ``"hpu"`` to the present device. Nothing is
+cast before the script's own ``hmp.convert()``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _named(*objects: Any) -> dict[str, Any]:
 
 _HCCL: Final = _named(hpex.initialize_distributed_hpu)
 
-#: Habana's module, below its package -> what is in it.
+#: Habana's module, relative to its package -> its contents.
 _CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "torch": _named(hpex._hpex_C),
     "torch.core": {
@@ -62,7 +62,7 @@ _CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }
 
-#: Modules that are names for the device's.
+#: Modules that are names for the device's module.
 _DEVICES: Final = ("", ".events", ".graphs", ".memory", ".random", ".streams")
 
 _replaced_modules: dict[str, types.ModuleType | None] = {}
@@ -74,7 +74,7 @@ _finder: Final = Finder()
 def install(options: Mapping[str, Any] | None = None) -> bool:
     """Installs the stand-in unless the real ``habana_frameworks`` is importable; returns whether it did.
 
-    The script's ``hmp.convert()`` uses these ``options`` of `hmpx.convert` where it does not give its own.
+    The script's ``hmp.convert()`` uses these ``options`` of `hmpx.convert` unless it gives its own.
     """
     global _mode
     if _mode is None:
@@ -112,20 +112,20 @@ def uninstall() -> None:
 
 
 def options() -> Mapping[str, Any] | None:
-    """Returns the options given to `install`; None where the stand-in is not installed."""
+    """Returns the options given to `install`; None if the stand-in is not installed."""
     return None if _mode is None else hmp.defaults()
 
 
 def _modules() -> dict[str, types.ModuleType]:
     """Returns the entries that `install` makes in `sys.modules`."""
-    # `hmpx.tensors.devices` looks for the mark: the stand-in does not mean that there is a Gaudi
+    # `hmpx.tensors.devices` looks for the mark: a stand-in is not a Gaudi.
     found: dict[str, types.ModuleType] = {ROOT: StandIn(ROOT, {"__hmpx_shim__": True})}
     for below, contents in _CONTENTS.items():
         found[f"{ROOT}.{below}"] = StandIn(f"{ROOT}.{below}", contents)
     for below in _DEVICES:
         name = f"torch.hpu{below}"
         found[name] = found[f"{ROOT}.{name}"] = StandIn(f"{ROOT}.{name}", {}, hpu)
-    if not _is_importable("hmp"):  # somebody else's package of that name stays
+    if not _is_importable("hmp"):  # another package of that name stays
         found |= {"hmp": StandIn("hmp", {}), "hmp.hmp": found[f"{ROOT}.torch.hpex.hmp"]}
     if not _is_importable("habana_dataloader"):
         found["habana_dataloader"] = StandIn("habana_dataloader", {"HabanaDataLoader": DataLoader})

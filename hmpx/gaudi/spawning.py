@@ -1,8 +1,8 @@
-"""Processes that a program starts by spawn or forkserver: they are prepared like their parent.
+"""Prepares processes that a program starts by spawn or forkserver like their parent.
 
-Such a process imports the program's main module before anything else, and that may need the stand-in
-for ``habana_frameworks``. So the preparation travels with the first data that `multiprocessing` sends.
-Forked processes need nothing: they are copies.
+Such a process imports the program's main module first, and that may need the stand-in for
+``habana_frameworks``. So the preparation travels with the first data that `multiprocessing` sends. Forked
+processes need nothing: they are copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import shim
 
 _LOGGER: Final = logging.getLogger("hmpx")
 
-#: Run in the new process, which does not know yet where to import hmpx from: the parent's it is.
+#: Run in the new process, which needs the parent's path to import hmpx.
 _PREPARING: Final = """
 import sys
 sys.path.insert(0, path)
@@ -63,9 +63,9 @@ def follow() -> Callable[[], None]:
 
 
 def _state() -> bytes | None:
-    """Returns this process' state, pickled; None where there is nothing to restore.
+    """Returns this process' state, pickled; None if there is nothing to restore.
 
-    It is the options of the stand-in and the arguments of `session.restore`, each None where there are none.
+    The state is the stand-in's options and the arguments of `session.restore`, each None if absent.
     """
     options = shim.options()
     current = session.current()
@@ -87,12 +87,12 @@ def _state() -> bytes | None:
     return pickle.dumps((stand_in, None))
 
 
-#: A new process has not imported the program's main module yet, and finds nothing there.
+#: A new process has not imported the program's main module yet, so it finds nothing there.
 _MAIN: Final = b"__main__"
 
 
 def restore(state: bytes) -> None:
-    """Puts this process into the state that ``state`` describes."""
+    """Puts this process into ``state``."""
     stand_in, conversion = pickle.loads(state)
     if stand_in is not None:
         shim.install(stand_in)

@@ -1,4 +1,4 @@
-"""`convert` and `revert`, and what they say of the conversion in force."""
+"""`convert` and `revert`, and queries of the conversion in force."""
 
 from __future__ import annotations
 
@@ -51,55 +51,54 @@ def convert(
 ) -> Session:
     """Patches torch so that every op casts its inputs as the op lists say.
 
-    Holds for the whole process. A second call with an equal policy does nothing, one with another
-    policy replaces the first.
+    Applies to the whole process. A second call with an equal policy does nothing; with a different policy
+    it replaces the first.
 
     Args:
         bf16_file_path: Ops that run in ``low_precision_type``; ``""`` for the shipped list.
         fp32_file_path: Ops that run in float32; ``""`` for the shipped list.
-        isVerbose: True logs each call, ``"once"`` each distinct decision; both, which functions of
-            torch models have kept since before, uncast. ``"hmp"`` prints what HMP printed.
-        *too_many: Nothing: other arguments are passed by name.
-        fp16_file_path: Ops that run in float16, whatever ``low_precision_type`` is.
+        isVerbose: True logs each call, ``"once"`` each distinct decision. Both also log the functions that
+            torch models stored before the conversion, which stay uncast. ``"hmp"`` prints HMP's lines.
+        *too_many: Not used: pass other arguments by name.
+        fp16_file_path: Ops that always run in float16, whatever ``low_precision_type`` is.
         opt_level: ``"O1"`` follows the lists; ``"O2"`` runs GEMMs and convolutions in
             ``low_precision_type`` and every other op in float32.
-        low_precision_type: ``torch.bfloat16``, ``torch.float16``, or a number format of
-            `hmpx.formats` or its name, such as ``"float8_e4m3fn"``, which is emulated in float32.
-        lists: Name of a shipped set, or a directory that holds ``bf16.txt``, ``fp32.txt``,
-            ``widest.txt``. None: ``"hmpx"``. Others: ``"lean"``, ``"hmp"``, ``"autocast-cuda"``,
-            ``"autocast-cpu"``, ``"o2"``.
-        policy: Instead of all the lists above a ready `Policy`, or the path of a policy file (YAML, or
-            a ``gaudi_config.json``), or a dict like such a file.
+        low_precision_type: ``torch.bfloat16``, ``torch.float16``, or a number format of `hmpx.formats` or
+            its name, such as ``"float8_e4m3fn"``, which is emulated in float32.
+        lists: Name of a shipped set, or a directory with ``bf16.txt``, ``fp32.txt``, ``widest.txt``. None:
+            ``"hmpx"``. Others: ``"lean"``, ``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``,
+            ``"o2"``.
+        policy: Replaces all the lists above: a `Policy`, the path of a policy file (YAML, or a
+            ``gaudi_config.json``), or a dict like such a file.
         device_types: Types of the devices whose tensors are cast, such as ``{"cuda"}``. None: the
-            accelerator's if there is one, which the log says at level INFO, else ``{"cpu"}``. To look
-            for one starts no context on it.
+            accelerator's if there is one (logged at level INFO), else ``{"cpu"}``. Looking for one
+            creates no context on it.
         strict: Makes an unknown name in a list an error instead of a warning.
         legalize: Which low-precision ops compute in float32, with inputs and outputs rounded to the
-            low-precision type, as hardware does that has it: ``"auto"`` those that this machine
-            computes slowly in that type, ``"always"`` all, ``"never"`` none. ``"fast"`` is
-            ``"auto"`` without rounding inputs that are float32: faster and more accurate, but not
-            what such hardware gives.
-        reuse_casts: Whether a parameter that is used several times within one call of the outermost
-            module, by recurrent cells or under tied weights, is cast once. Writes to it past its
-            version counter end that, where they go through torch's Python methods.
+            low-precision type, like hardware with that type. ``"auto"``: those that are slow in that
+            type on this machine; ``"always"``: all; ``"never"``: none. ``"fast"`` is ``"auto"``
+            without rounding float32 inputs: faster and more accurate, but unlike such hardware.
+        reuse_casts: Whether a parameter used several times within one call of the outermost module, by
+            recurrent cells or tied weights, is cast once. A write that bypasses its version counter ends
+            that, if it goes through torch's Python methods.
         keep_weight_casts: Whether autograd keeps the casts of parameters that the backward of products
-            needs. False: it keeps the parameter, which is there anyway, and the backward casts it
-            again, to the same bits; that saves 2 bytes for each weight that is used. ``"auto"``: False
-            where casting again takes little of the product's time.
-        rounding: How values are rounded to a number format, as `formats.quantize` takes it. Those
-            of torch's own dtypes are always rounded to nearest.
-        overflow: What becomes of values beyond a number format's largest, as `formats.quantize` takes
-            it: ``"saturate"`` keeps the largest; None does what the format's standard says.
-        round_gradients: Whether gradients of ops in a number format are rounded to it, too; or the format,
-            or its name, that they are all rounded to, such as ``"float8_e5m2"``.
+            needs. False: it keeps the parameter, which exists anyway, and the backward casts it again,
+            to the same bits; that saves 2 bytes for each weight used. ``"auto"``: False where casting
+            again takes little of the product's time.
+        rounding: How values are rounded to a number format, as for `formats.quantize`. torch's own
+            dtypes always round to nearest.
+        overflow: The result for values beyond a number format's largest, as for `formats.quantize`:
+            ``"saturate"`` gives the largest; None follows the format's standard.
+        round_gradients: Whether gradients of ops in a number format are rounded to it as well; or a
+            format or its name for all of them, such as ``"float8_e5m2"``.
 
     Returns:
         The session in force: ``.revert()`` undoes it, and so does leaving a ``with`` block on it.
 
     Raises:
-        OpListError: A list can't be read, or an op stands in two lists.
+        OpListError: A list can't be read, or an op is in two lists.
         PolicyFileError: ``policy`` can't be read, or is not a policy.
-        OptionError: An argument has a value that it can't have. Nothing is patched then.
+        OptionError: An argument has an invalid value. Nothing is patched then.
 
     Example:
         >>> x, weight = torch.ones(1, 2), torch.ones(3, 2)
@@ -125,7 +124,7 @@ def _converted(given: dict[str, Any], taken: list[Session | None]) -> Session:
     """Returns the session in force after `convert` with these arguments."""
     lock = threading.RLock()
     with lock:
-        hold_off_forks(lock)  # for what is imported and read the first time
+        hold_off_forks(lock)  # for first-time imports and reads
         torch_internals.check()
         policy, device_types, options, verbose = request.checked(given)
         if verbose == "hmp":
@@ -162,9 +161,9 @@ def checked_policy(**options: Any) -> Policy:
     """Returns the policy of a conversion with these arguments of `convert`; changes nothing.
 
     Raises:
-        OpListError: A list can't be read, or an op stands in two lists.
+        OpListError: A list can't be read, or an op is in two lists.
         PolicyFileError: ``policy`` can't be read, or is not a policy.
-        OptionError: There is no such argument, or one has a value that it can't have.
+        OptionError: There is no such argument, or it has an invalid value.
     """
     check_names(convert, options)
     known = inspect.signature(convert).parameters
@@ -176,7 +175,7 @@ def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:
     """Checks the names of arguments that ``function`` passes on to `convert`.
 
     Raises:
-        OptionError: Neither has such an argument; the message names the nearest.
+        OptionError: Neither has such an argument; the message suggests the nearest.
     """
     taken = _names_of(convert)
     for name in options:
@@ -191,9 +190,9 @@ def _names_of(function: Callable[..., Any]) -> list[str]:
 
 
 class restore(Entered):  # noqa: N801  # a block
-    """Converts as a session does that has these `Session.arguments`, in another process, say.
+    """Converts like a session with these `Session.arguments`, for example in another process.
 
-    Until the end of the block, or for good by `begin_block`.
+    Until the end of the block, or permanently by `begin_block`.
     """
 
     def __init__(
@@ -241,7 +240,7 @@ def _put_in_force(
 
 @exclusive
 def revert() -> None:
-    """Undoes `convert`: torch is as it was. Does nothing if torch is not converted.
+    """Undoes `convert` and restores torch. Does nothing if torch is not converted.
 
     Example:
         >>> session = hmpx.convert(device_types={"cpu"})
@@ -257,7 +256,7 @@ def revert() -> None:
 
 @contextlib.contextmanager
 def unconverted() -> Iterator[None]:
-    """Takes the conversion in force away, in the whole process, until the end of the block."""
+    """Suspends the conversion in force, in the whole process, until the end of the block."""
     before = current()
     if before is None:
         yield
@@ -284,7 +283,7 @@ def is_converted() -> bool:
 def casts_enabled() -> bool:
     """Whether ops cast here and now: torch is converted, and casts are not switched off.
 
-    By `disable_casts`, or by a region of torch.autocast that is off.
+    `disable_casts`, or a disabled region of torch.autocast, switches them off.
 
     Example:
         >>> with hmpx.convert(), hmpx.disable_casts():

@@ -1,6 +1,6 @@
 """The changes that a policy makes to torch: the wrappers of its ops, and the patches to install them.
 
-Patches nothing itself, and is independent of sessions.
+It patches nothing itself, and is independent of sessions.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                 if home is not None and home is not site.owner:
                     homes.append(Patch(home, function.__name__, wrapper))
     by_key = {patch.key: patch for patch in found}
-    for patch in homes:  # the names by which code of graphs calls the functions
+    for patch in homes:  # the names by which graph code calls the functions
         if draft.read(patch) is vars(patch.value)["__wrapped__"]:
             by_key.setdefault(patch.key, patch)
     return list(by_key.values()), [wrapper for wrapper in made.values() if wrapper is not None]
 
 
 def _looked_up(conversion: Conversion) -> tuple[str, ...]:
-    """Returns the ops whose calls may be looked up in tables, see `CallPlan.looks_up`."""
+    """Returns the ops whose calls may be looked up in tables; see `CallPlan.looks_up`."""
     is_apt = conversion.options.legalize != "never" and "cpu" in conversion.device_types
     return compute.ACTIVATIONS if is_apt else ()
 
@@ -159,7 +159,7 @@ def _made(
 
 
 def foreign_names(policy: Policy) -> list[str]:
-    """Returns the ops of other libraries that the policy makes decisions for."""
+    """Returns the ops of other libraries that the policy decides."""
     return [
         name
         for name in dict.fromkeys([*policy.decisions, *_deciding(policy)])
@@ -168,7 +168,7 @@ def foreign_names(policy: Policy) -> list[str]:
 
 
 class Foreign:
-    """Wrappers of other libraries' functions, as far as these libraries are loaded.
+    """Wrappers of other libraries' functions, for the libraries that are loaded.
 
     Attributes:
         patches: The patches that install the wrappers.
@@ -182,7 +182,7 @@ class Foreign:
         draft: Draft,
         present: tuple[Callable[..., Any], ...] = (),
     ) -> None:
-        """Starts without wrappers; ``present`` are those that are already installed."""
+        """Starts without wrappers; ``present`` are those already installed."""
         self.patches: list[Patch] = []
         self.made: list[Callable[..., Any]] = []
         self.said: list[str] = []
@@ -194,7 +194,7 @@ class Foreign:
         )
 
     def take(self, names: Iterable[str], module: object = None) -> None:
-        """Makes the wrappers of these ops; ``module`` has fully executed, others may not have."""
+        """Makes the wrappers of these ops; ``module`` is fully executed, others may not be."""
         for name in names:
             decision = self._conversion.policy.decisions.get(name, UNDECIDED)
             is_shipped = decision.reason.startswith(SHIPPED)
@@ -252,14 +252,14 @@ def originals(wrappers: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]
 
 
 def cast_originals(made: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
-    """Returns the functions whose callers miss something where they call these and not the wrappers."""
+    """Returns the functions whose callers lose casts or rules if they bypass the wrappers."""
     return originals([each for each in made if not wrappers.only_looks_up(each)])
 
 
 def replacements(
     made: Iterable[Callable[..., Any]], earlier: Iterable[Callable[..., Any]]
 ) -> dict[int, Callable[..., Any]]:
-    """Returns ``id`` of a function, or of an earlier wrapper of it -> the wrapper."""
+    """Maps ``id`` of a function, or of an earlier wrapper of it, to the wrapper."""
     found = {id(vars(wrapper)["__wrapped__"]): wrapper for wrapper in made}
     for kept in earlier:
         if (wrapper := found.get(id(vars(kept)["__wrapped__"]))) is not None:
@@ -268,7 +268,7 @@ def replacements(
 
 
 def _deciding(policy: Policy) -> dict[str, tuple[Rule, ...]]:
-    """Returns op -> the rules that decide its calls before the lists do, for ops that have any."""
+    """Maps each op to the rules that decide its calls before the lists do, if it has any."""
     by_section = policy.asked_rules()
     names = set(by_section)
     for rule in rules.all_rules():
@@ -287,7 +287,7 @@ def _maker(
     plan: CallPlan,
     observers: tuple[Attached, ...],
 ) -> wrappers.Maker:
-    """Returns a function from a decision to the wrapper that follows it; None if it would do nothing."""
+    """Returns a function from a decision to its wrapper; None if the wrapper would do nothing."""
 
     def make(decision: Decision) -> Callable[..., Any] | None:
         decision = _as_kernels_need_it(decision, plan.site.op, plan.device_types)
@@ -313,13 +313,13 @@ def _is_observed(
 ) -> bool:
     if decision.cast_policy is not CastPolicy.PASS:
         return bool(observers)
-    # One that is implemented in Python calls others, which are observed, or wraps one of torch's in C.
+    # A Python function calls other ops, which are observed, or wraps one of torch's C functions.
     calls_others = site.is_python and isinstance(inspect.unwrap(function), types.FunctionType)
     return not calls_others and any(each.every_op for each in observers)
 
 
 def _as_kernels_need_it(decision: Decision, op: str, device_types: frozenset[str]) -> Decision:
-    """Makes a norm compute in fp32 where its kernels for low inputs round, or refuse fp32 parameters."""
+    """Makes a norm compute in fp32 if its low-input kernels round, or reject fp32 parameters."""
     if decision.accumulate_dtype is not None:
         return decision
     casts_low = decision.cast_policy in _LOW_POLICIES and not is_format(decision.dtype)

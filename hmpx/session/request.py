@@ -1,4 +1,4 @@
-"""What `convert` is asked for, checked as a whole before anything is patched."""
+"""The arguments of `convert`, checked as a whole before anything is patched."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..policy import Policy, made_policy
 from ..rules import all_rules
 from ..tensors import parse_device_types
 
-#: The decision for every op, the device types whose tensors are cast, how ops compute, whether calls are logged.
+#: The decision for every op, the device types whose tensors are cast, how ops compute, and the logging.
 Request = tuple[Policy, frozenset[str], Options, bool | str]
 
 
 def checked(given: Mapping[str, Any]) -> Request:
-    """Returns the request that `convert`'s arguments make.
+    """Returns the request from `convert`'s arguments.
 
     Raises:
-        OpListError: A list can't be read, or an op stands in two lists.
+        OpListError: A list can't be read, or an op is in two lists.
         PolicyFileError: ``policy`` can't be read, or is not a policy.
-        OptionError: An argument has a value that it can't have.
+        OptionError: An argument has an invalid value.
     """
     if given["too_many"]:
         first = [given[name] for name in ("bf16_file_path", "fp32_file_path", "isVerbose")]
@@ -37,10 +37,10 @@ def checked(given: Mapping[str, Any]) -> Request:
 
 
 def _check_effect(options: Options, policy: Policy) -> None:
-    """Checks that there are ops for the options of number formats; rules may give some a format.
+    """Checks that options of number formats apply to some op; rules may give ops a format.
 
     Raises:
-        OptionError: There are none.
+        OptionError: They apply to none.
     """
     unset = Options()
     of_formats = [each.name for each in fields(Options) if each.metadata["is_of_formats"]]
@@ -65,7 +65,7 @@ def _verbosity(value: object) -> bool | str:
     raise OptionError(f"isVerbose must be {_EXPECTED}, not {shown(value)}")
 
 
-#: HMP's first order of arguments.
+#: HMP's original order of arguments.
 _OLD_ORDER: Final = ("opt_level", "bf16_file_path", "fp32_file_path", "isVerbose")
 
 

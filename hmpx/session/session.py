@@ -1,8 +1,8 @@
 """A session: one conversion of torch. Wires policy, patches and observers together, and owns undo.
 
-All that goes into torch, or out of it, is drafted first and then written at once by `Draft.make`, which
-takes everything back if anything raises. With an ExitStack of steps the old conversion would have to go
-before the new one comes, and calls in other threads would find torch without either.
+All changes to torch are drafted first and then written at once by `Draft.make`, which undoes everything if
+anything raises. An ExitStack of steps would remove the old conversion before adding the new one, so calls in
+other threads would find torch without either.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Session(Entered):
         device_types: The device types whose tensors are cast.
         options: How ops compute.
         histories: The amaxes that formats with a history have seen in earlier training steps.
-        kept: What shows whether it can be put in force again as it was, once a block has left it.
+        kept: Shows whether it can be restored unchanged, once a block has left it.
 
     Example:
         >>> session = hmpx.convert(device_types={"cpu"})
@@ -67,7 +67,7 @@ class Session(Entered):
         verbose: bool | str,
         previous: Session | None,
     ) -> None:
-        """Is called by `convert` only."""
+        """Called by `convert` only."""
         self.policy = policy
         self.device_types = device_types
         self.options = options
@@ -76,7 +76,7 @@ class Session(Entered):
         self._installation = Installation(rules=all_rules())
         self._has_warned = False
         self._log: Attached | None = None
-        self._said: list[str] = []  # of ops of other libraries
+        self._said: list[str] = []  # about ops of other libraries
         self._previous = previous
         self._is_entered = self._is_left = False
         self.entrance = Entrance(weakref.ref(self))
@@ -86,7 +86,7 @@ class Session(Entered):
 
     @property
     def rules(self) -> tuple[Registered, ...]:
-        """The rules that are asked, in the order of their registration."""
+        """The registered rules, in the order of their registration."""
         return self._installation.rules
 
     @exclusive
@@ -96,7 +96,7 @@ class Session(Entered):
             switch_to(None)
 
     def missed(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Yields where loaded modules keep functions of torch from before `convert`, uncast.
+        """Yields where loaded modules hold torch functions from before `convert`, which stay uncast.
 
         Yields:
             A dotted path such as ``package.module.Block.forward(activation=)``, and the function.
@@ -104,14 +104,14 @@ class Session(Entered):
         return missed(cast_originals(self._installation.wrappers))
 
     def begin_block(self) -> None:
-        """Notes that a ``with`` block of this session begins."""
+        """Records that a ``with`` block of this session begins."""
         self._is_entered, self._is_left = True, False
 
     @exclusive
     def end_block(self, block: list[Any]) -> None:
-        """Undoes one `convert`. ``block`` holds this session, or None once that must not happen again."""
+        """Undoes one `convert`. ``block`` holds this session, or None once it is undone."""
         if self._converts > 1:
-            block[0] = None  # no call follows, so no signal comes between the two lines
+            block[0] = None  # no call follows, so no signal arrives between the two lines
             self._converts -= 1
             return
         self._is_left = True
@@ -123,7 +123,7 @@ class Session(Entered):
 
     def __repr__(self) -> str:
         state = "in force" if self is current() else "not in force"
-        from ..policy import policy_line  # what only people read
+        from ..policy import policy_line  # only needed for display
 
         made = policy_line(self.policy)
         devices = sorted(self.device_types)
@@ -131,7 +131,7 @@ class Session(Entered):
         return f"<hmpx.Session {state}: {made} on {', '.join(devices[:3])}{more}>"
 
     def _repr_html_(self) -> str:
-        """Returns what notebooks show: the state, and the table of the policy."""
+        """Returns the notebook output: the state, and the table of the policy."""
         import html
 
         return f"<p><code>{html.escape(repr(self))}</code></p>{self.policy._repr_html_()}"
@@ -140,7 +140,7 @@ class Session(Entered):
         """Whether this session equals ``other``. If so, ``taken`` gets it and one more exit ends it."""
         if not self.equals(other):
             return False
-        taken[0] = self  # no call follows, so no signal comes between the two lines
+        taken[0] = self  # no call follows, so no signal arrives between the two lines
         self._converts += 1
         return True
 
@@ -159,7 +159,7 @@ class Session(Entered):
         }
 
     def announce(self) -> None:
-        """Says what the user should know of this session, which has just come in force."""
+        """Logs what the user should know about this session, which has just come into force."""
         say(self._said)
         if self._verbose:
             log_what_models_keep(self._installation.wrappers)
@@ -168,7 +168,7 @@ class Session(Entered):
         return Conversion(self.policy, self.device_types, self.options, observers)
 
     def _decides(self, asked: tuple[Registered, ...]) -> tuple[object, ...]:
-        """Returns everything that results of calls depend on while these rules are asked."""
+        """Returns everything that the results of calls depend on with these rules."""
         functions = asked, compute.LOWERINGS.value
         now = self.policy, self.device_types, self.options, *functions
         if now != self._decided:  # else the same object, which graphs compare
@@ -179,8 +179,8 @@ class Session(Entered):
         """Drafts all patches of this session; changes nothing.
 
         Args:
-            draft: Where torch is as it would be without a conversion.
-            replaced: What the session before has put into torch.
+            draft: torch as it would be without a conversion.
+            replaced: The patches of the previous session.
         """
         asked = all_rules()
         if self._verbose and (self._log is None or asked != self.rules):
@@ -188,7 +188,7 @@ class Session(Entered):
         logs = () if self._log is None else (self._log,)
         conversion = self._conversion((*logs, *ATTACHED.value))
         installed, self._said = draft_steps(self, conversion, draft, replaced)
-        # An equal conversion that follows would have to be told all that this one is.
+        # An equal conversion that follows would have to get all of these again.
         is_told = self._verbose or installed.observers or installed.rules
         is_kept = IS_COUNTED and not (is_told or has_history(self.policy, self.options))
         return installed, Kept(installed) if is_kept and not replaced.applied else None
@@ -225,7 +225,7 @@ class Session(Entered):
     @eventually
     @alone
     def follow(self, names: Collection[str], module: object) -> None:
-        """Wraps those ops of other libraries that have come with ``module``."""
+        """Wraps the ops of other libraries that ``module`` has added."""
         if self is not current():
             return
         draft, installed = Draft(), self._installation
@@ -245,7 +245,7 @@ class Session(Entered):
     @exclusive
     @alone
     def note_modules(self) -> None:
-        """Applies the patches that note running modules."""
+        """Applies the patches that track running modules."""
         if self is current() and not self._installation.notes_modules:
             draft = Draft()
             patches = torch_state.module_patches(draft, self.warn_of_unmatched)
@@ -253,9 +253,9 @@ class Session(Entered):
 
     @exclusive
     def run_suspended(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls ``function`` while all patches are taken away, in the whole process."""
+        """Calls ``function`` with all patches removed, in the whole process."""
         applied, draft = self._installation.applied, Draft()
-        covered = set(map(id, draft.undo(applied)))  # these stay beneath somebody else's
+        covered = set(map(id, draft.undo(applied)))  # these stay beneath other code's patches
         taken = [done.patch for done in applied if id(done.patch) not in covered]
         kept = tuple(done for done in applied if id(done.patch) in covered)
         emptied = dataclasses.replace(self._installation, applied=kept)
@@ -270,7 +270,7 @@ class Session(Entered):
             return function(*args, **kwargs)
 
     def warn_of_unmatched(self, root: torch.nn.Module) -> None:
-        """Warns, once, of patterns of sections that match no module in ``root``, which was called."""
+        """Warns, once, of section patterns that match no module in ``root``, which was called."""
         if self._has_warned:
             return
         self._has_warned = True

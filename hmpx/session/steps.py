@@ -1,4 +1,4 @@
-"""The steps of a conversion: what each patches, in which order, and when it is left out."""
+"""The steps of a conversion: their patches, their order, and when each is skipped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def has_history(policy: Policy, options: Options) -> bool:
-    """Whether an op rounds to a format whose amaxes are kept by module."""
+    """Whether an op rounds to a format with amaxes per module."""
     decided = [*policy.decisions.values()]
     for section in policy.sections:
         decided += section.decisions.values()
@@ -56,16 +56,16 @@ def has_history(policy: Policy, options: Options) -> bool:
 def draft_steps(
     session: Session, conversion: Conversion, draft: Draft, replaced: Installation
 ) -> tuple[Installation, list[str]]:
-    """Drafts all that a conversion puts into torch.
+    """Drafts all changes of a conversion to torch.
 
     Args:
-        session: That of the conversion.
+        session: The conversion's session.
         conversion: The settings that wrappers follow.
-        draft: Where torch is as it would be without a conversion.
-        replaced: What the session before has put into torch.
+        draft: torch as it would be without a conversion.
+        replaced: The patches of the previous session.
 
     Returns:
-        What is put into torch, and problems with names in the lists.
+        The installation, and problems with names in the lists.
     """
     policy, rules = conversion.policy, all_rules()
     wrapping, made = patches(conversion, draft)
@@ -77,7 +77,7 @@ def draft_steps(
     installed = Installation(
         wrappers=tuple(made),
         rules=rules,
-        # Otherwise modules are noted from the first time on that somebody asks for them.
+        # Otherwise modules are tracked from the first request on.
         notes_modules=bool(conversion.observers)
         or has_history(policy, conversion.options)
         or any(section.is_placed for section in policy.sections)
@@ -100,7 +100,7 @@ def _steps(  # noqa: PLR0917  # all that a conversion is
 ) -> Iterator[Iterable[Change]]:
     """Yields the patches of each step after the wrappers; ``applied`` are those of the steps before.
 
-    Where two patch the same slot, the later one's patch calls the earlier one's.
+    If two patch the same slot, the later patch calls the earlier one.
     """
     policy, options, made = conversion.policy, conversion.options, installed.wrappers
     may_have_history = has_history(policy, options) or bool(installed.rules)
@@ -118,9 +118,9 @@ def _steps(  # noqa: PLR0917  # all that a conversion is
     if options.reuse_casts:
         yield casting.cache_patches(draft)
     yield [pickle_patch(originals(made), draft)]
-    name = "_showwarnmsg"  # its lines are to be those without wrappers
+    name = "_showwarnmsg"  # its line numbers should be those without wrappers
     yield [Patch(warnings, name, relocating(draft.attribute(warnings, name)))]
-    # The list keeps the earlier wrappers alive, which are found by their ids.
+    # The list keeps the earlier wrappers alive, since they are found by id.
     earlier = [*retired(), *replaced]
     if not replaced:
         note_torchs_modules()

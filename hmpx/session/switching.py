@@ -1,4 +1,4 @@
-"""Which session is in force, and the change from one to another: all of it, or nothing."""
+"""The session in force, and the atomic change to another."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _F = TypeVar("_F", bound=Callable[..., None])
 
 _current: Session | None = None
 
-#: The session that was left last, if an equal one may be the same.
+#: The last session left, kept in case an equal one follows.
 _left: Session | None = None
 
 _amid: Final = threading.Lock()
@@ -49,14 +49,14 @@ _left_for_later: Final[list[Callable[[], None]]] = []
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """What a session has put into torch.
+    """A session's changes to torch.
 
     Attributes:
-        applied: The patches, in the order in which they were applied.
+        applied: The patches, in the order applied.
         wrappers: The wrappers in them.
-        rules: The rules that the wrappers ask.
+        rules: The rules that the wrappers apply.
         observers: The observers that get calls.
-        notes_modules: Whether the running modules are noted.
+        notes_modules: Whether running modules are tracked.
     """
 
     applied: tuple[Applied, ...] = ()
@@ -67,7 +67,7 @@ class Installation:
 
 
 def alone(function: _F) -> _F:
-    """Postpones a call that comes during another change of the same thread until that change is done.
+    """Postpones a call during another change of the same thread until that change is done.
 
     Signal handlers and finalizers make such calls. The thread holds `registry.LOCK`.
     """
@@ -88,24 +88,24 @@ def alone(function: _F) -> _F:
     return wrapper  # type: ignore[return-value]
 
 
-#: Whether the number of references says who holds an object.
+#: Whether reference counts show who holds an object.
 IS_COUNTED: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 _FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 class Kept:
-    """A conversion that a block has left, and that an equal block can put back.
+    """A conversion that a block has left, and that an equal block can restore.
 
-    It is put back only if nothing that it was made from has changed. Reference counts of torch's functions
-    and of the wrappers show whether other code has stored one of them. Modules are searched only then.
+    It is restored only if everything it was made from is unchanged. Reference counts of torch's functions and
+    of the wrappers show whether other code has stored one of them. Only then are modules searched.
 
     Attributes:
-        installation: What it has put into torch.
+        installation: The conversion's changes to torch.
     """
 
     def __init__(self, installation: Installation) -> None:
-        """Is called once it is drafted: the draft holds as many references as the slots will."""
+        """Called once it is drafted, when the draft holds as many references as the slots will."""
         self.installation, wrappers = installation, installation.wrappers
         values = [function_in(done.patch.value) for done in installation.applied]
         found = {id(f): f for f in values if type(f) is types.FunctionType}
@@ -120,7 +120,7 @@ class Kept:
         self._as_left: tuple[object, ...] = ()
 
     def take_away(self, draft: Draft, installation: Installation) -> bool:
-        """Drafts that the conversion is left; False if somebody has patched on top of it."""
+        """Drafts leaving the conversion; False if other code has patched on top of it."""
         counts = references(self._functions)
         if draft.undo(installation.applied):
             return False
@@ -136,13 +136,13 @@ class Kept:
         return True
 
     def note_left(self) -> None:
-        """Notes how torch and the loaded modules are now that the conversion is left."""
+        """Records the state of torch and the loaded modules after the conversion is left."""
         if not self._originals:
             self._originals = self._patched()
         self._as_left = _newest_module(), references(self._originals)
 
     def _patched(self) -> tuple[Any, ...]:
-        """Returns the functions that the conversion stands for."""
+        """Returns the functions that the conversion replaces."""
         before = [function_in(done.previous) for done in self.installation.applied]
         before = [each for each in before if isinstance(each, _FUNCTIONS)]
         found = {id(each): each for each in [*before, *originals(self.installation.wrappers)]}
@@ -150,7 +150,7 @@ class Kept:
         return tuple([each for key, each in found.items() if key not in own])
 
     def put_back(self, draft: Draft) -> bool:
-        """Drafts that the conversion is in force again; False if it would not be as it was."""
+        """Drafts restoring the conversion; False if it would differ from before."""
         modules, counts = self._as_left
         if _newest_module() != modules:
             return False
@@ -161,7 +161,7 @@ class Kept:
             known = {done.patch.key for done in applied}
             if not all(patch.key in known for patch in early_name_patches(wanted)):
                 return False
-        draft.apply(self._in_use)  # before a wrapper is where calls find it
+        draft.apply(self._in_use)  # before calls can find a wrapper
         again = draft.apply([done.patch for done in applied])
         return all(now.previous is then.previous for now, then in zip(again, applied, strict=True))
 
@@ -178,7 +178,7 @@ def current() -> Session | None:
 
 
 def left_one(is_equal: Callable[[Session], bool]) -> Session | None:
-    """Returns the session that was left last, as a new one, if an equal one may be the same."""
+    """Returns the last session left, as a new one, if an equal one may reuse it."""
     found = _left
     if _current is not None or found is None or not is_equal(found):
         return None
@@ -189,7 +189,7 @@ def left_one(is_equal: Callable[[Session], bool]) -> Session | None:
 
 @exclusive
 def forget_left() -> None:
-    """Lets go of the session that was left last."""
+    """Drops the last session left."""
     if _left is not None:
         draft = Draft()
         draft.apply(_ended(_left, ()))
@@ -198,7 +198,7 @@ def forget_left() -> None:
 
 
 def _ended(session: Session, kept: Sequence[Callable[..., Any]]) -> list[Change]:
-    """Returns the changes by which nothing of a session stays, apart from the wrappers in ``kept``."""
+    """Returns the changes that remove a session, apart from the wrappers in ``kept``."""
     installed = session._installation if session.kept is None else session.kept.installation
     return [*retirements(installed.wrappers, kept), Patch(session, "kept", None)]
 
@@ -209,9 +209,9 @@ def switch_to(session: Session | None, *, is_kept: bool = False) -> None:
 
     Args:
         session: None for no conversion.
-        is_kept: The one in force stays prepared, where that can be: an equal one may follow soon.
+        is_kept: Whether to keep the current one prepared, if possible, since an equal one may follow soon.
     """
-    # The thousands of small objects of a conversion would set off full collections of garbage.
+    # The thousands of small objects of a conversion would trigger full garbage collections.
     with surely(gc.enable if gc.isenabled() else gc.disable):
         gc.disable()
         covered = _change(_current, session, is_kept=is_kept)
@@ -219,22 +219,22 @@ def switch_to(session: Session | None, *, is_kept: bool = False) -> None:
         torch_state.end_conversion()
         if _left is not None and _left.kept is not None:
             _left.kept.note_left()
-        if covered:  # last: the change holds, even if this is made into an error
+        if covered:  # last: the change stands, even if this becomes an error
             warn(covered)
 
 
 def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> str:
-    """Makes the change, and returns what to say of it after a `revert`.
+    """Makes the change, and returns the warning after a `revert`.
 
-    All that changes is drafted first. Wrappers of the session before are retired last, so that calls
-    in other threads find the old ones or the new ones, and never torch without any.
+    All changes are drafted first. The previous session's wrappers are retired last, so that calls in other
+    threads find the old ones or the new ones, never torch without any.
     """
     left, draft, covered = _left, Draft(), list[Change]()
     replaced = Installation() if old is None else old._installation
     kept = None if old is None or session is not None or not is_kept else old.kept
     back = None if session is None or session is not left or old is not None else session.kept
     if kept is not None:
-        _forget_caches(keeps_graphs=True)  # which have references to wrappers
+        _forget_caches(keeps_graphs=True)  # which refer to the wrappers
     stays = kept is not None and kept.take_away(draft, replaced)
     returns = back is not None and back.put_back(draft)
     installation = Installation()
@@ -251,7 +251,7 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
         draft.apply([Patch(session, "_installation", installation)])
     if old is not None and old is not session:
         draft.apply([Patch(old, "_installation", Installation(rules=replaced.rules))])
-        if not old._is_entered:  # nobody will go back to what was before it
+        if not old._is_entered:  # no block will return to the one before it
             draft.apply([Patch(old, "_previous", None)])
     draft.apply(_state_patches(old, session, installation.rules))
     this = sys.modules[__name__]
@@ -265,7 +265,7 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
 
     def finish() -> None:
         _forget_caches(keeps_graphs=stays or returns)
-        if said and session is not None:  # an error that this is made into undoes the change
+        if said and session is not None:  # if this becomes an error, the change is undone
             warn(said)
         if session is not None and session is not old and not returns:
             session.announce()
@@ -281,7 +281,7 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
 def _state_patches(
     old: Session | None, session: Session | None, rules: tuple[Registered, ...]
 ) -> Iterable[Change]:
-    """Returns the patches of what regions and caches compare."""
+    """Returns the patches of the state that regions and caches compare."""
     epoch = torch_state.in_force()
     if (old is None) != (session is None):
         torch_state.forget_lost_regions()
@@ -293,14 +293,14 @@ def _state_patches(
 
 
 def _forget_caches(*, keeps_graphs: bool) -> None:
-    """Clears what torch has cached about its functions; graphs stay if an equal conversion may follow."""
+    """Clears torch's caches of its functions; graphs stay if an equal conversion may follow."""
     torch_state.forget_modules()
     forget_compiled(stays=keeps_graphs)
     forget_overrides()
 
 
 def _said_of(covered: Iterable[Change]) -> str:
-    """Returns the warning about slots that somebody else has patched since; ``""`` for none."""
+    """Returns the warning about slots that other code has patched since; ``""`` for none."""
     names = {patch.where for patch in covered if not (patch.is_foreign or patch.stays_idle)}
     if not names:
         return ""
@@ -311,13 +311,13 @@ def _said_of(covered: Iterable[Change]) -> str:
 
 
 def say(messages: list[str]) -> None:
-    """Warns of what is wrong with names in the lists."""
+    """Warns about names in the lists."""
     if messages:
         warn("left out of the op lists:\n  " + "\n  ".join(messages))
 
 
 def log_what_models_keep(wrappers: Iterable[Callable[..., Any]]) -> None:
-    """Logs which of torch's functions models hold, so that their calls are not cast."""
+    """Logs which of torch's functions models hold, whose calls are therefore not cast."""
     for path, function in held_by_models(cast_originals(wrappers)):
         LOGGER.warning("not cast  %r  kept since before convert() by %s", function, path)
 
