@@ -1,4 +1,4 @@
-"""Changes to torch other than the wrappers: regions, filled tensors, early names, gradients, operators, pickling, compilers, numpy."""
+"""Patches of torch other than wrappers: regions, names, gradients, operators, pickling, compilers, numpy."""
 
 from __future__ import annotations
 

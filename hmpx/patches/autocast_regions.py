@@ -1,8 +1,7 @@
-"""What regions of torch.autocast mean to a conversion.
+"""The effect of torch.autocast regions on a conversion.
 
-Everybody who writes a region with ``enabled=False`` means "fp32 here": it switches the casts of its
-device type off, and an enabled region inside it switches them on again. Independent of ops and
-policies.
+A region with ``enabled=False`` means "fp32 here": it switches off the casts of its device type, and an
+enabled region inside it switches them on again.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from ..torch_state import (
 
 
 def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
-    """Yields the patches of torch.autocast, and of the functions that report whether it is on.
+    """Yields the patches of torch.autocast, and of the functions that report its state.
 
     Args:
-        draft: Where torch is as it would be without a conversion.
-        low_dtype: What code that asks for autocast's dtype gets; None where it is not a torch dtype.
+        draft: A draft in which torch is unconverted.
+        low_dtype: The dtype for code that reads autocast's; None if it is not a torch dtype.
     """
     yield from _region_patches(draft)
     is_enabled = draft.attribute(torch, "is_autocast_enabled")
@@ -62,13 +61,13 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
 
 
 def _region_patches(draft: Draft) -> Iterator[Patch]:
-    """Notes regions, and counts them: calls outside of any need not check whether autocast is on."""
+    """Records and counts regions, so that calls outside need not check whether autocast is on."""
     enter = draft.attribute(torch.autocast, "__enter__")
     leave = draft.attribute(torch.autocast, "__exit__")
     is_any_enabled = is_any_autocast_enabled
 
     def earlier() -> str:
-        """Stands for the regions of this thread that no wrapper has counted."""
+        """Represents this thread's regions that no wrapper has counted."""
         return f"autocast before convert in {threading.get_ident()}"
 
     if is_any_enabled():
@@ -84,7 +83,7 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
             else:
                 count_autocast(id(self), +1)
             return enter(self)
-        except BaseException:  # from a signal, or torch's own: there will be no exit
+        except BaseException:  # from a signal, or torch: no exit follows
             if autocast_depth() > depth:
                 leave(self, None, None, None)
             if region is None:
@@ -99,7 +98,7 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
         autocast, region, depth = block
         while (
             depth and autocast_depth() < depth
-        ):  # interrupted before; torch must not count this end twice
+        ):  # was interrupted; torch must not count this end twice
             torch.autocast_increment_nesting()
         try:
             leave(autocast, None, None, None)
@@ -120,7 +119,7 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
 
 
 def _region(autocast: torch.autocast, frame: types.FrameType | None) -> Region:
-    """Returns the region that ``autocast`` opens, entered from ``frame``."""
+    """Returns the region that ``autocast`` opens, which ``frame`` enters."""
     device = frozenset([autocast.device])
     if frame is not None and frame.f_code is CUSTOM_BACKWARD:
         ctx = frame.f_locals["args"][0]
@@ -143,10 +142,10 @@ _BETWEEN: Final = {"contextlib", "torch.cuda.amp.autocast_mode", "torch.cpu.amp.
 
 
 def _restores(frame: types.FrameType | None) -> bool:
-    """Whether torch itself enters a region there, to restore a state that it asked for before.
+    """Whether torch itself enters the region, to restore a state that it has saved.
 
-    Such a region says nothing about casts. This happens in DataParallel's replicas, recomputation,
-    and traced backwards.
+    Such a region does not affect casts. It occurs in DataParallel's replicas, recomputation, and
+    traced backwards.
     """
     module = "" if frame is None else _module(frame)
     return module.startswith("torch.") and module not in AUTOCAST_OPENERS
@@ -156,13 +155,13 @@ def _module(frame: Any) -> str:
     return str(frame.f_globals.get("__name__"))
 
 
-# --- graphs that are exported -----------------------------------------------------------------
+# --- exported graphs --------------------------------------------------------------------------
 
 
 def tracing_patch(draft: Draft) -> Patch:
-    """Returns the patch that lets torch.export see regions when it traces a graph that has them.
+    """Returns the patch that lets torch.export record regions when it traces a graph with regions.
 
-    There it records them in the new graph, and does not enter them.
+    It records them in the new graph, without entering them.
     """
     mode = sys.modules[TRACER].PreDispatchTorchFunctionMode
     handle = draft.attribute(mode, "__torch_function__")
@@ -175,7 +174,7 @@ def tracing_patch(draft: Draft) -> Patch:
             autocast = torch.autocast(*args)
             if is_covered(autocast.device):
                 region = _region(autocast, None)
-                region.opener = weakref.ref(self)  # an export that raises leaves none open
+                region.opener = weakref.ref(self)  # a failed export leaves none open
                 open_region(region)
             vars(self).setdefault(_REPLAYED, []).append(region)
         elif is_replayed and func is exit_autocast:
@@ -185,20 +184,20 @@ def tracing_patch(draft: Draft) -> Patch:
     return Patch(mode, "__torch_function__", noting)
 
 
-#: Attribute of that mode: the regions that it has recorded but not yet left.
+#: Attribute of that mode: the regions that it has recorded and that are still open.
 _REPLAYED: Final = "_hmpx_regions"
 
 
 # --- custom_fwd and custom_bwd ----------------------------------------------------------------
 
 
-#: Attribute of a context: what was off in the forward, which ran outside of autocast, with casts on. torch
-#: then opens an enabled region for the backward. While torch is converted, that is a region as the forward's;
-#: afterwards torch.autocast casts there, as the dtypes of gradients fit no others.
+#: Attribute of a context: what was off in a forward that ran outside autocast, with casts on. torch
+#: then opens an enabled region for the backward. While torch is converted, casts are on there as in the
+#: forward; afterwards torch.autocast casts there, since the gradients' dtypes require it.
 _FORWARD_OFF: Final = "_hmpx_off"
 
-#: The dtype of such a backward's region in graphs, and where outputs are fp32: torch then opens a disabled
-#: region, which must change nothing. Autocast itself never takes this dtype.
+#: The dtype of such a backward's region in graphs, and if outputs are fp32: torch then opens a disabled
+#: region, which must have no effect. Autocast itself never uses this dtype.
 _AS_AROUND: Final = torch.float64
 
 
@@ -207,10 +206,10 @@ def _telling(
     is_autocast_enabled: Callable[..., bool],
     low_dtype: torch.dtype | None,
 ) -> Callable[..., torch.dtype]:
-    """Makes ``dtype_of``, which returns autocast's dtype, account for casts.
+    """Makes ``dtype_of``, which returns autocast's dtype, reflect casts.
 
-    This is how `custom_bwd` learns of casts in the forward; code that casts by hand to the dtype it
-    gets is given the conversion's own.
+    `custom_bwd` thus learns of casts in the forward. Code that casts by hand to that dtype gets the
+    conversion's own.
     """
     name = dtype_of.__name__
 
@@ -247,14 +246,14 @@ def _casts_inputs(asker: Any) -> bool:
     return cells[name].cell_contents is not None
 
 
-# --- the code that asks -----------------------------------------------------------------------
+# --- code that reads autocast's state ---------------------------------------------------------
 
 
 def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., bool]:
-    """Makes `torch.is_autocast_enabled` account for casts, for code that acts on the answer.
+    """Makes `torch.is_autocast_enabled` reflect casts, for code that acts on it.
 
-    Much code opens a region with ``enabled=False`` only where it finds autocast on. Other code casts
-    the inputs of kernels that torch doesn't know, FlashAttention's above all, to autocast's dtype.
+    Much code opens a region with ``enabled=False`` only if autocast is on. Other code casts the inputs of
+    custom kernels, such as FlashAttention's, to autocast's dtype.
 
     Args:
         asked: The function.
@@ -282,10 +281,10 @@ def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., b
 
 
 def _asker(frame: Any, name: str) -> Any:
-    """Returns the frame that calls ``name``; if torch.compile evaluates the call, the traced frame.
+    """Returns the frame that calls ``name``; the traced frame if torch.compile evaluates the call.
 
-    None where torch.compile asks for itself, to save and restore the state of autocast. It then spells
-    the name in its own code, unlike its code that evaluates whatever function is traced.
+    None if torch.compile itself saves and restores the state of autocast. Its own code then contains the
+    name, unlike its code that evaluates traced functions.
     """
     if not is_dynamo_frame(frame):
         return frame
@@ -300,18 +299,17 @@ def _asker(frame: Any, name: str) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _opens_regions(code: types.CodeType) -> bool:
-    """Whether ``code`` asks whether autocast is on, and opens a region with ``autocast(enabled=...)``."""
+    """Whether ``code`` checks whether autocast is on, and opens a region with ``autocast(enabled=...)``."""
     if not {"is_autocast_enabled", "autocast"} <= set(code.co_names):
         return False
     return any(isinstance(names, tuple) and "enabled" in names for names in code.co_consts)
 
 
 def _acts_on_casts(asker: Any) -> bool:
-    """Whether code outside of torch acts on the answer, here and now, if it finds autocast on.
+    """Whether code outside torch is about to act on the state of autocast.
 
-    Either it opens a region, or it casts by hand: then it also asks for autocast's dtype, and for
-    nothing else. Code that also asks for autocast's cache, or names a region, saves the state to
-    restore it.
+    It either opens a region, or casts by hand: then it also reads autocast's dtype, and nothing else. Code
+    that also reads autocast's cache, or names a region, saves the state to restore it.
     """
     if _module(asker).startswith("torch."):
         return False

@@ -1,4 +1,4 @@
-"""Calls that reach torch's kernels below all wrappers: of operators such as `torch.ops.aten.mm`, and TorchScript's."""
+"""Calls that bypass all wrappers: operators such as `torch.ops.aten.mm`, and TorchScript."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOGGER: Final = logging.getLogger("hmpx")
 
 
 def operator_patches(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches of how operators are called."""
+    """Yields the patches of operator calls."""
     for kind in (OpOverload, OpOverloadPacket):
         yield Patch(kind, "__call__", _completed(draft.attribute(kind, "__call__")))
 
@@ -39,7 +39,7 @@ def _completed(call: Callable[..., Any]) -> Callable[..., Any]:
             again = _retry(functools.partial(call, self), self, error, args, kwargs)
             if again is None:
                 raise
-        return again()  # here nothing holds the frames of the error
+        return again()  # here nothing keeps the error's frames alive
 
     return complete
 
@@ -47,8 +47,8 @@ def _completed(call: Callable[..., Any]) -> Callable[..., Any]:
 def _retry(
     function: Callable[..., Any], operator: Any, error: Exception, args: Args, kwargs: Kwargs
 ) -> Callable[[], Any] | None:
-    """Returns a function that computes the call in fp32; None if that is not why it failed."""
-    # A graph that is traced would keep the call that failed.
+    """Returns a function that computes the call in fp32; None if it failed for another reason."""
+    # A traced graph would keep the failed call.
     if dispatch_modes() or is_below_dispatcher() or not may_run_again(error):
         return None
     inputs = inputs_of(args, kwargs)
@@ -76,12 +76,12 @@ def _log(operator: str) -> None:
 def scripting_patches(
     draft: Draft, run_suspended: Callable[..., Any], low_dtype: torch.dtype | None
 ) -> Iterator[Patch]:
-    """Yields the patches of `torch.jit.script`, and of calls of what was scripted.
+    """Yields the patches of `torch.jit.script`, and of calls of scripted functions.
 
     Args:
-        draft: Where torch is as it would be without a conversion.
+        draft: A draft in which torch is unconverted.
         run_suspended: Calls a function without any of the conversion's patches.
-        low_dtype: The conversion's low-precision type; None where that is not a torch dtype.
+        low_dtype: The conversion's low-precision type; None if it is not a torch dtype.
     """
     script = draft.attribute(torch.jit, "script")
     yield Patch(torch.jit, "script", _scripting_uncast(script, run_suspended))
@@ -92,7 +92,7 @@ def scripting_patches(
 
 
 def _casting_inside(call: Callable[..., Any], low_dtype: torch.dtype) -> Callable[..., Any]:
-    """Returns ``call`` made to run in a region of torch.autocast where it is given low-precision tensors."""
+    """Makes ``call`` run in a region of torch.autocast if it gets low-precision tensors."""
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def _casting_inside(call: Callable[..., Any], low_dtype: torch.dtype) -> Callabl
 def _scripting_uncast(
     script: Callable[..., Any], run_suspended: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns `torch.jit.script` made to see torch's own functions: it accepts no others."""
+    """Makes `torch.jit.script` find torch's own functions: it accepts no others."""
     has_warned = False
 
     @functools.wraps(script)

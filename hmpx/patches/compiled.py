@@ -1,8 +1,8 @@
-"""What torch.compile caches across conversions: traced code, kernels, artefacts on disk.
+"""Keeps torch.compile's caches correct across conversions: traced code, kernels, files on disk.
 
-None of these caches accounts for hmpx, so each is invalidated or keyed here. A graph is traced with
-the wrappers in it, and cached under a key that is made before their casts are. Compiled code calls
-``torch.mm`` as it was when inductor was imported, and elides round-trip casts.
+These caches don't know hmpx, so each is invalidated or keyed here. A graph is traced with the wrappers in
+it, but its cache key is computed before their casts. Compiled code calls the ``torch.mm`` that inductor
+imported, and elides round-trip casts.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from .partitioned import partition_patches
 def forget_compiled(*, stays: bool = False) -> None:
     """Clears torch.compile's table of torch's functions, and its graphs.
 
-    It sets no guard on the wrappers of methods and operators. Whatever it finds under the names of
-    torch's functions, which are wrappers now, it puts into the graph as is; they cast when that runs.
+    It sets no guard on the wrappers of methods and operators. It puts the wrappers that it finds under the
+    names of torch's functions into the graph unchanged; they cast when the graph runs.
 
     Args:
         stays: Keep graphs that have a guard on the conversion.
@@ -77,16 +77,16 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
     """Yields the patches that make inductor's kernels, caches and settings fit a conversion.
 
     Args:
-        draft: Where torch is as it would be without a conversion.
+        draft: A draft in which torch is unconverted.
         policy: The conversion's policy.
         device_types: Types of devices whose tensors are cast.
-        decides: Everything that results of calls depend on, these two included.
+        decides: Everything that results of calls depend on, including these two.
         legalize: One of `LEGALIZE_MODES`.
         keep_weight_casts: Whether autograd keeps casts of parameters.
-        add: Applies one more patch while these are in force, for modules that are imported later.
+        add: Applies another patch while these are in force, for modules that are imported later.
         is_cached: Graphs are the same for all models with the same ops and module paths.
     """
-    # Computed on first use: it takes longer than most of `convert`.
+    # Computed on first use: it is slower than most of `convert`.
     tag = functools.cache(functools.partial(_digest, decides))
     yield Patch(sys.modules[__name__], "_tag", tag)
     yield Patch(sys.modules[__name__], "_is_cached", is_cached)
@@ -136,9 +136,9 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
 
 
 def _fold_originals(module: Any) -> None:
-    """Makes torch.compile call torch's own functions while tracing, if imported during a conversion.
+    """Makes torch.compile call torch's own functions while tracing, if it is imported during a conversion.
 
-    Otherwise it would find wrappers in their places.
+    Otherwise it would find wrappers instead.
     """
     update = of_later(module.__name__, "constant_fold_functions.update")
     if update is not None:
@@ -146,9 +146,9 @@ def _fold_originals(module: Any) -> None:
 
 
 def _know_methods(module: Any) -> None:
-    """Makes torch.compile know torch's own methods of tensors where others stand under their names.
+    """Makes torch.compile recognize torch's own tensor methods while wrappers have their names.
 
-    hmpx casts by them in what is traced.
+    hmpx uses them for casts in traced code.
     """
     if of_later(module.__name__, "get_tensor_method") is None:
         return
@@ -160,12 +160,12 @@ def _know_methods(module: Any) -> None:
     )
 
 
-#: An attribute of what stands in torch.compile's modules for good.
+#: An attribute of permanent replacements in torch.compile's modules.
 _MARK: Final = "__hmpx_compiled__"
 
 
 def _replace_once(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Puts ``make(original)`` in place of a function of torch.compile's, unless that has been done."""
+    """Replaces a function of torch.compile's by ``make(original)``, once."""
     original = getattr(owner, name)
     if not hasattr(original, _MARK):
         function = functools.wraps(original)(make(original))
@@ -175,11 +175,11 @@ def _replace_once(owner: Any, name: str, make: Callable[[Any], Callable[..., Any
 
 # --- guards ------------------------------------------------------------------------------------
 
-_are_guarded = False  # a graph is used in the conversion that it was traced in, or in none
+_are_guarded = False  # whether graphs are used only in the conversion in which they were traced
 
 
 def _guard_graphs(module: Any) -> None:
-    """Makes graphs run in the conversion that they were traced in only, and those of none in none."""
+    """Makes graphs run only in the conversion, or outside of any, in which they were traced."""
     global _are_guarded
     begin = of_later(module.__name__, "OutputGraph.init_ambient_guards")
     source = of_later(DYNAMO_SOURCES, "GlobalStateSource")
@@ -210,10 +210,10 @@ def _conversion_guard(builder: Any, guard: Any) -> None:
 
 
 def _unwrap_kernels(module: Any) -> None:
-    """Makes compiled code call torch's own kernels, where inductor records ``torch.mm``.
+    """Makes compiled code call torch's own kernels where inductor records ``torch.mm``.
 
-    Its calls are below the dispatcher: a wrapper would cost time, and would cast outside of
-    `disable_casts` what was traced inside.
+    These calls are below the dispatcher: a wrapper would cost time, and would add casts to code
+    traced inside `disable_casts`.
     """
     choice = of_later(module.__name__, "ExternKernelChoice")
     called = of_later(module.__name__, "extern_kernels")
@@ -231,9 +231,9 @@ def _unwrap_kernels(module: Any) -> None:
 
 
 def _list_originals(module: Any) -> None:
-    """Has inductor's table of how to compute what name torch's own functions, not wrappers.
+    """Makes inductor's table of lowerings name torch's own functions, not wrappers.
 
-    It names wrappers if it is made during a conversion.
+    It names wrappers if it is created during a conversion.
     """
     table = of_later(module.__name__, "lowerings")
     for function in [] if table is None else list(table):
@@ -242,9 +242,9 @@ def _list_originals(module: Any) -> None:
 
 
 def _lower_originals(name: str) -> Callable[[Any], None]:
-    """Returns what has a class of inductor's look up torch's own function instead of its wrapper.
+    """Returns a function that makes a class of inductor's look up torch's own function, not its wrapper.
 
-    inductor puts functions that it finds in torch, such as ``torch.full``, into graphs of its own making.
+    inductor puts functions that it finds in torch, such as ``torch.full``, into its own graphs.
     """
 
     def unwrapping(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,31 +258,31 @@ def _lower_originals(name: str) -> Callable[[Any], None]:
 
 
 def unwrapped(function: Any) -> Any:
-    """Returns torch's function in place of a wrapper of it; anything else as it is."""
+    """Returns torch's function for a wrapper, and any other value unchanged."""
     return function.__wrapped__ if is_wrapper(function) else function
 
 
 def is_wrapper(function: Any) -> bool:
-    """Whether ``function`` stands for one of torch's, in a conversion or since an earlier one."""
+    """Whether ``function`` is a wrapper of this conversion or an earlier one."""
     marks = getattr(function, "__dict__", {})
     return "__hmpx_site__" in marks or "__hmpx_filled__" in marks
 
 
 # --- caches ------------------------------------------------------------------------------------
 
-_is_cached = True  # what a graph holds follows from its cache key
+_is_cached = True  # whether cache keys determine the content of graphs
 
-#: Returns the cache key of the current conversion. None without a conversion: the key is torch's own.
+#: Returns the current conversion's part of cache keys. None without a conversion: keys are torch's own.
 _tag: Callable[[], str] | None = None
 
 
 def _tag_keys(module: Any) -> None:
-    """Puts `_tag` and the places of a graph's ops into the cache keys.
+    """Adds `_tag` and the places of a graph's ops to the cache keys.
 
     torch has a setting for such tags, but each thread has its own value of it.
     """
     details = of_later(module.__name__, "FxGraphHashDetails")
-    if details is None:  # entries that can't be told apart must not be cached
+    if details is None:  # indistinguishable entries must not be cached
         disable_inductor_caches()
         return
 
@@ -299,13 +299,13 @@ def _tag_keys(module: Any) -> None:
 
 
 def _digest(decides: object) -> str:
-    """Returns a digest that equal conversions share across processes; unique if functions decide."""
+    """Returns a digest that equal conversions share across processes; unique if it depends on functions."""
     return hashlib.sha256(f"{_sources()} {_told(decides)}".encode()).hexdigest()[:16]
 
 
 @functools.cache
 def _sources() -> str:
-    """A digest of hmpx's code: graphs that other code made may round differently."""
+    """Returns a digest of hmpx's code: graphs of other versions may round differently."""
     digest = hashlib.sha256(__version__.encode())
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -331,7 +331,7 @@ def _told(value: Any) -> str:
 
 
 def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: str) -> bool:
-    """Whether products in graphs are legalized, judged without measuring, and all run on a CPU."""
+    """Whether products in graphs are legalized, without measuring, and all run on a CPU."""
     dtype = policy.low_precision_type
     if device_types != {"cpu"} or dtype not in LOW_PRECISION:
         return False
@@ -341,12 +341,9 @@ def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: st
 def _keeping_casts(config: Any, draft: Draft) -> Iterator[Patch]:
     """Yields the patch that makes inductor round where eager mode does, in all threads.
 
-    Otherwise it elides round-trip casts; the arithmetic on bits that `graph_rounding` then uses
-    takes longer.
+    Otherwise it elides round-trip casts; the bit arithmetic of `graph_rounding` that avoids this is slower.
     """
     entry: Any = of_later(config.__name__, "_config.emulate_precision_casts")
     keeping = Patch(entry, "default", True)
-    if (
-        entry is not None and draft.read(keeping) is False
-    ):  # a value that a thread has set itself takes precedence
+    if entry is not None and draft.read(keeping) is False:  # a thread's own value takes precedence
         yield keeping

@@ -1,12 +1,12 @@
-"""Names bound before `convert`, or before `revert`: finds them in loaded modules, and how to rebind them.
+"""Names bound before `convert` or before `revert`: finds them in loaded modules, to be rebound.
 
 ``from torch.nn.functional import gelu`` above `convert` holds the builtin itself, which no patch of
 torch reaches. This searches module globals, and one level into the dicts, lists and partials that
 they name. torch's own modules are left alone. So are models: finding those in a process takes longer
 than the rest of a conversion, so they are listed only on request. A table with a torch function as a
-key, as in classes with a ``__torch_function__``, also torch's, gets the wrapper as a second key beside
-it, and a set that has one the wrapper, too. `taken_names` does the same the other way for what was taken
-meanwhile. Patches nothing itself.
+key, as in classes with a ``__torch_function__``, also torch's, gets the wrapper as an additional key,
+and a set as an additional entry. `taken_names` does the reverse for names taken during a
+conversion. Patches nothing itself.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ..patching import EntryPatch, ItemPatch, Patch, names_of
 #: A patch of a name in a module, of an item of a container, of an entry of a set.
 NamePatch = Patch | ItemPatch | EntryPatch
 
-#: Their tables describe torch's functions, and must continue to do so.
+#: Their tables describe torch's own functions.
 _TORCHS = ("torch", "functorch")
 _LEFT_ALONE = (*_TORCHS, "hmpx")
 
-#: torch imports these, and they don't use torch: half of all names in a process, so half of the time.
+#: torch imports these, but they don't use torch. Half of all names, so half of the time.
 _WITHOUT_TORCH = ("mpmath", "numpy", "sympy")
 
 #: Packages whose modules are not searched.
 _PASSED_OVER = {*_LEFT_ALONE, *_WITHOUT_TORCH}
 
-#: Exactly these: the methods of subclasses may do more than get and set. Plain data is skipped.
+#: Exactly these types: methods of subclasses may do more than get and set.
 _CONTAINERS = frozenset({dict, list, collections.OrderedDict})
 _TABLES = frozenset({dict, set, collections.OrderedDict})
 _DATA = frozenset({str, bytes, int, float, bool, type(None)})
@@ -70,7 +70,7 @@ def in_module(
         seen: Addresses of containers and classes to skip; those found are added.
     """
     wanted, held = replacements.keys(), names_of(module)
-    values = list(held.values())  # at once: other threads may import
+    values = list(held.values())  # a copy: other threads may import
     if not wanted.isdisjoint(map(id, values)):
         for key, value in list(held.items()):
             if id(value) in wanted:
@@ -98,11 +98,11 @@ def in_module(
 
 
 def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, Any]]:
-    """Yields places that the patches don't reach: class attributes, defaults, closures, deeper tables.
+    """Yields the places that the patches miss: class attributes, defaults, closures, deeper tables.
 
     Args:
         originals: The torch functions to look for.
-        depth: How many steps from a module's globals to look.
+        depth: The most steps from a module's globals.
 
     Yields:
         A dotted path such as ``package.module.Block.forward(activation=)``, and the function there.
@@ -152,7 +152,7 @@ def _subclasses(base: type) -> set[type]:
 def _found(
     originals: Collection[Any], paths: list[tuple[str, Any]], depth: int, seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields paths to functions among ``originals``, from ``paths`` on; adds visited ids to ``seen``."""
+    """Yields paths to functions among ``originals``, starting at ``paths``; adds visited ids to ``seen``."""
     wanted = {id(original) for original in originals}
     for _ in range(depth):
         inner: list[tuple[str, Any]] = []
@@ -203,7 +203,7 @@ def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if issubclass(type(value), type) and _is_left_alone(str(vars(value).get("__module__", ""))):
         return
     if issubclass(type(value), types.ModuleType) and value.__name__ != path:
-        return  # it is searched under its own name
+        return  # searched under its own name
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:  # slots only
@@ -215,7 +215,7 @@ def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _modules() -> dict[str, types.ModuleType]:
     """Returns the loaded modules that may hold torch functions, each once, by name.
 
-    Leaves out torch's own and hmpx's, and those of Python and of libraries that don't use torch.
+    Excludes those of torch, hmpx, Python, and of libraries that don't use torch.
     """
     found: dict[int, tuple[str, types.ModuleType]] = {}
     for name, module in list(sys.modules.items()):
@@ -257,7 +257,7 @@ def _folders(*kinds: str) -> tuple[str, ...]:
 
 
 def forget_overrides() -> None:
-    """Makes `torch.overrides` list torch's functions anew: classes look up there what they are passed."""
+    """Clears the lists of functions in `torch.overrides`, which classes look up."""
     for name in ("_get_overridable_functions", "_get_tensor_methods"):
         cached: Any = getattr(torch.overrides, name, None)
         if hasattr(cached, "cache_clear"):
@@ -265,7 +265,7 @@ def forget_overrides() -> None:
 
 
 def _is_plain(kind: type, seen: set[int]) -> bool:
-    """Whether a class neither has nor inherits a ``__torch_function__``; it is added to ``seen`` then."""
+    """Whether a class neither has nor inherits a ``__torch_function__``; then adds it to ``seen``."""
     if "__torch_function__" in vars(kind):
         return False
     for base in kind.__bases__:
@@ -280,9 +280,9 @@ def _class_patches(
 ) -> Iterator[NamePatch]:
     """Yields the patches of the tables of a class with a ``__torch_function__``.
 
-    They may be inherited, from classes that no module names. Classes that were searched, as
-    `torch.Tensor`, which many modules name, are in ``seen`` by the complement of their address: by the
-    address itself they would count as plain.
+    They may be inherited from classes that no module names. Searched classes, such as
+    `torch.Tensor`, which many modules name, are in ``seen`` as the complement of their address: the
+    address itself would mark them as plain.
     """
     for kind in overriding.__mro__:
         if ~id(kind) in seen:
@@ -319,7 +319,7 @@ def _item_patches(
 
 
 def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
-    """Yields the patches that put a wrapper beside each key, or entry, that is a torch function."""
+    """Yields the patches that add a wrapper for each key, or entry, that is a torch function."""
     if type(table) not in _TABLES or len(table) > _LONGEST:
         return
     if replacements.keys().isdisjoint(map(id, table)):

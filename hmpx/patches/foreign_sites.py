@@ -1,9 +1,8 @@
-"""Where ops of other libraries are called: slots in loaded modules, and in modules yet to come.
+"""The call sites of other libraries' ops: slots in modules loaded now or later.
 
-A function is replaced in the module or class that holds it. An operator of `torch.library` is replaced
-where its object keeps the function it calls, which every reference to the operator goes through.
+A function is replaced in the module or class that holds it. An operator of `torch.library` is
+replaced where its object keeps the function that it calls, so all references to the operator are covered.
 Modules that are imported later, and operators that are defined later, trigger a notification.
-Independent of policies and casts.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ class ForeignSite:
             value = _Call(wrapper, self.function)
         elif self.binding is not None:
             value = self.binding(wrapper)
-        # torch refreshes operators, and modules are reloaded, so others write to these slots, too.
+        # Others also write to these slots: torch refreshes operators, and modules are reloaded.
         return Patch(self.owner, self.attribute, value, stays_idle=True, is_foreign=True)
 
 
 class _Call:
-    """What an operator's object calls instead of the kernels; the object's hash depends on it."""
+    """The function that an operator's object calls instead of the kernels; the object's hash depends on it."""
 
     def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
         self._wrapper, self._original = wrapper, original
@@ -89,7 +88,7 @@ def foreign_sites_of(name: str, draft: Draft) -> Iterator[ForeignSite]:
 
     Args:
         name: Dotted name.
-        draft: Where modules are as they would be without a conversion.
+        draft: A draft in which modules are unconverted.
     """
     found = ops.find_foreign(name)
     if found is None or ops.why_not(name, found):
@@ -168,18 +167,18 @@ def _operator_site(qualified: str, owner: Any, schemas: list[Any], draft: Draft)
     )
 
 
-# --- modules and operators yet to come ---------------------------------------------------------
+# --- later modules and operators ---------------------------------------------------------------
 
 
 def following(
     names: Collection[str], draft: Draft, follow: Callable[[Collection[str], object], None]
 ) -> Iterator[Change]:
-    """Yields the patches that call ``follow`` when modules are imported or operators are made.
+    """Yields the patches that call ``follow`` when modules are imported or operators are defined.
 
     Args:
         names: Dotted names of ops.
-        draft: Where torch is as it would be without a conversion.
-        follow: Takes the names that may be found now, and the module that was imported.
+        draft: A draft in which torch is unconverted.
+        follow: Takes the names that may exist now, and the imported module.
     """
     by_module: dict[str, list[str]] = {}
     operators = {name for name in names if name.startswith(f"{OPERATORS}.")}

@@ -1,8 +1,7 @@
-"""Keeps functions of torch usable in graphs of torch.fx and in class bodies, across conversions.
+"""Keeps torch's functions usable in torch.fx graphs and in class bodies, across conversions.
 
 A node stores torch's own function. While torch is converted, `Node.target` returns the wrapper instead.
-So a program can call a node's function, or compare it with torch's, wherever the graph was traced: before,
-during or after a conversion.
+So a program can call a node's function, or compare it with torch's, no matter when the graph was traced.
 
 A Python function in a class body becomes a method, and a builtin does not. Wrappers are Python functions,
 so those of builtins are made static methods.
@@ -22,17 +21,17 @@ from ..patching import ABSENT, Draft, Patch
 from ..torch_internals import NODE_KEY, NODE_TABLE, NODE_TARGET
 from .compiled import is_wrapper, unwrapped
 
-#: Operators of ATen are not among them: graphs of these hold their casts.
+#: Without ATen's operators: graphs of these hold their casts.
 _FUNCTIONS: Final = (types.BuiltinFunctionType, types.FunctionType)
 
 
 def held_function_patches(
     draft: Draft, replacements: Mapping[int, Callable[..., Any]]
 ) -> Iterator[Patch]:
-    """Yields the patches of nodes, and of how subclasses of `torch.nn.Module` are made.
+    """Yields the patches of nodes, and of the creation of subclasses of `torch.nn.Module`.
 
     Args:
-        draft: Where torch is as it would be without a conversion.
+        draft: A draft in which torch is unconverted.
         replacements: ``id`` of a torch function -> its wrapper.
     """
     slot = Patch(nn.Module, "__init_subclass__", None)
@@ -49,7 +48,7 @@ def _unbinding(before: Any) -> Callable[..., None]:
             super(nn.Module, cls).__init_subclass__(**kwargs)
         else:
             before.__get__(None, cls)(**kwargs)
-        for owner in cls.__mro__[: cls.__mro__.index(nn.Module)]:  # others may be mixed in
+        for owner in cls.__mro__[: cls.__mro__.index(nn.Module)]:  # skips mixins
             for name, value in list(vars(owner).items()):
                 if isinstance(unwrapped(value), types.BuiltinFunctionType) and is_wrapper(value):
                     setattr(owner, name, staticmethod(value))
@@ -58,7 +57,7 @@ def _unbinding(before: Any) -> Callable[..., None]:
 
 
 def _node_patches(draft: Draft, replacements: Mapping[int, Callable[..., Any]]) -> Iterator[Patch]:
-    """Yields the patches of what nodes hold, and of how graphs find nodes by it."""
+    """Yields the patches of nodes' targets, and of the search for nodes by target."""
     wrappers = {
         address: wrapper
         for address, wrapper in replacements.items()

@@ -1,9 +1,9 @@
 """Upcasts low-precision results that a program keeps: as parameters and buffers.
 
-A program that never asks for low precision has low-precision values from the conversion only. If it asks, what it
-asked for stays as it is. Its other low-precision values may be either, so they stay, too, and one warning says so.
-A request is noted by its memory, so views of it and in-place initialization are covered. A dtype may also be read
-from a result of the conversion: where such results exist, `x.to(dtype)` says nothing of the program's other values.
+If a program never requests low precision, all its low-precision values come from the conversion. Requested
+tensors stay unchanged. If there are any, other low-precision values are ambiguous: they stay too, with one
+warning. Requests are recorded by memory, which covers views and in-place initialization. A dtype may also be
+read from a result of the conversion: once such results exist, `x.to(dtype)` proves nothing about other values.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .values import named_after
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
-#: Memory that the program asked for in low precision, and what `hmpx.freeze` stored weights in.
+#: Memory that the program requested in low precision, and the memory of weights from `hmpx.freeze`.
 #: By identity: a set of weak references takes 1 us more.
 _asked_for: Final[dict[int, weakref.ref[torch.UntypedStorage]]] = {}
-_most = 1000  # when that many are noted, those that are gone are dropped
-#: The conversions in which the program asked, in which that was looked for, in which low results were found then,
-#: and that were warned of.
+_most = 1000  # at this number, dead entries are dropped
+#: The conversions in which the program made a request, in which parameters were searched, in which that found low
+#: results, and that have warned.
 _asked: object = None
 _searched: object = None
 _has_results: object = None
@@ -46,7 +46,7 @@ _warned: object = None
 
 
 def kept_value_patches(draft: Draft) -> Iterator[Patch | ItemPatch | EntryPatch]:
-    """Yields the patches of what makes low-precision tensors on request, and of what keeps tensors."""
+    """Yields the patches of functions that create low-precision tensors on request, or that keep tensors."""
     for owner, name in _requests():
         original = draft.attribute(owner, name)
         noting = _noting(original)
@@ -61,7 +61,7 @@ def kept_value_patches(draft: Draft) -> Iterator[Patch | ItemPatch | EntryPatch]
     parametrize = torch.nn.utils.parametrize
     for function in ("register_parametrization", "remove_parametrizations"):
         uncast = without_casts()(draft.attribute(parametrize, function))
-        yield Patch(parametrize, function, uncast)  # they compute what is kept, and check its dtype
+        yield Patch(parametrize, function, uncast)  # compute the kept value, and check its dtype
     invert = draft.attribute(parametrize.ParametrizationList, "right_inverse")
     yield Patch(parametrize.ParametrizationList, "right_inverse", _right_inverse(invert))
 
@@ -70,7 +70,7 @@ def kept_value_patches(draft: Draft) -> Iterator[Patch | ItemPatch | EntryPatch]
 
 
 def _requests() -> Iterator[tuple[Any, str]]:
-    """Yields where torch has the functions that make tensors of a dtype that they are given."""
+    """Yields torch's functions that create tensors of a given dtype."""
     names = {function.__name__ for function in device_constructors()}
     names |= {name for name in vars(torch) if name.endswith("_like")}
     names |= {"from_dlpack", "from_file", "from_numpy", "frombuffer", "normal"}
@@ -85,8 +85,8 @@ def _requests() -> Iterator[tuple[Any, str]]:
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes ``original`` note the low-precision tensors that it makes on request, and raw memory for these."""
-    is_function = isinstance(original, types.BuiltinFunctionType)  # torch looks methods up
+    """Makes ``original`` record the low-precision tensors that it creates on request, and raw memory for them."""
+    is_function = isinstance(original, types.BuiltinFunctionType)  # torch looks up methods
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         if is_function and has_torch_function(args):
@@ -101,7 +101,7 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note(made: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if name not in _CASTS and args and made is args[0]:
-        return  # it had the dtype already
+        return  # already had the dtype
     if made.dtype not in LOW_DTYPES:
         _add(made)
         return
@@ -113,20 +113,20 @@ def _note(made: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     asker = sys._getframe(2).f_globals.get("__name__", "")
     if asker[:5] != "hmpx.":
         _add(made)
-        if asker[:6] != "torch.":  # torch asks for the dtype of what it is given, too
+        if asker[:6] != "torch.":  # torch also requests the dtype of its inputs
             _ask(is_literal=name in _CASTS)
 
 
 def _ask(*, is_literal: bool = False) -> None:
-    """Notes that the program asks for a low dtype, unless it may have read that from a result."""
+    """Records that the program requests a low dtype, unless it may have read that from a result."""
     global _asked
     if is_literal or not (_has_asked() or _has_results is in_force()):
         _asked = in_force()
 
 
-#: Their names are those of dtypes.
+#: Methods named after dtypes.
 _CASTS: Final = ("bfloat16", "half")
-#: What `Tensor.view` turns into low-precision tensors, as loaders of files do, shares their memory.
+#: File loaders use `Tensor.view` to turn these into low-precision tensors, which share their memory.
 _NOTED: Final = LOW_DTYPES | {torch.int8, torch.int16, torch.uint8, torch.uint16}
 
 
@@ -157,7 +157,7 @@ _untyped_storage = Tensor.untyped_storage
 
 
 def _has_asked() -> bool:
-    """Whether the program has asked for low precision; parameters tell what it did before `convert`."""
+    """Whether the program has requested low precision; low parameters show requests before `convert`."""
     global _asked, _has_results, _searched
     if _searched is not in_force():
         _searched = in_force()
@@ -170,13 +170,13 @@ def _has_asked() -> bool:
     return _asked is in_force()
 
 
-# --- what is kept ------------------------------------------------------------------------------
+# --- kept values -------------------------------------------------------------------------------
 
 
 def _kept(value: Any, what: str) -> Any:
-    """Returns ``value`` as it becomes ``what`` in the frame that calls the caller.
+    """Returns ``value`` as it is kept as ``what`` by the frame that calls the caller.
 
-    Where torch itself is that frame, apart from `torch.nn`, it keeps what somebody else has made.
+    If torch itself is that frame, except `torch.nn`, it keeps a value that is not its own.
     """
     global _warned
     if type(value) not in PLAIN_TENSORS or value.dtype not in LOW_DTYPES or _is_dynamo_compiling():
@@ -205,7 +205,7 @@ def _kept(value: Any, what: str) -> Any:
     return value
 
 
-#: Methods by which modules keep buffers, and those that make parameters of parameters.
+#: Methods by which modules keep buffers, and methods that create parameters from parameters.
 _PASSING_ON: Final = frozenset([nn.Module.__setattr__.__code__, nn.Module.register_buffer.__code__])
 _CARRYING: Final = frozenset([nn.Module._apply.__code__, nn.Parameter.__deepcopy__.__code__])
 

@@ -1,7 +1,7 @@
-"""What compiled graphs keep for their backward: parameters instead of their low-precision casts.
+"""Makes compiled graphs keep parameters for the backward instead of their low-precision casts.
 
-torch.compile's partitioner has the forward keep what a product of the backward reads. Where casting a
-parameter again is wanted, the casts are marked so that the backward computes them.
+torch.compile's partitioner makes the forward keep the inputs of the backward's products. To cast a parameter
+again instead, its casts are marked for recomputation.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _VIEWS: Final = frozenset({
 
 
 def partition_patches(module: Any, draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
-    """Yields the patch that has compiled graphs keep parameters instead of their casts.
+    """Yields the patch that makes compiled graphs keep parameters instead of their casts.
 
     Args:
-        module: Where graphs are partitioned.
-        draft: Where torch is as it would be without a conversion.
+        module: The module that partitions graphs.
+        draft: A draft in which torch is unconverted.
         is_choosy: Leave casts that cost more time than they are worth.
     """
     if of_later(AOT_GRAPHS, _PARTITION) is None:
@@ -60,16 +60,16 @@ def partition_patches(module: Any, draft: Draft, *, is_choosy: bool) -> Iterator
 
 
 def _written_inputs(facts: Iterable[Any]) -> set[int] | None:
-    """Returns the indices of the inputs that a graph writes to, None if torch doesn't tell.
+    """Returns the indices of the inputs that a graph writes to; None if unknown.
 
-    A backward that cast one of these again would read what was written.
+    A backward that cast one of these again would read the new values.
 
     Args:
-        facts: What is known of the graph; the first that speaks of its inputs is asked.
+        facts: Objects with facts about the graph; the first with facts about inputs is used.
     """
     for each in facts:
         infos, tokens = getattr(each, "input_info", None), getattr(each, "tokens", None)
-        if infos is not None and tokens is not None:  # which are inputs as well, the first ones
+        if infos is not None and tokens is not None:  # tokens are the first inputs
             writes = [info.mutates_data or info.mutates_metadata for info in infos]
             return {len(tokens) + index for index, is_written in enumerate(writes) if is_written}
     return None
@@ -92,11 +92,11 @@ def _partitioned(
 
 
 def mark_casts(graph: fx.Graph, indices: list[int], *, is_choosy: bool) -> None:
-    """Marks the casts of matrices that stay alive as to be computed again in the backward.
+    """Marks casts of matrices that stay alive for recomputation in the backward.
 
     Args:
         graph: Forward and backward.
-        indices: Those of its inputs that are parameters or buffers, and not written to.
+        indices: Indices of its inputs that are parameters or buffers, and not written to.
         is_choosy: Leave casts that cost more time than they are worth.
     """
     inputs = graph.find_nodes(op="placeholder")
@@ -115,13 +115,13 @@ def _is_marked(cast: fx.Node, *, is_choosy: bool) -> bool:
     made, source = cast.meta["val"], cast.all_input_nodes[0].meta["val"]
     if source.dtype in LOW_DTYPES:
         return True  # a marked cast, in float32 again
-    if made.dtype not in LOW_DTYPES or made.dim() < 2:  # a matrix's
+    if made.dtype not in LOW_DTYPES or made.dim() < 2:  # only matrices
         return False
     return not is_choosy or any(pays(made, other) for other in _beside(cast))
 
 
 def _beside(node: fx.Node) -> Iterator[Tensor]:
-    """Yields the largest other input of each op that reads ``node`` or a view of it, of fixed size."""
+    """Yields the largest other input, of fixed size, of each op that reads ``node`` or a view of it."""
     for user in node.users:
         if user.target in _VIEWS:
             yield from _beside(user)

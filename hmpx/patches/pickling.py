@@ -1,8 +1,8 @@
 """Lets pickle store torch's functions and wrappers that models hold.
 
-Pickle stores a function by name, and refuses one that is not what it finds under that name. This
-concerns wrappers that models kept after `revert`, which get names here, and builtins of torch that
-models kept from before `convert`, which are stored by the slot they belong to. Independent of dtypes.
+Pickle stores a function by name, and rejects it if that name means another object. This affects wrappers
+that models kept after `revert`, which get names here, and builtins of torch that models kept from before
+`convert`, which are stored by their slot.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _numbers: Final = itertools.count(1)
 
 
 def retired_name(wrapper: Callable[..., Any], site: str) -> tuple[str, str]:
-    """Returns this module and a name in it for ``wrapper``, which used to be in the slot ``site``.
+    """Returns this module and a name in it for ``wrapper``, which was in the slot ``site``.
 
-    Under that name, another process finds whatever is in that slot.
+    In another process, that name means the function in that slot.
     """
     name = f"{site.replace('.', ':')}#{next(_numbers)}"
     _retired[name] = wrapper
@@ -35,7 +35,7 @@ def retired_name(wrapper: Callable[..., Any], site: str) -> tuple[str, str]:
 
 
 def retired() -> list[Callable[..., Any]]:
-    """Returns the wrappers of earlier conversions that are still referenced."""
+    """Returns the still referenced wrappers of earlier conversions."""
     return list(_retired.values())
 
 
@@ -53,7 +53,7 @@ def pickle_patch(originals: Iterable[Callable[..., Any]], draft: Draft) -> ItemP
 
     Args:
         originals: Functions of torch.
-        draft: Where `copyreg` is as it would be without a conversion.
+        draft: A draft in which `copyreg` is unconverted.
     """
     names = {
         id(original): f"{original.__module__}:{original.__qualname__}"
@@ -68,5 +68,5 @@ def pickle_patch(originals: Iterable[Callable[..., Any]], draft: Draft) -> ItemP
             return pkgutil.resolve_name, (names[id(function)],)
         return function.__reduce__() if before is ABSENT else before(function)
 
-    # If somebody else patches on top of this, the names that it gives stay right.
+    # Under somebody else's patch, its names stay correct.
     return dataclasses.replace(slot, value=reduce, stays_idle=True)

@@ -1,8 +1,8 @@
-"""Places in torch that must know whether casts are on, or where casts are off automatically.
+"""Parts of torch that need to know whether casts are on, or that run with casts off.
 
 Printing shows values as they are. The arithmetic of optimizers, of loss scaling and of gradient
 clipping is not cast. A checkpointed forward is recomputed in the on/off state that it first ran in.
-Modules that check dtypes before their ops run leave that to the ops. Independent of ops and policies.
+Modules that check dtypes before their ops run leave that to the ops.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def region_patches(
     """Yields the patches that make these regions.
 
     Args:
-        draft: Where torch is as it would be without a conversion.
-        add: Applies one more patch while these are in force, for classes of optimizers and of loss
-            scalers that are prepared only when their first instance is made.
+        draft: A draft in which torch is unconverted.
+        add: Applies another patch while these are in force, for classes of optimizers and of loss
+            scalers that are prepared when their first instance is created.
         run_suspended: Calls a function without any of the conversion's patches.
-        low_dtype: The conversion's low-precision type; None where that is not a torch dtype.
+        low_dtype: The conversion's low-precision type; None if it is not a torch dtype.
     """
     represent = draft.attribute(torch.Tensor, "__repr__")
     yield Patch(torch.Tensor, "__repr__", without_casts()(represent))
@@ -87,7 +87,7 @@ def _optimizer_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[P
 
 
 def _step_patch(optimizer_class: type[Optimizer], step: Callable[..., Any]) -> Patch:
-    # torch.compile also patches the steps of some classes, when it is first used.
+    # torch.compile also patches the steps of some classes on its first use.
     return Patch(optimizer_class, "step", _without_casts(step), stays_idle=True)
 
 
@@ -125,7 +125,7 @@ _SCALING: Final = tuple(
 )
 
 
-#: Those that have scaled a loss under a conversion and are alive; whoever wants to know clears it.
+#: Live scalers that have scaled a loss under a conversion; readers clear it.
 SCALERS: Final[weakref.WeakSet[GradScaler]] = weakref.WeakSet()
 
 
@@ -162,7 +162,7 @@ def _scaling_patches(scaler_class: type[GradScaler], draft: Draft) -> Iterator[P
 
 
 def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``scale`` with casts off, except for losses that are computed lazily as it iterates."""
+    """Returns ``scale`` with casts off, except for losses computed lazily while it iterates."""
 
     @functools.wraps(scale)
     def wrapper(self: GradScaler, outputs: Any) -> Any:
@@ -192,7 +192,7 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     generator = draft.attribute(module, CHECKPOINT_GENERATOR)
     apply = draft.read(Patch(torch.autograd.Function, "apply", None))
 
-    # The descriptor of a class method: since torch 2.14 it is C's, which is called with the class.
+    # The descriptor of a class method: since torch 2.14 a C descriptor, called with the class.
     apply_to = getattr(apply, "__func__", apply)
     apply_as_training = as_training(apply_to)
 
@@ -229,11 +229,11 @@ _NOTED: Final = "_hmpx_noted"
 
 
 def _as_it_runs_here(function: Callable[..., Any], *, runs_first: bool) -> Callable[..., Any]:
-    """Makes a checkpoint's ``function`` rerun under the conditions of its forward, or not at all.
+    """Makes a checkpoint's ``function`` rerun under the conditions of its forward, or raise an error.
 
     Args:
-        function: What it computes.
-        runs_first: The forward calls it as well.
+        function: The checkpointed function.
+        runs_first: The forward also calls it.
     """
     again = keeps_place(keeps_state(keeps_kind(function)))
     again = as_recomputation(again, after_first=runs_first)
@@ -258,11 +258,11 @@ def _as_it_runs_here(function: Callable[..., Any], *, runs_first: bool) -> Calla
     return wrapper
 
 
-_warned_of_step: object = None  # the conversion that was
+_warned_of_step: object = None  # the conversion that has warned
 
 
 def _warn_of_step(function: Callable[..., Any]) -> None:
-    """Warns, once a conversion, that a checkpoint is recomputed by the scales of another step."""
+    """Warns, once per conversion, that a checkpoint is recomputed with the scales of another step."""
     global _warned_of_step
     if _warned_of_step is in_force():
         return
@@ -295,7 +295,7 @@ def _module_patches(draft: Draft) -> Iterator[Patch]:
 
     @functools.wraps(check_input)
     def check_but_for_casts(self: torch.nn.RNNBase, *args: Any, **kwargs: Any) -> None:
-        # It is an error there if the input's dtype differs from the weights', unless autocast is on.
+        # It raises an error if the input's dtype differs from the weights', unless autocast is on.
         # The check calls no op, so autocast casts nothing.
         was_enabled = torch.is_autocast_enabled("cpu")
         torch.set_autocast_enabled("cpu", was_enabled or not is_off())

@@ -29,14 +29,14 @@ _FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.Method
 
 
 def note_torchs_modules() -> None:
-    """Notes that torch's modules hold its own functions now: it is not converted."""
+    """Records the loaded modules of torch, which hold its own functions: torch is not converted now."""
     _before.update(name for name, _ in torchs_modules())
 
 
 def standing_for(applied: Iterable[Applied]) -> dict[int, Callable[..., Any]]:
-    """Returns ``id`` of a function -> what ``applied`` put in its place, if that is not a wrapper.
+    """Returns ``id`` of a function -> its replacement in ``applied``, if that is not a wrapper.
 
-    What stood there in earlier conversions is among the functions.
+    The functions include replacements of earlier conversions.
     """
     found: dict[int, Callable[..., Any]] = {}
     for done in applied:
@@ -54,7 +54,7 @@ def standing_for(applied: Iterable[Applied]) -> dict[int, Callable[..., Any]]:
 
 
 def function_in(value: Any) -> Any:
-    """Returns the function in a method, or in a partial; another value as it is."""
+    """Returns the function in a method or a partial, and any other value unchanged."""
     if isinstance(value, functools.partial):
         return value.func
     return value.__func__ if isinstance(value, _METHODS) else value
@@ -64,14 +64,14 @@ _METHODS: Final = (classmethod, staticmethod, types.MethodType)
 
 
 def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> Iterator[NamePatch]:
-    """Yields the patches that give names taken from torch while it was converted torch's functions.
+    """Yields the patches that rebind names taken during a conversion to torch's functions.
 
-    A table made meanwhile, with wrappers as keys, gets the functions as further keys: a wrapper that is
-    called acts as its function after a conversion, but is another key.
+    A table built meanwhile, with wrappers as keys, gets the functions as additional keys: after a
+    conversion, a wrapper calls its function, but is another key.
 
     Args:
-        draft: Where what the conversion has patched is undone.
-        wrappers: Those of this conversion and of earlier ones.
+        draft: A draft in which the conversion's patches are undone.
+        wrappers: Wrappers of this conversion and of earlier ones.
     """
     functions = {id(function): original for function, original in list(_originals.items())}
     functions |= {id(wrapper): vars(wrapper)["__wrapped__"] for wrapper in wrappers}

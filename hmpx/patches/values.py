@@ -1,7 +1,7 @@
-"""Tensors that programs make, keep or pass on in other ways than by calling ops.
+"""Tensors that programs create, keep or pass on other than by calling ops.
 
-Gradients that a program computes itself, numbers that fill tensors, branches and loops that torch traces, and
-what numpy gets. A program that runs in fp32 has fp32 there; casts elsewhere must not stop it.
+A program's own gradients, numbers that fill tensors, branches and loops that torch traces, and tensors for
+numpy. An fp32 program has fp32 there; casts elsewhere must not stop it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .compiled import unwrapped
 
 
 def filled_patches(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches by which numbers that a low-precision dtype does not hold fill new tensors."""
-    device_constructors()  # has torch know its own `torch.full`
+    """Yields the patches that let numbers fill new tensors even if a low-precision dtype does not hold them."""
+    device_constructors()  # makes torch cache its own `torch.full`
     yield Patch(torch, "full", _full(draft.attribute(torch, "full")))
     yield Patch(Tensor, "new_full", _new_full(draft.attribute(Tensor, "new_full")))
 
@@ -62,7 +62,7 @@ def _filled(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Returns the tensor that ``original`` makes; its number is the last of ``args``, or ``fill_value``."""
+    """Returns the tensor that ``original`` creates; its number is the last of ``args``, or ``fill_value``."""
     if not is_low(dtype):
         return original(*args, **kwargs)
     given = kwargs.get("fill_value", args[-1] if args else None)
@@ -77,7 +77,7 @@ def _filled(
 def named_after(
     original: Any, function: Callable[..., Any], name: str, owner: Any = torch
 ) -> Callable[..., Any]:
-    """Makes ``function`` look like torch's ``original``, which is at ``owner.name``; returns it."""
+    """Makes ``function`` look like torch's ``original`` at ``owner.name``; returns it."""
     qualified = name if owner is torch else f"Tensor.{name}"
     function.__module__, function.__name__, function.__qualname__ = "torch", name, qualified
     function.__doc__ = original.__doc__
@@ -89,7 +89,7 @@ def named_after(
 
 
 def control_flow_patches(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches by which results of branches and bodies have the dtypes that torch expects."""
+    """Yields the patches that give results of branches and bodies the dtypes that torch expects."""
     for name, settle in (("cond", _cond), ("while_loop", _while_loop)):
         if not hasattr(torch, name):  # both are prototypes
             continue
@@ -134,7 +134,7 @@ def _while_loop(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _alike(value: Any, given: Any) -> Any:
-    """Returns ``value``, where one of two dtypes is low with the dtypes of ``given``, at any depth."""
+    """Returns ``value`` with the dtypes of ``given`` wherever exactly one of both is low, at any depth."""
     if isinstance(value, Tensor) and isinstance(given, Tensor):
         dtypes = value.dtype, given.dtype
         is_cast = dtypes[0] is not dtypes[1] and not LOW_DTYPES.isdisjoint(dtypes)
@@ -151,10 +151,10 @@ def _alike(value: Any, given: Any) -> Any:
 
 
 def gradient_patches(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches of `Tensor.grad`, and of what registers or calls hooks."""
+    """Yields the patches of `Tensor.grad`, and of functions that register or call hooks."""
     grad = _grad(draft.attribute(Tensor, "grad"))
     yield Patch(Tensor, "grad", grad)
-    # Subclasses of Tensor do not wrap what these return: `x.grad is x.grad` holds.
+    # Subclasses of Tensor do not wrap their results: `x.grad is x.grad` holds.
     getters = get_default_nowrap_functions() | {grad.__get__}
     for module in NAMING_GETTERS:
         yield Patch(module, "get_default_nowrap_functions", lambda: getters)
@@ -188,7 +188,7 @@ def _registering(register: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fitting(hook: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """Returns ``hook`` made to return the dtypes of the gradients that it is given at ``position``."""
+    """Makes ``hook`` return gradients in the dtypes of those that it gets at ``position``."""
 
     @functools.wraps(hook)
     def fitting(*args: Any) -> Any:
