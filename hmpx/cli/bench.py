@@ -78,7 +78,7 @@ examples:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the variants, prints the table and writes what was asked for."""
+    """Runs the variants, prints the table and writes the requested file."""
     source, name = functions.split(options.step)
     output.check_writable("--json", options.json)
     inputs = _Inputs(source, options.inputs)

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ``__main__`` stay those of the script.
 
     Raises:
-        SystemExit: The arguments are wrong, ``--help`` was asked for, or the script raised it.
+        SystemExit: The arguments are wrong, ``--help`` was given, or the script raised it.
         KeyboardInterrupt: The script was interrupted.
     """
     options, unknown = parser().parse_known_args(argv)

@@ -32,7 +32,7 @@ def show(lines: Iterable[str], status: int = 0) -> int:
                 print(line.encode("utf-8", "backslashreplace").decode("ascii", "backslashreplace"))
         sys.stdout.flush()
     except BrokenPipeError:
-        # discards what is still buffered, or the interpreter complains when it exits
+        # Discards buffered output, about which the interpreter would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 

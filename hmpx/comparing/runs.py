@@ -118,7 +118,7 @@ class Runs:
         found = [*self.parameters.values(), *tensors]
         self.device_types = frozenset({each.device.type for each in found} or {"cpu"})
 
-    # --- what is observed ------------------------------------------------------------------------
+    # --- observation -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:

@@ -173,7 +173,7 @@ def _finished(
         return folded.get(position, position)
 
     ends = [(place, tensor, shown_at(grouping.group_of(at))) for place, tensor, at in outputs]
-    # Nearest first; what only folded groups lead to has been given to the one that is drawn.
+    # Nearest first; the group drawn for a fold also has the inputs of the folded ones.
     order = dict.fromkeys(position for _, _, position in ends)
     waiting = list(order)
     for position in waiting:  # grows in the loop

@@ -246,7 +246,7 @@ def _notes(name: str, policy: Policy) -> Iterable[str]:
 def _device_note(
     op: str, decision: Decision, policy: Policy, device_type: str, legalize: str
 ) -> str:
-    """Returns how calls compute on a device; ``""`` if torch's kernels do exactly what the decision says."""
+    """Returns how calls compute on a device; ``""`` if torch's kernels follow the decision exactly."""
     dtype = decision.dtype
     if isinstance(dtype, Format):
         return _emulated(op, decision, dtype)
@@ -279,7 +279,7 @@ def _emulated(op: str, decision: Decision, number_format: Format) -> str:
 
 
 def _lacking(op: str, device_type: str, decision: Decision) -> str:
-    """Returns the low-precision types for which calls compute in fp32, for lack of a kernel."""
+    """Returns a note on missing low-precision kernels, whose calls compute in fp32."""
     lacking = compute.lacking_kernels().get(op)
     if lacking is None or decision.cast_policy is CastPolicy.FP32:
         return ""

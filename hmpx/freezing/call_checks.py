@@ -31,8 +31,8 @@ class ChecksCalls:
     """A forward pre-hook: weights must be used as they were stored for, and not be trained.
 
     The conversion that they were stored for must be in force. While gradients are recorded, no module
-    that holds some of them may be in training mode, and no tensor in their slots may require
-    gradients in low precision: `torch.func.functional_call` puts tensors without a hook there.
+    that holds some of them may be in training mode. Nor may low-precision tensors in their slots require
+    gradients: `torch.func.functional_call` puts tensors without a hook there.
 
     It also refuses optimizer steps that would change the weights.
     """

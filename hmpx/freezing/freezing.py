@@ -51,11 +51,11 @@ def freeze(
         outputs: ``"fp32"`` upcasts bfloat16 and float16 outputs of the model to float32; ``"keep"`` leaves
             its outputs unchanged.
         store: ``"dtype"`` stores weights in the low type. ``"prepared"`` also keeps float32 copies of large
-            convolution weights, laid out for their kernel, after a call without gradients has computed
-            with float32 because of `convert`'s ``legalize``; sums then have another order. ``"codes"``
-            stores weights used in a single number format as its codes, in uint8, uint16 or int32, and
-            decodes them at each use; the policy must have one format and no rules. The others leave
-            those weights in float32.
+            convolution weights, laid out for their kernel. They are made once a call without gradients
+            computes in float32 because of `convert`'s ``legalize``. Sums then have another order.
+            ``"codes"`` stores weights used in a single number format as its codes, in uint8, uint16 or
+            int32, and decodes them at each use, if the policy has one format and no rules. The others
+            leave those weights in float32.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
         **kwargs: Keyword inputs of the forward to watch.
 

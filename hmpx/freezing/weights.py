@@ -88,7 +88,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(distinct[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-# --- what is stored low --------------------------------------------------------------------------
+# --- decisions -----------------------------------------------------------------------------------
 
 
 class Rounding(NamedTuple):

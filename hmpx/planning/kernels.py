@@ -46,7 +46,7 @@ class Corrections(TorchDispatchMode):  # type: ignore[misc]
 
     Attributes:
         values: Known values of integer tensors.
-        answers: The value to make up when one is requested: False, 1, 0.5. Set where values don't affect sizes:
+        answers: Whether to make up requested values (False, 1, 0.5). Set where values don't affect sizes:
             when parameters get their initial values, and in optimizer steps.
     """
 

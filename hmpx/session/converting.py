@@ -209,7 +209,7 @@ class restore(Entered):  # noqa: N801  # a block
         _put_in_force(*self._arguments, self._taken).begin_block()
 
     def end_block(self, block: list[Any]) -> None:
-        """Restores what was in force before."""
+        """Restores the previous conversion, or none."""
         if self._taken[0] is not None:
             self._taken[0].end_block(self._taken)
 

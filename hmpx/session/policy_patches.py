@@ -336,7 +336,7 @@ _LOW_POLICIES = frozenset(CastPolicy) - {CastPolicy.FP32, CastPolicy.PASS}
 
 
 def _is_settled_by_torch(site: ops.Site | ForeignSite, decision: Decision, facts: OpFacts) -> bool:
-    """Whether torch's own kernel does exactly what the decision says, so no wrapper is needed."""
+    """Whether torch's own kernel follows the decision exactly, so that no wrapper is needed."""
     if decision.cast_policy is CastPolicy.PASS:
         return True
     if site.in_place:

@@ -43,7 +43,7 @@ from .switching import (
 class Session(Entered):
     """One conversion of torch, in force until it is reverted or replaced.
 
-    As a context manager it restores on exit what was in force before its `convert`.
+    As a context manager it restores the previous state on exit.
 
     Attributes:
         policy: The decision for every op.
@@ -91,7 +91,7 @@ class Session(Entered):
 
     @exclusive
     def revert(self) -> None:
-        """Undoes the conversion; does nothing if it is no longer in force."""
+        """Undoes the conversion; does nothing if it is not in force."""
         if self is current():
             switch_to(None)
 

@@ -90,8 +90,8 @@ class Prices:
     def upgrades(self) -> list[tuple[str, str]]:
         """Returns the candidates and types that turn the cheapest choice into the dearest one step by step.
 
-        Each step removes the most error for its price. A step may skip an
-        intermediate type that removes little.
+        Each step removes the most error for its price. A step may skip an intermediate
+        type that removes little.
         """
         found: list[tuple[str, str]] = []
         choice = self.cheapest()

@@ -60,7 +60,7 @@ def tune(
         model: The model: a module, or a function that calls some.
         inputs: A batch, or a list of batches. A tuple holds positional arguments, a mapping named ones;
             anything else is a single argument. With several batches, the error is a limit for 95 % of
-            further batches of their kind, and the last quarter only checks the set at the end.
+            further batches of their kind. The last quarter only checks the set at the end.
         loss_fn: The loss: ``loss_fn(output)``, or ``loss_fn(output, batch)``. Effects are then those on
             the loss, and ``metric="loss"`` compares it.
         metric: The error of a batch: ``"relative_l2"`` of the outputs (the default); ``"loss"`` for its

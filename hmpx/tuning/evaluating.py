@@ -104,7 +104,7 @@ class Task:
         """Returns the model's fp32 output for each batch.
 
         Raises:
-            OptionError: An output is NaN or infinite.
+            OptionError: The model returns NaN, or no numbers.
         """
         if inputs not in self._references:
             with _TURNS, disable_casts():

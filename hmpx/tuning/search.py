@@ -232,7 +232,7 @@ class Search:
     def _minimal(self, kept: Kept) -> Kept:
         """Returns a subset of a passing set in which each member is necessary.
 
-        First removes blocks, growing while they are unnecessary: of out-of-range members and those with unknown
+        First removes blocks, doubling while they are unnecessary: of out-of-range members and those with unknown
         effect, then the weakest. After each removal all necessary members are tried again.
         """
         member = {bare(each): each for each in kept}

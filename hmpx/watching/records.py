@@ -137,7 +137,7 @@ class GradientRecord:
     """Gradients that passed through the backward of a call."""
 
     record: CallRecord
-    node: str  # name of the autograd node, where that is not the call's own
+    node: str  # name of the autograd node, if not the call's own
     before: list[Cell]  # those that arrived at its results
     after: list[Cell]  # those that it computed
     trial: Trial | None = None
