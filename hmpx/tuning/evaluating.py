@@ -95,7 +95,7 @@ class Task:
                         error
                     ):
                         raise
-                    return Outcome(math.inf)  # the model depends on values that are off
+                    return Outcome(math.inf)  # the model branches on values that are off
             seen = {each.name: observed.seen(each, self.spots) for each in watched}
             errors = self._errors(found, expected, inputs)
             return Outcome(metrics.limit(errors) if inputs == TUNING else max(errors), seen)

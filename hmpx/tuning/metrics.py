@@ -208,7 +208,7 @@ def sampled(difference: Callable[[int], float], tolerance: float, most: int) -> 
     mean counts as above it.
 
     Args:
-        difference: Sample number -> the loss of low precision there, with the same seed.
+        difference: Sample number -> the error that low precision adds there, with the same seed.
         tolerance: The largest mean allowed.
         most: The most samples to take.
     """

@@ -40,7 +40,7 @@ class Tuned:
             the best so far.
         stopped_by: Why it ended early: ``"budget"``, ``"interrupt"``, ``"fresh inputs"`` (each smaller set
             failed on them), or ``""``.
-        seen: Dtypes of the calls that may follow their inputs, with the set.
+        seen: Low-precision shares of the candidates that may follow their inputs, with the set.
         limit: The limit on the choice of types, as text; ``""`` if a tolerance was the limit.
         searched: The smaller tolerance of the last search, after a set failed on fresh inputs; else None.
         path: The evaluations, in order.
