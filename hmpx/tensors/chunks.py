@@ -1,9 +1,8 @@
-"""Tensors that lie in one chunk of memory, such as the weights of an RNN, cast as one.
+"""Tensors in one chunk of memory, such as the weights of an RNN, cast together.
 
-cuDNN reads an RNN's weights from one chunk, where `torch.nn.RNNBase.flatten_parameters` puts them. If
-they were cast one by one, each would have memory of its own, and cuDNN would copy them into a chunk
-in each call, with a warning. Owns the cast of a chunk and its gradient; which ops get chunks is
-decided elsewhere.
+cuDNN reads an RNN's weights from one chunk, where `torch.nn.RNNBase.flatten_parameters` puts them. Cast
+one by one, each would have its own memory, and cuDNN would copy them into a chunk in each call, with a
+warning.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from ..torch_internals import (
 from .dtypes import CAST
 from .nested import PLAIN_TENSORS
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _as_strided, _is_neg, _storage = Tensor.as_strided, Tensor.is_neg, Tensor.untyped_storage
 _offset, _stride, _numel = Tensor.storage_offset, Tensor.stride, Tensor.numel
 _is_contiguous = Tensor.is_contiguous
 
 _PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
 
-#: A chunk is cast as one only if at most this fraction of it belongs to none of the tensors.
+#: A chunk is cast as a whole only if at most this fraction of it belongs to no tensor.
 _MOST_UNUSED: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Which elements of a storage some tensors span, and where among them each lies.
+    """The elements of a storage that some tensors span, and each tensor's position in them.
 
     Attributes:
         start: The first element, as an offset in the storage.
@@ -55,21 +54,21 @@ class Chunk:
     layouts: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
 
     def elements(self, tensor: Tensor) -> Tensor:
-        """Returns all elements, given one of the tensors."""
+        """Returns all elements; takes one of the tensors."""
         return _as_strided(tensor, (self.length,), (1,), self.start)
 
     def parts(self, elements: Tensor) -> list[Tensor]:
-        """Returns tensors that lie in ``elements``, another storage, as the originals do in the chunk.
+        """Returns tensors with the chunk's layout in ``elements``, another storage.
 
-        Each has its own version counter, like the originals: autograd then does not take a write to
-        one of them for a write to the others.
+        Each has its own version counter, like the originals: for autograd, a write to one is not a
+        write to the others.
         """
         parts = [_as_strided(elements, *layout) for layout in self.layouts]
         return parts if is_graph_made() else list(map(data_of, parts))
 
 
 def chunk_of(tensors: Sequence[Tensor]) -> Chunk | None:
-    """Returns the chunk that strided tensors of one dtype lie in; None if they share none."""
+    """Returns the chunk that contains strided tensors of one dtype; None if they share none."""
     if len(tensors) < 2:
         return None
     storage = _storage(tensors[0])._cdata
@@ -84,7 +83,7 @@ def chunk_of(tensors: Sequence[Tensor]) -> Chunk | None:
         for tensor, start, count in zip(tensors, starts, counts, strict=True)
     ]
     first = min(starts)
-    # cuDNN has room for biases behind the weights of an RNN without any, and looks for it.
+    # cuDNN expects room for biases behind the weights, even of an RNN without biases.
     length = (_storage(tensors[0]).nbytes() // dtype.itemsize if first == 0 else max(ends)) - first
     if length - sum(counts) > _MOST_UNUSED * length:
         length = max(ends) - first
@@ -124,7 +123,7 @@ def cast_as_one(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] |
 
 
 class _CastAsOne(torch.autograd.Function):
-    """The cast of a chunk; gradients are cast as one, too, where they lie in one chunk."""
+    """The cast of a chunk; gradients in one chunk are also cast together."""
 
     drawn_as = "cast"
 
@@ -146,17 +145,17 @@ class _CastAsOne(torch.autograd.Function):
 
 
 def is_in_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's values are those in its memory, for whoever reads that by its address.
+    """Whether a tensor's values equal the contents of its memory, for code that reads it by address.
 
-    Views whose values are the negated ones are not, nor are tensors of known zeros, which have none.
+    False for negated views, and for tensors of known zeros, which have no memory.
     """
     return not (_is_neg(tensor) or tensor._is_zerotensor())
 
 
 def cast_any_layout(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Returns a cast to ``dtype`` through which gradients of any layout pass.
+    """Returns a cast to ``dtype`` that accepts gradients of any layout.
 
-    Torch's own casts take gradients of the tensor's layout only.
+    Torch's own casts accept only gradients of the tensor's layout.
     """
     return functools.partial(_CastAnyLayout.apply, dtype)
 

@@ -1,6 +1,6 @@
-"""Tensors whose values are always the same, such as a table: made once for each device.
+"""Constant tensors, such as tables, created once per device.
 
-On devices other than the CPU, making one is a copy from the host, which the host waits for.
+On devices other than the CPU, creating one is a synchronous copy from the host.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ..torch_internals import dispatch_modes, is_graph_made, is_jit_tracing, tra
 
 
 class Constant:
-    """A tensor of constants, on each device that asks for it."""
+    """A constant tensor, on each device that needs it."""
 
     def __init__(self, make: Callable[[torch.device], Tensor]) -> None:
-        """Makes nothing yet.
+        """Creates no tensor yet.
 
         Args:
             make: Returns a new tensor on the given device.
@@ -28,8 +28,8 @@ class Constant:
     def on(self, device: torch.device) -> Tensor:
         """Returns the tensor on ``device``; it must not be written to.
 
-        While a graph is being traced, the tensor is made anew as part of the graph. It is also made
-        anew where modes and transforms may wrap what they see being made.
+        While a graph is traced, the graph creates a new tensor. A new one is also created where modes
+        and transforms may wrap new tensors.
         """
         if torch.compiler.is_dynamo_compiling() or is_graph_made() or is_jit_tracing():
             return self._make(device)

@@ -1,4 +1,4 @@
-"""The devices that hmpx casts on: which ones are present, and the names that users may give them."""
+"""The devices on which hmpx casts: which are present, and their names."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def default_device_types() -> frozenset[str]:
 def is_available(device_type: str) -> bool:
     """Whether there is an accelerator of this type that this build of torch supports.
 
-    This starts no context on the accelerator, which would make it unusable in processes forked
-    afterwards: CUDA devices are counted through the management library, whereas
+    This starts no context on the accelerator, which would make it unusable in processes that are
+    forked later: it counts CUDA devices through the management library, whereas
     `torch.cuda.is_available` initializes the driver.
     """
     module = torch.get_device_module(device_type)
@@ -45,7 +45,10 @@ def is_present(device_type: str) -> bool:
     """Whether tensors can be on devices of this type here."""
     try:
         return device_type == "meta" or is_available(device_type)
-    except (RuntimeError, AttributeError):  # torch has no module for it, or none that can say
+    except (
+        RuntimeError,
+        AttributeError,
+    ):  # torch has no module for it, or that has no `is_available`
         return False
 
 
@@ -87,5 +90,5 @@ def _has_habana_frameworks() -> bool:
     loaded = sys.modules.get("habana_frameworks")
     if loaded is not None:
         return not getattr(loaded, "__hmpx_shim__", False)
-    # Unlike importlib.util's function, it takes no lock, which Ctrl-C might leave locked for all threads.
+    # Unlike importlib.util's function it takes no lock, which Ctrl-C might leave locked.
     return importlib.machinery.PathFinder.find_spec("habana_frameworks") is not None

@@ -19,7 +19,7 @@ LOW_DTYPES: Final = frozenset(LOW_PRECISION)
 
 
 def is_low(dtype: object) -> TypeGuard[torch.dtype]:
-    """Whether what a program gave as a dtype, which may be anything, is a low-precision one."""
+    """Whether any value is a low-precision dtype."""
     return isinstance(dtype, torch.dtype) and dtype in LOW_DTYPES
 
 
@@ -48,7 +48,7 @@ _SHORT_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
 
 
 class Named(Protocol):
-    """Something that has a name, such as a number format."""
+    """An object with a name, such as a number format."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Arguments and results as calls have them: tensors, and lists and tuples of them at any depth."""
+"""Arguments and results of calls: tensors, and lists and tuples of them at any depth."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPARSE: Final = frozenset(
     }
 )
 
-#: Classes of non-tensor arguments that have no bearing on dtypes.
+#: Classes of non-tensor arguments that don't affect dtypes.
 NUMBERS: Final = frozenset({type(None), int, float, bool, complex})
 
 
@@ -87,7 +87,7 @@ def with_items(sequence: Any, items: list[Any]) -> Any:
         return tuple(items)
     if isinstance(sequence, list):
         made: Any = list.__new__(cls)
-        list.extend(made, items)  # torch.fx's lists refuse modification
+        list.extend(made, items)  # torch.fx's lists reject modification
     elif hasattr(cls, "_make"):  # named tuples; torch.compile traces this
         made = cls._make(items)
     elif cls.__new__ is tuple.__new__ or isinstance(cls.__new__, types.FunctionType):

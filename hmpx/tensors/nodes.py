@@ -11,9 +11,9 @@ _BEFORE: Final = "hmpx.before"
 
 
 def node_of(tensor: Tensor) -> Any:
-    """Returns the autograd node that made a tensor; None if none did.
+    """Returns the autograd node that created a tensor, or None.
 
-    A view made without gradients refuses to tell it once its base was written to: it has none.
+    Torch raises an error for a view made without gradients whose base was written to: this returns None.
 
     Example:
         >>> node_of(torch.ones(2, requires_grad=True).exp()).name()
@@ -31,9 +31,8 @@ def node_of(tensor: Tensor) -> Any:
 def edges_of(node: Any) -> tuple[tuple[Any, int], ...]:
     """Returns a node's edges: the nodes before it, or None, and which of their outputs it takes.
 
-    The node's metadata holds the edges from then on. Torch frees nodes that Python has seen by recursion,
-    which overflows the stack where thousands of them follow each other. Python limits how deep the
-    deallocation of its own containers nests.
+    From then on the node's metadata holds the edges. Torch frees nodes that Python has seen recursively, which
+    overflows the stack for chains of thousands. Python limits the recursion for its own containers.
 
     Example:
         >>> node = node_of(torch.ones(2, requires_grad=True).exp().log())
@@ -47,7 +46,7 @@ def edges_of(node: Any) -> tuple[tuple[Any, int], ...]:
 
 
 def is_leaf(tensor: Tensor) -> bool:
-    """Whether no operation that autograd knows of made a tensor; False for a view that refuses to tell.
+    """Whether no operation known to autograd created a tensor; False for a view without this information.
 
     Example:
         >>> is_leaf(torch.ones(2, requires_grad=True))

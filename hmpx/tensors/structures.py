@@ -1,4 +1,4 @@
-"""What models are given and return: tensors in lists, tuples, mappings and dataclasses at any depth."""
+"""Inputs and outputs of models: tensors in lists, tuples, mappings and dataclasses at any depth."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def map_all(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Returns what a model is given with each tensor in it replaced by the result of ``function``."""
+    """Returns a model's input with each tensor replaced by the result of ``function``."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, SEQUENCES):
@@ -63,12 +63,12 @@ def map_all(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Returns ``value`` with copies of its tensors, which the model may write to."""
+    """Returns ``value`` with copies of its tensors, to which the model may write."""
     return map_all(value, lambda each: each.detach().clone().requires_grad_(each.requires_grad))
 
 
 def widened(value: Any) -> Any:
-    """Returns ``value`` with every low-precision tensor in it upcast; the same object without any."""
+    """Returns ``value`` with all low-precision tensors upcast; the same object if there are none."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in LOW_DTYPES else value
     if isinstance(value, SEQUENCES):
@@ -89,7 +89,7 @@ def widened(value: Any) -> Any:
         if wide is item:
             continue
         if result is value:
-            # torch.compile traces copies of any class but this one
+            # torch.compile can't trace copies of this class
             result = dict(value) if type(value) is dict else copy.copy(value)
         if isinstance(value, dict):
             result[key] = wide
@@ -98,7 +98,7 @@ def widened(value: Any) -> Any:
     return result
 
 
-# --- the parts of what a model returns, each with its place, as values that can be compared ------
+# --- the parts of a model's output, each with its place, as comparable values --------------------
 
 #: Values that `==` compares.
 _PLAIN: Final = (
@@ -108,16 +108,16 @@ _PLAIN: Final = (
 
 
 class Opaque(NamedTuple):
-    """Stands for what can't be looked at."""
+    """Stands for a value that can't be compared."""
 
     said: str
 
 
 class Part(NamedTuple):
-    """A part of what a model returns.
+    """A part of a model's output.
 
     Attributes:
-        where: Its place, such as ``"['logits']"``; empty if it is all.
+        where: Its place, such as ``"['logits']"``; empty for the whole output.
         value: A dense tensor of floating-point numbers of at least 32 bits, or of integers or bools; a
             number or another value that `==` compares; or an `Opaque`.
     """
@@ -142,12 +142,12 @@ def floating_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
 
 
 def parts_of(value: Any, where: str = "", around: tuple[int, ...] = ()) -> Iterator[Part]:
-    """Yields the parts of ``value``, in its order. Gradients pass from tensors to what was returned.
+    """Yields the parts of ``value``, in its order. Gradients flow through to the output.
 
     Args:
-        value: What a model returned.
+        value: A model's output.
         where: Its place.
-        around: The ``id`` of what it lies in: objects may hold each other.
+        around: The ``id`` of its containers: objects may refer to each other.
     """
     if id(value) in around:
         return
@@ -178,7 +178,7 @@ def parts_of(value: Any, where: str = "", around: tuple[int, ...] = ()) -> Itera
 
 
 def _names_of(value: Any) -> list[str]:
-    """Returns the names of the attributes that ``value`` holds; those of an `nn.Module` are not results."""
+    """Returns the names of the attributes of ``value``; those of an `nn.Module` are not outputs."""
     if isinstance(value, torch.nn.Module):
         return []
     fields = (
@@ -194,7 +194,7 @@ def _parts_of_tensor(tensor: Tensor, where: str) -> Iterator[Part]:
         return
     try:
         dense = _dense(tensor)
-    except RuntimeError:  # NotImplementedError, too: torch can't convert it
+    except RuntimeError:  # also NotImplementedError: torch can't convert it
         dense = None
     if dense is None:
         yield Part(where, Opaque(f"a tensor of {tensor.dtype} on {tensor.device}"))
@@ -218,7 +218,7 @@ def _dense(tensor: Tensor) -> Tensor | None:
 
 
 def _parts_of_array(array: Any, where: str) -> Iterator[Part]:
-    """Yields an array of numpy, or what numpy reads as one: images, tables, other libraries' tensors."""
+    """Yields a numpy array, or an object that numpy converts: images, tables, other libraries' tensors."""
     numpy: Any = sys.modules.get("numpy")
     try:
         found = torch.from_numpy(numpy.array(array))

@@ -48,13 +48,13 @@ _NESTING: Final = torch.autocast_increment_nesting, torch.autocast_decrement_nes
 def autocast_depth() -> int:
     """Returns how many regions of torch.autocast are open in this thread.
 
-    torch only counts up and down; `map` does both in C, where no signal comes between.
+    torch can only increment and decrement; `map` does both in C, so no signal comes between.
     """
     _, depth = map(type(_NESTING[0]).__call__, _NESTING)
     return int(depth)
 
 
-#: Device types that torch knows and nobody has. torch.compile guards on their autocast states, and
+#: Device types that torch knows but that don't exist. torch.compile guards on their autocast states, and
 #: backward threads inherit these, so they can carry states of hmpx.
 OFF_MARK, TRAINING_MARK = "maia", "ipu"
 rely_on(
@@ -91,6 +91,6 @@ _custom_fwd, _custom_bwd = rely_on(
     ),
     instead=(lambda: None, lambda: None),
 )
-#: Code of every function that these have decorated. Libraries do that before there is a conversion.
+#: Code of all functions decorated by these. Libraries decorate them before a conversion.
 CUSTOM_FORWARD: Final = _code_in(_custom_fwd, "decorate_fwd")
 CUSTOM_BACKWARD: Final = _code_in(_custom_bwd, "decorate_bwd")

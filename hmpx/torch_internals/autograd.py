@@ -37,7 +37,7 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-#: Saved-tensor hooks: open and close a pair, the innermost pair or None, and why none are allowed.
+#: Saved-tensor hooks: push and pop a pair, the innermost pair or None, and why none are allowed.
 push_hooks, pop_hooks, _top_hooks, hooks_refused = rely_on(
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
@@ -55,14 +55,14 @@ def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return _top_hooks(True)  # type: ignore[no-any-return]
 
 
-#: Whether torch reports which packed object a saved tensor is.
+#: Whether torch exposes a saved tensor's packed object.
 TELLS_SAVED: Final = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "data")
 
 _HIDES_HOOKS: Final = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")
 
 
 def hide_hook(pack: Any, outer: Any) -> None:
-    """Makes selective checkpoints look past a hook of hmpx, to the hook around it."""
+    """Makes selective checkpoints ignore a hook of hmpx and see the hook around it."""
     if _HIDES_HOOKS:  # since torch 2.14 they warn about the user's hooks
         pack._checkpoint_internal, pack._user_hooks = True, outer
 
@@ -79,7 +79,7 @@ _data = rely_on(
     behaves=_is_data,
     instead=(property(operator.attrgetter("data")),),
 )
-#: Returns a tensor's ``data``, taken before anything is patched.
+#: Returns a tensor's ``data``; read before anything is patched.
 data_of: Callable[[Tensor], Tensor] = _data.__get__
 
 
@@ -98,7 +98,7 @@ _use_count = rely_on(
     instead=(lambda pointer: sys.maxsize,),
 )
 _storage = Tensor.untyped_storage
-#: Returns a tensor's memory, taken before anything is patched.
+#: Returns a tensor's memory; read before anything is patched.
 storage_of: Callable[[Tensor], torch.UntypedStorage] = _storage
 
 
@@ -107,7 +107,7 @@ def uses(tensor: Tensor) -> int:
     return int(_use_count(_storage(tensor)._cdata))
 
 
-#: Returns the number of the backward pass that this thread computes; -1 outside of any.
+#: Returns the number of the backward pass that this thread computes; -1 if there is none.
 current_graph_task: Callable[[], int] = rely_on(
     "torch._C._current_graph_task_id",
     feature="phases of calls",
@@ -133,12 +133,12 @@ def _runs_through(function: Any, name: str) -> bool:
     return False
 
 
-#: The function that non-reentrant checkpoints go through: since torch 2.14, and before.
+#: The function that all non-reentrant checkpoints call: since torch 2.14, and before.
 _GENERATORS: Final = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",
 )
-#: Name in `torch.utils.checkpoint` of what runs a non-reentrant one; the function is its first argument.
+#: Name in `torch.utils.checkpoint` of the runner of non-reentrant ones; its first argument is the function.
 CHECKPOINT_GENERATOR: Final = next(
     (name for name in _GENERATORS if hasattr(torch.utils.checkpoint, name)), _GENERATORS[0]
 )
@@ -169,7 +169,7 @@ def _describe_nodes(*found: Any) -> bool:
     return known.dtype is _FLOAT32 and tuple(known.shape) == (1,) and is_later
 
 
-#: Whether nodes say what they return, and in which order they were made.
+#: Whether nodes expose their outputs, and the order of their creation.
 _ARE_DESCRIBED: Final[bool] = rely_on(
     "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.graph.Node._sequence_nr",
@@ -181,9 +181,9 @@ _ARE_DESCRIBED: Final[bool] = rely_on(
 
 
 def outputs_of(node: Any) -> list[tuple[torch.dtype | None, tuple[int, ...] | None]]:
-    """Returns the dtype and the shape of each output that ``node`` has a gradient for; None if unknown.
+    """Returns the dtype and the shape of each output for which ``node`` has a gradient; None if unknown.
 
-    A size that is a symbol makes a shape unknown.
+    A shape with a symbolic size is unknown.
     """
     if not _ARE_DESCRIBED:
         return []
@@ -191,14 +191,14 @@ def outputs_of(node: Any) -> list[tuple[torch.dtype | None, tuple[int, ...] | No
     for known in node._input_metadata:
         try:
             shape = tuple([int(size) for size in known.shape])
-        except Exception:  # nested tensors have none, symbols may not be guarded on
+        except Exception:  # nested tensors have none; no guards on symbols
             shape = None
         found.append((getattr(known, "dtype", None), shape))
     return found
 
 
 def number_of(node: Any) -> int | None:
-    """Returns a number that is greater for nodes made later in the same thread; None if unknown."""
+    """Returns a number that increases with each node of a thread; None if unknown."""
     return int(node._sequence_nr()) if _ARE_DESCRIBED else None
 
 
@@ -206,9 +206,9 @@ _exp = torch.exp
 
 
 def next_number() -> int | None:
-    """Returns a number that is at most that of the next node made in this thread; None if unknown.
+    """Returns a lower bound for the number of this thread's next node; None if unknown.
 
-    Inside transforms of torch.func it is: nothing there may be made to require gradients.
+    It is unknown inside torch.func transforms, where a new tensor can't be made to require gradients.
     """
     if not _ARE_DESCRIBED or transforms() is not None:
         return None
@@ -217,14 +217,14 @@ def next_number() -> int | None:
 
 
 def function_of(node: Any) -> type | None:
-    """Returns the `torch.autograd.Function` that made ``node``; None for one of torch's own ops."""
+    """Returns the `torch.autograd.Function` that created ``node``; None for torch's own ops."""
     found = getattr(node, "_forward_cls", None)  # without it, names of classes are shown
     return found if isinstance(found, type) else None
 
 
 # --- batches of gradients -----------------------------------------------------------------------
-# `torch.autograd.grad(is_grads_batched=True)`, `jacobian(vectorize=True)`: such a tensor has no memory that is
-# read, and no random numbers are drawn alongside it.
+# `torch.autograd.grad(is_grads_batched=True)`, `jacobian(vectorize=True)`: such a tensor has no readable
+# memory, and torch refuses to draw random numbers with it.
 
 
 def _are_taken_apart(enter: Any, leave: Any, batched: Any, unbatched: Any) -> bool:
@@ -249,7 +249,7 @@ _enter, _leave, _batched, _unbatched = rely_on(
 
 
 def _depth() -> int:
-    """Returns how many batches there are of batches, here and now."""
+    """Returns how deep batches are currently nested."""
     depth = int(_enter()) - 1
     _leave()
     return depth
@@ -257,7 +257,7 @@ def _depth() -> int:
 
 @contextlib.contextmanager
 def outside_batches() -> Iterator[None]:
-    """Draws random numbers inside, which torch refuses to do beside a batch of gradients."""
+    """Allows random numbers, which torch refuses to draw with a batch of gradients."""
     depth = _depth()
     for _ in range(depth):
         _leave()
@@ -274,18 +274,18 @@ def is_gradient_batch(x: Tensor) -> bool:
 
 
 def each_of_batch(function: Callable[[Tensor], tuple[Tensor | None, ...]], x: Tensor) -> list[Any]:
-    """Returns what a function makes of each tensor in a batch of gradients, as such batches.
+    """Applies a function to each tensor in a batch of gradients, and returns its results as batches.
 
-    Gradients pass: those of a batch are those of the tensor that it is made from, so functions that stand
-    in for autograd's must be given that.
+    Differentiable: a batch's gradients are those of its underlying tensor, so replacements of autograd
+    functions must get that tensor.
 
     Args:
-        function: Returns tensors, and None wherever it does for another tensor.
-        x: The batch; there may be batches of batches.
+        function: Returns tensors, or None in the same places for every tensor.
+        x: The batch; may be nested.
     """
     depth = _depth()
     with outside_batches():
-        # Of batches that it is not in, the dimension has size 1.
+        # In the dimension of batches without it, the size is 1.
         for level in range(depth, 0, -1):
             x = _unbatched(x, level, 1, 0)
         sizes = x.shape[:depth]
@@ -294,7 +294,7 @@ def each_of_batch(function: Callable[[Tensor], tuple[Tensor | None, ...]], x: Te
 
 
 def one_of_batch(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns the same of a function that returns one tensor."""
+    """Like `each_of_batch`, for a function that returns one tensor."""
     (found,) = each_of_batch(lambda each: (function(each),), x)
     return cast(Tensor, found)
 

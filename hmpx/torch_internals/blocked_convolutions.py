@@ -1,4 +1,4 @@
-"""Convolutions whose weights lie in memory as oneDNN's kernels read them, so that no call lays them out anew."""
+"""Convolutions with weights in the layout of oneDNN's kernels, so that no call needs to reorder them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class ConvolutionSettings(NamedTuple):
 
 
 def can_be_laid_out(dimensions: int) -> bool:
-    """Whether weights of convolutions over so many dimensions can be laid out here and now."""
+    """Whether weights of convolutions with this number of dimensions can currently be laid out."""
     return bool(torch.backends.mkldnn.enabled) and _is_as_expected(dimensions)
 
 
 @functools.cache
 def _is_as_expected(dimensions: int) -> bool:
-    """Tries a convolution whose result is known, of two groups in strides of 2."""
+    """Checks a convolution with a known result, of two groups with strides of 2."""
     is_there: Any = torch.backends.mkldnn.is_available
     if dimensions not in {2, 3} or _convolve is None or not is_there():
         return False
@@ -56,12 +56,12 @@ def _is_as_expected(dimensions: int) -> bool:
 
 
 def laid_out(weight: Tensor, settings: ConvolutionSettings, shape: Sequence[int]) -> Tensor:
-    """Returns the weight of a convolution in the layout for inputs of ``shape``; others take longer.
+    """Returns a convolution's weight in the fastest layout for inputs of ``shape``.
 
     Args:
         weight: In fp32 on the CPU.
-        settings: Those of the convolution.
-        shape: That of an input.
+        settings: The convolution's.
+        shape: An input's.
     """
     lay_out: Any = _lay_out_2d if len(settings.padding) == 2 else _lay_out_3d
     found: Tensor = lay_out(weight.to_mkldnn(), *settings, list(shape))
@@ -71,6 +71,6 @@ def laid_out(weight: Tensor, settings: ConvolutionSettings, shape: Sequence[int]
 def convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvolutionSettings
 ) -> Tensor:
-    """Returns the convolution of ``x`` with a weight that `laid_out` has returned."""
+    """Returns the convolution of ``x`` with a weight from `laid_out`."""
     found: Tensor = _convolve(x, weight, bias, *settings, "none", [], "")
     return found

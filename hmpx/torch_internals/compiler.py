@@ -1,7 +1,7 @@
 """The private names and behaviours of torch.compile that hmpx relies on.
 
-torch.compile takes seconds to import, so its parts are looked up where they are first needed, and all
-of them in `hmpx doctor`.
+torch.compile takes seconds to import, so its parts are looked up on first use, and all of them in
+`hmpx doctor`.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _part_of_later(module_name: str) -> Part:
 
 
 def later_parts() -> Iterator[Part]:
-    """Yields the parts of torch.compile, importing them for this."""
+    """Imports and yields the parts of torch.compile."""
     for name in LATER:
         try:
             importlib.import_module(name)
@@ -176,7 +176,7 @@ def later_parts() -> Iterator[Part]:
 
 
 def disable_inductor_caches() -> None:
-    """Stops torch.compile's back end from writing to the disk cache, and from reading it."""
+    """Stops torch.compile's backend from reading and writing the disk cache."""
     config: Any = importlib.import_module(INDUCTOR_CONFIG)
     config.force_disable_caches = True
 
@@ -193,8 +193,8 @@ run_when_traced(is_transformed)
 def leave_to_callees(function: Any) -> None:
     """Makes torch.compile start its graphs in the callees of ``function``, as for Module's own functions.
 
-    This is for code that all modules share: torch.compile compiles one code object only a few times.
-    Where it meets ``function`` inside a graph, it traces through it.
+    For code that all modules share: torch.compile compiles one code object only a few times. Inside a
+    graph, it traces through ``function``.
     """
     code, eval_frame = function.__code__, _eval_frame
     if hasattr(eval_frame, "skip_code"):
@@ -236,7 +236,7 @@ _NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 def _counting_without_driver() -> Iterator[None]:
     """Keeps `torch.cuda.is_available`, which ``reset`` calls before torch 2.14, from initializing CUDA.
 
-    Processes that are forked afterwards could not use the device.
+    Processes forked later could not use the device.
     """
     if torch.cuda.is_initialized() or _NVML_CHECK in os.environ:  # type: ignore[no-untyped-call]
         yield
@@ -249,7 +249,7 @@ def _counting_without_driver() -> Iterator[None]:
 
 
 def is_dynamo_loaded() -> bool:
-    """Whether torch.compile's front end is imported, which takes seconds."""
+    """Whether torch.compile's frontend, which takes seconds to import, is imported."""
     return "torch._dynamo" in sys.modules
 
 

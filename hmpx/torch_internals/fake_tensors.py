@@ -1,8 +1,8 @@
-"""Fake tensors: the mode that makes them, what it can't do, and devices that are not there.
+"""Fake tensors: their mode, its errors, and absent devices.
 
-A build of torch without an accelerator refuses to copy or to differentiate fake tensors on it, since
-nobody is registered who could switch between devices. So these stand on the CPU with an index, which no other
-tensor has, and Python is told the device that they stand for: it is what decisions by device read.
+Without support for an accelerator, torch can't copy or differentiate fake tensors on it, since it has no
+device guard for it. So these tensors are on the CPU, with an index that no other tensor has, and report the
+accelerator to Python: decisions by device read that.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor, nn
 from .autograd import storage_of
 from .modes import FakeTensor, has_fake_tensors
 
-_data_ptr: Final = Tensor.data_ptr  # taken before anything is patched
+_data_ptr: Final = Tensor.data_ptr  # read before anything is patched
 
-#: Where stand-ins are.
+#: The device of stand-ins.
 HERE: Final = torch.device("cpu", 0)
 
 
 def fake_mode() -> Any:
-    """Returns a new mode in which tensors have no values; real ones become fake where they are met."""
+    """Returns a new mode in which tensors have no values, and real ones become fake on use."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes long to import
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def needs_values(error: BaseException) -> str:
-    """Returns the op that a fake tensor's error is about, whose result depends on values; ``""`` of others."""
+    """Returns the op in a fake tensor's error about a result that depends on values; ``""`` for other errors."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -46,7 +46,7 @@ def needs_values(error: BaseException) -> str:
 
 
 def lacks_kernel(error: BaseException) -> str:
-    """Returns the op that fake tensors have no kernel for, if that is what an error is about, else ``""``."""
+    """Returns the op in an error about a missing kernel for fake tensors; ``""`` for other errors."""
     from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
     return str(error.func) if isinstance(error, UnsupportedOperatorException) else ""
@@ -60,36 +60,36 @@ def differs_in_devices(error: BaseException) -> bool:
 
 
 class _Hidden(type):
-    """The class of what stands for `FakeTensor` where other libraries look for it."""
+    """The class of the stand-in for `FakeTensor` that other libraries see."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, FakeTensor) and not is_planned()
 
 
 class _Here(threading.local):
-    """Whether fake tensors pass for real ones in a thread."""
+    """Whether fake tensors stand for real ones in a thread."""
 
     plans = False
 
 
 _here: Final = _Here()
 
-#: In how many threads they do: asked first, since torch.compile can't trace what is a thread's own.
+#: In how many threads they do: checked first, since torch.compile can't trace thread-locals.
 _planning = 0
 
 
 def is_planned() -> bool:
-    """Whether fake tensors pass for real ones here: what is computed with them is no graph."""
+    """Whether fake tensors stand for real ones here, rather than for a graph."""
     return _planning > 0 and _here.plans
 
 
 def passes_for_real(tensor: Tensor) -> bool:
-    """Whether a tensor is a fake one that passes for a real one."""
+    """Whether a tensor is fake and stands for a real one."""
     return _planning > 0 and _here.plans and isinstance(tensor, FakeTensor)
 
 
 def address_of(tensor: Tensor) -> int:
-    """Returns what tells a tensor's first element from those of others that are alive; 0 if it is empty."""
+    """Returns a number that identifies a tensor's first element among live tensors; 0 if it is empty."""
     if _planning > 0 and isinstance(tensor, FakeTensor):
         if not tensor.numel():
             return 0
@@ -100,9 +100,9 @@ def address_of(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Makes fake tensors pass for real ones, in this thread, for hmpx and for libraries that ask for them.
+    """Makes fake tensors stand for real ones, in this thread, for hmpx and for libraries that check.
 
-    transformers takes another way with fake ones: it makes masks that are not needed, and copies keys.
+    With fake tensors, transformers runs other code: it creates masks that are not needed, and copies keys.
     """
     import torch._subclasses
 
@@ -123,7 +123,7 @@ def planning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps torch from logging what fake tensors' kernels raise: it is raised, too."""
+    """Keeps torch from logging errors of fake tensors' kernels, which are also raised."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
@@ -135,7 +135,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def standing_in(device_type: str) -> Iterator[None]:
-    """Makes fake tensors on devices of this type, which is not there, stand on the CPU meanwhile."""
+    """Puts fake tensors of an absent device type on the CPU during the block."""
     from torch import _meta_registrations
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -165,9 +165,9 @@ def standing_in(device_type: str) -> Iterator[None]:
 
     meta.device_hint = hinted
     lacks_module = not hasattr(torch, device_type)
-    if lacks_module:  # checkpoints ask it whether there are random numbers to restore
+    if lacks_module:  # checkpoints ask it about the RNG state
         setattr(torch, device_type, _absent_module(device_type))
-    FakeTensorMode.cache_clear()  # what it keeps of calls names devices as they were seen
+    FakeTensorMode.cache_clear()  # its cached calls name the devices
     try:
         yield
     finally:
@@ -182,7 +182,7 @@ def standing_in(device_type: str) -> Iterator[None]:
 
 
 def _absent_module(device_type: str) -> types.ModuleType:
-    """Returns a module of torch's for a type of devices of which there are none."""
+    """Returns a replacement of torch's module for an absent device type."""
     module = types.ModuleType(f"torch.{device_type}")
     vars(module).update(
         _initialized=False,
@@ -194,7 +194,7 @@ def _absent_module(device_type: str) -> types.ModuleType:
 
 
 def here(value: Any, device_type: str) -> Any:
-    """Returns an argument as stand-ins take it: a device of this type as that on which they stand."""
+    """Returns an argument for stand-ins: a device of this type becomes their device."""
     if isinstance(value, (str, torch.device)) and not isinstance(value, torch.dtype):
         with contextlib.suppress(RuntimeError):
             return HERE if torch.device(value).type == device_type else value
@@ -203,7 +203,7 @@ def here(value: Any, device_type: str) -> Any:
 
 @contextlib.contextmanager
 def replacing_parameters() -> Iterator[None]:
-    """Lets modules of fake tensors be cast and moved: torch would swap their parameters, and refuses to."""
+    """Allows casting and moving modules of fake tensors, whose parameters torch refuses to swap."""
     owner: Any = nn.Module
     apply: Callable[..., Any] = owner._apply
     replaced: dict[int, tuple[Any, nn.Parameter]] = {}
@@ -242,7 +242,7 @@ def _replaced(
     fn: Callable[[Tensor], Tensor],
     replaced: dict[int, tuple[Any, nn.Parameter]],
 ) -> nn.Parameter:
-    """Returns what takes a parameter's place: the same for all places of a shared one."""
+    """Returns a parameter's replacement: the same one for a shared parameter."""
     known = replaced.get(id(parameter))
     if known is not None:
         return known[1]
@@ -250,5 +250,5 @@ def _replaced(
         found = fn(parameter)
     is_other = found is not parameter
     new = nn.Parameter(found, requires_grad=parameter.requires_grad) if is_other else parameter
-    replaced[id(parameter)] = parameter, new  # held, so that no other gets its id
+    replaced[id(parameter)] = parameter, new  # held, so that its id stays unique
     return new

@@ -1,4 +1,4 @@
-"""Transforms, traces and dispatch modes, as torch's private functions show them, and their classes."""
+"""Transforms, traces and dispatch modes, from torch's private functions, and their classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .torch_part import one, rely_on
 
-#: Modules that name `torch.overrides.get_default_nowrap_functions`: getters whose results stay as they are.
+#: Modules that name `torch.overrides.get_default_nowrap_functions`: getters whose results are not wrapped.
 NAMING_GETTERS = (torch._tensor, torch.masked.maskedtensor.core)
 
 #: The class of tensors without values.
@@ -40,7 +40,7 @@ def _disables_subclasses(disable: Any) -> bool:
     return isinstance(inside, Tensor) and torch.exp(tracker) == "seen"
 
 
-#: Inside, subclasses' ``__torch_function__`` is not called.
+#: A context in which subclasses' ``__torch_function__`` is not called.
 DisableTorchFunctionSubclass = rely_on(
     "torch._C.DisableTorchFunctionSubclass",
     feature="tensor subclasses",
@@ -67,8 +67,8 @@ disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_
 )
 
 
-#: The functions that a context of a device gives that device: known from the first call on, which none
-#: may be patched before.
+#: The functions to which a device context passes its device. torch caches them on the first call, which must
+#: come before any patch.
 device_constructors = rely_on(
     "torch.utils._device._device_constructors",
     feature="torch.full in contexts of devices",
@@ -103,7 +103,7 @@ def _tells_transforms(
 
 
 #: The running transforms of torch.func, or None; whether a tensor belongs to
-#: torch.autograd.grad(is_grads_batched=True); whether a transform has made it, and from what.
+#: torch.autograd.grad(is_grads_batched=True); whether a transform created it, and its original.
 transforms, is_batch, is_of_transform, behind_transform = rely_on(
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._functorch.is_legacy_batchedtensor",
@@ -130,15 +130,15 @@ _levels = rely_on(
 
 
 def has_tangents() -> bool:
-    """Whether tensors may have forward-mode gradients here."""
+    """Whether tensors may have forward-mode gradients."""
     return bool(_levels._current_level >= 0)
 
 
 def may_learn(*tensors: Tensor) -> bool:
-    """Whether what is computed from ``tensors`` may have gradients, in backward or forward mode.
+    """Whether results from ``tensors`` may have gradients, in backward or forward mode.
 
-    Transforms of torch.func make tensors that do not tell whether those behind them require gradients.
-    Forward-mode gradients exist where backward ones are switched off, too.
+    Tensors of torch.func transforms don't show whether their originals require gradients. Forward-mode
+    gradients exist even while backward ones are off.
     """
     if has_tangents():
         return True
@@ -149,7 +149,7 @@ def may_learn(*tensors: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether transforms of torch.func are running; torch.compile asks at trace time."""
+    """Whether transforms of torch.func are running; torch.compile evaluates this at trace time."""
     return transforms() is not None
 
 
@@ -194,17 +194,17 @@ _PROXY, _FAKE = _mode_keys.PROXY, _mode_keys.FAKE
 
 
 def has_fake_tensors() -> bool:
-    """Whether calls made here compute only shapes and dtypes."""
+    """Whether calls compute only shapes and dtypes."""
     return _mode_of(_FAKE) is not None
 
 
 def is_noted_in_graph() -> bool:
-    """Whether calls made here are recorded in a graph."""
+    """Whether calls are recorded in a graph."""
     return _mode_of(_PROXY) is not None
 
 
 def is_graph_made() -> bool:
-    """Whether calls made here are recorded in a graph, or compute only shapes and dtypes."""
+    """Whether calls are recorded in a graph, or compute only shapes and dtypes."""
     return _mode_of(_PROXY) is not None or _mode_of(_FAKE) is not None
 
 
@@ -231,7 +231,7 @@ SNAPSHOT: Final = getattr(_dispatch_keys, "PythonTLSSnapshot", None)
 PYTHON: Final = getattr(_dispatch_keys, "PythonDispatcher", None)
 
 
-#: Modules of kernels written in Python, and of functions that ops may be called through.
+#: Modules of kernels written in Python, and of functions that may call ops.
 KERNEL_MODULES: Final = ("torch._decomp", "torch._refs", "torch._prims")
 FUNCTION_MODULES: Final = (
     "torch.functional",
@@ -240,7 +240,7 @@ FUNCTION_MODULES: Final = (
     "torch._jit",
 )
 
-#: The classes of what `torch.jit.script` and `torch.jit.trace` make, by whose calls it runs.
+#: The classes of callables from `torch.jit.script` and `torch.jit.trace`.
 SCRIPTED: Final[tuple[type[Any], ...]] = rely_on(
     "torch._C.ScriptMethod",
     "torch._C.ScriptFunction",

@@ -22,17 +22,17 @@ class _TriedOptimizer(torch.optim.Optimizer):
 
 
 def has_hooked_step(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether torch has already put its profiling and hooks around the class' own ``step``."""
+    """Whether torch has already wrapped the class' own ``step`` for profiling and hooks."""
     return hasattr(vars(optimizer_class).get("step"), "hooked")
 
 
 def _prepares_steps(prepare: Callable[[Any], None]) -> bool:
-    # Called without its decorator for torch.compile, which would be imported.
+    # Without its decorator, which would import torch.compile.
     inspect.unwrap(prepare)(object.__new__(_TriedOptimizer))
     return has_hooked_step(_TriedOptimizer)
 
 
-#: The method of an optimizer that puts torch's profiling and hooks around its class' ``step``.
+#: The method of an optimizer that wraps its class' ``step`` for profiling and hooks.
 PREPARE_STEP: Final = "_patch_step_function"
 rely_on(
     f"torch.optim.Optimizer.{PREPARE_STEP}",
@@ -49,12 +49,12 @@ _step_hooks, _module_hooks, _buffer_hooks = rely_on(
     without="reused casts outlive fused optimizers' steps, and modules that are moved keep their names",
     behaves=lambda *tables: all(isinstance(table, dict) for table in tables),
 )
-#: Hooks by key: after each optimizer's step, for each module that is put into another, for each buffer.
+#: Hooks by key: after each optimizer's step, for each submodule that is registered, for each buffer.
 STEP_HOOKS: Final = _step_hooks
 MODULE_HOOKS: Final = _module_hooks
 BUFFER_HOOKS: Final = _buffer_hooks
 
-#: The function by which torch makes tensors of what was stored.
+#: The function that rebuilds tensors from stored data.
 rebuild_tensor = rely_on(
     "torch._utils._rebuild_tensor",
     feature="loaded tensors",
@@ -64,7 +64,7 @@ rebuild_tensor = rely_on(
 )
 
 
-#: What torch.nn.DataParallel sets on its copies of a module.
+#: The attribute that torch.nn.DataParallel sets on its copies of a module.
 _REPLICA: Final = "_is_replica"
 
 rely_on(
@@ -77,12 +77,12 @@ rely_on(
 
 
 def is_replica(module: torch.nn.Module) -> bool:
-    """Whether torch.nn.DataParallel has made ``module``, for one forward."""
+    """Whether ``module`` is a copy that torch.nn.DataParallel made for one forward."""
     return getattr(module, _REPLICA, False) is True
 
 
 def _clipping_cells(clip_grad: types.ModuleType) -> tuple[types.CellType, ...]:
-    """Returns the cells where torch's gradient-clipping functions hold what they run under no_grad."""
+    """Returns the closure cells of torch's gradient-clipping functions with the functions run under no_grad."""
     functions = [
         value
         for value in vars(clip_grad).values()
@@ -113,8 +113,8 @@ _clip_grad = rely_on(
     behaves=_clips_by_cells,
     instead=(types.ModuleType("clip_grad"), *[do_nothing] * 4),
 )[0]
-#: Closure cells of torch's gradient-clipping functions: a function put there runs for every holder of
-#: these functions, however early it got hold of them.
+#: Closure cells of torch's gradient-clipping functions: a function put there also runs for early
+#: imports of them.
 CLIPPING: Final = _clipping_cells(_clip_grad)
 
 #: The module, and in it the name of the function that calls a module traced by torch.fx.
@@ -126,7 +126,7 @@ rely_on(
 )
 
 #: The slot of a graph's node that holds its function; the class of the tables by which graphs find nodes,
-#: and the method of it that returns a node's key. All None where torch has others.
+#: and the method of it that returns a node's key. All None if torch differs.
 NODE_KEY: Final = "_key"
 NODE_TARGET, NODE_TABLE = rely_on(
     "torch._C._NodeBase.target",

@@ -1,4 +1,4 @@
-"""Where torch keeps its ops, their schemas and kernels, and the operators of torch.library."""
+"""torch's ops, their schemas and kernels, and the operators of torch.library."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OpOverload, OpOverloadPacket, OpNamespace, CustomOpDef = rely_on(
     instead=(type("NoOperator", (), {}),) * 4,
     is_needed=True,
 )
-#: Whether operators can be defined: without those parts `convert` refuses, but hmpx can be imported.
+#: Whether operators can be defined. Otherwise `convert` raises an error, but hmpx can be imported.
 HAS_OPERATORS: Final = OpNamespace.__name__ != "NoOperator"
 #: The method of an operator that puts another function into it, since torch 2.14.
 TOGGLE_DISPATCH: Final = "_enable_pyobj_dispatch"
@@ -63,7 +63,7 @@ _OWN: Final = _library("hmpx", "FRAGMENT")
 
 
 def own_operator(signature: str, fake: Callable[..., Any], *tags: str) -> Any:
-    """Returns an operator of hmpx's own, as yet without a kernel.
+    """Returns a new operator of hmpx's, without a kernel.
 
     Args:
         signature: ``"name(Tensor x) -> Tensor"``.
@@ -71,7 +71,7 @@ def own_operator(signature: str, fake: Callable[..., Any], *tags: str) -> Any:
         tags: Names of `torch.Tag`.
 
     Returns:
-        The operator; None where torch is not as hmpx needs it, and `convert` refuses.
+        The operator; None if torch lacks a needed part, so that `convert` raises an error.
     """
     if not HAS_OPERATORS:
         return None
@@ -89,10 +89,10 @@ def set_kernel(operator: Any, function: Callable[..., Any], key: str) -> None:
 
 
 class _NoOp:
-    """Replaces an operator that torch does not have: no call is one of it."""
+    """Replaces an operator that torch does not have; matches no call."""
 
 
-#: What a cast becomes.
+#: The operator of a cast.
 CAST_OP = rely_on(
     "torch.ops.aten._to_copy.default",
     feature="memory of casts",
@@ -100,7 +100,7 @@ CAST_OP = rely_on(
     instead=(_NoOp(),),
 )
 
-#: What ``.item()``, and an ``if`` on a tensor, become.
+#: The operator of ``.item()``, and of an ``if`` on a tensor.
 VALUE_OP = rely_on(
     "torch.ops.aten._local_scalar_dense.default",
     feature="values in plans",
@@ -108,7 +108,7 @@ VALUE_OP = rely_on(
     instead=(_NoOp(),),
 )
 
-#: Batch norm with running statistics, as compiled programs have it.
+#: Batch norm with running statistics, in compiled programs.
 BATCH_NORM_OP = rely_on(
     "torch.ops.aten._native_batch_norm_legit.default",
     feature="batch norm in plans",
@@ -116,7 +116,7 @@ BATCH_NORM_OP = rely_on(
     instead=(_NoOp(),),
 )
 
-#: CUDA's fused kernels of attention: without a mask in low precision, and the other.
+#: CUDA's fused attention kernels: the low-precision one without a mask, and the other.
 FLASH_ATTENTION, MASKED_ATTENTION = rely_on(
     "torch.ops.aten._scaled_dot_product_flash_attention",
     "torch.ops.aten._scaled_dot_product_efficient_attention",

@@ -1,4 +1,4 @@
-"""Code that runs once a module of torch's is imported; compiled functions that run as they are written."""
+"""Runs code after imports of torch's modules; runs compiled functions uncompiled."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .compiler import is_dynamo_loaded
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """A finder for `sys.meta_path` that runs actions once modules have been executed."""
+    """A finder for `sys.meta_path` that runs actions after modules have been executed."""
 
     def __init__(self, actions: Mapping[str, Callable[[Any], object]]) -> None:
-        """Takes what to do by name; an action gets the module."""
+        """Takes actions by module name; an action gets the module."""
         self._actions = actions
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of such a module, as the finders behind this one find it; None for others."""
+        """Returns the spec of such a module from the finders after this one; None for others."""
         action = self._actions.get(fullname)
         if action is None:
             return None
@@ -42,7 +42,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _act_after(loader: Any, action: Callable[[Any], object]) -> None:
-    """Has a loader run an action after the module that it executes next."""
+    """Makes a loader run an action after the module that it executes next."""
     execute = loader.exec_module
 
     def exec_module(module: types.ModuleType) -> None:
@@ -57,9 +57,9 @@ _DYNAMO: Final = "torch._dynamo"
 
 
 class _Uncompiled:
-    """Who asked that nothing runs compiled: torch has one stance for the whole process.
+    """The open blocks without compilation: torch has one stance for the whole process.
 
-    Those who ask may end in any order, so the first sets it, and the last restores it.
+    Blocks may end in any order, so the first one sets the stance, and the last one restores it.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _Uncompiled:
         self._finder = AfterImport({_DYNAMO: lambda module: self.set()})
 
     def begin(self, block: object) -> None:
-        """Sets the stance; where torch.compile isn't imported, as soon as it is: that takes seconds."""
+        """Sets the stance; if torch.compile is not imported, waits for its import, which takes seconds."""
         with self._lock:
             self._asking.add(block)
             if is_dynamo_loaded():
@@ -78,7 +78,7 @@ class _Uncompiled:
                 sys.meta_path.insert(0, self._finder)
 
     def end(self, block: object) -> None:
-        """Restores the stance, if nobody asks any more. An interrupted call can be repeated."""
+        """Restores the stance after the last block. An interrupted call can be repeated."""
         with self._lock:
             self._asking.discard(block)
             if self._asking:
@@ -90,7 +90,7 @@ class _Uncompiled:
             self._stances.clear()
 
     def set(self) -> None:
-        """Sets the stance, if somebody still asks for it."""
+        """Sets the stance if a block is still open."""
         with self._lock:
             if self._asking and not self._stances:
                 # In C from the call on to the list, so that no signal comes between.
@@ -101,7 +101,7 @@ _uncompiled: Final = _Uncompiled()
 
 
 class uncompiled(Block):  # noqa: N801  # a block
-    """Runs compiled functions as they are written, in all threads, until the end of the block."""
+    """Runs compiled functions uncompiled, in all threads, until the end of the block."""
 
     def _begin(self) -> None:
         _uncompiled.begin(self)

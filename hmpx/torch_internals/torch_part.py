@@ -1,11 +1,10 @@
 """How hmpx relies on private parts of torch: each is looked up, tried, and has a fallback.
 
-The parts themselves are in the other modules of this package: `compiler` has those of torch.compile,
-the others those that `import torch` loads. Each states its purpose, the version since which it is
-known, a test of its behaviour, and what happens without it. No module elsewhere names anything private
-of torch. The tests run once, when hmpx is imported, in about 3 ms. A part that is not as expected is
-replaced by something that is correct but slower, or its feature is dropped, and `convert` says so;
-where results would be wrong, `convert` refuses.
+The parts are in the other modules of this package: `compiler` has those of torch.compile, the others those
+that `import torch` loads. Each states its purpose, the version since which it is known, a test of its
+behaviour, and the effect of its absence. No module elsewhere names anything private of torch. The tests run
+once, when hmpx is imported, in about 3 ms. If a test fails, a correct but slower fallback replaces the
+part, or its feature is dropped, and `convert` warns. If results would be wrong, `convert` raises an error.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class Part:
     """A private part of torch that hmpx relies on, as found in the installed torch.
 
     Attributes:
-        feature: What hmpx needs it for.
-        names: Where torch has it.
-        without: What happens where it is not as expected.
-        is_needed: Whether `convert` refuses in that case.
-        fault: What is not as expected; ``""`` for nothing.
+        feature: The feature of hmpx that needs it.
+        names: Its dotted names in torch.
+        without: The effect if it is not as expected.
+        is_needed: Whether `convert` then raises an error.
+        fault: The difference from what is expected; ``""`` for none.
     """
 
     feature: str
@@ -87,7 +86,7 @@ def refuse(faults: Sequence[Part]) -> None:
 
 
 def warn_once(faults: Sequence[Part]) -> None:
-    """Warns about those ``faults`` that no warning in this process has named yet."""
+    """Warns about ``faults`` that no earlier warning in this process has named."""
     faults = [part for part in faults if part.feature not in _warned]
     if not faults:
         return
@@ -104,17 +103,17 @@ def warn_once(faults: Sequence[Part]) -> None:
 
 
 class _AbsentError(Exception):
-    """torch has nothing under a name."""
+    """torch does not have a name."""
 
 
 def _look_up(name: str) -> Any:
-    """Looks up a dotted name in torch, and imports a small module that is not imported yet."""
+    """Looks up a dotted name in torch; imports its module if needed."""
     parts = name.split(".")
     path, found = "", cast(Any, None)
     try:
         for part in parts:
             owner, path = found, f"{path}.{part}" if path else part
-            if path in sys.modules:  # torch deletes some from the module around
+            if path in sys.modules:  # torch deletes some from their parent module
                 found = sys.modules[path]
             elif isinstance(owner, type) and part in vars(owner):
                 found = vars(owner)[part]
@@ -142,9 +141,9 @@ def rely_on(
         names: Dotted names.
         feature: See `Part`, also for ``without``.
         without: One clause.
-        behaves: Called with what was found, to try it. Otherwise it is enough that it exists.
-        instead: One stand-in for each name; None where there are none.
-        is_needed: `convert` refuses even though there are stand-ins; those are for use before it.
+        behaves: A test, called with the parts found. Without it, existence is enough.
+        instead: A fallback for each name, or None.
+        is_needed: `convert` raises an error despite fallbacks, which are for use before it.
     """
     fault, found = "", list[Any]()
     try:
@@ -167,7 +166,7 @@ def rely_on(
 
 
 def one() -> Tensor:
-    """Returns a tensor of one element, for tries."""
+    """Returns a tensor of one element, for tests."""
     return torch.ones(1, dtype=torch.float32, device="cpu")
 
 
@@ -176,10 +175,10 @@ def do_nothing(*args: object) -> None:
 
 
 def _tried(run: Callable[[], bool]) -> tuple[bool, Exception | None]:
-    """Returns what ``run`` returns when called in a thread of its own, or the error that it raises.
+    """Returns the result of ``run`` in a separate thread, or the error that it raises.
 
-    In a new thread, torch's state is the default. hmpx may be imported inside modes, regions and
-    transforms, and where tensors are made on other devices.
+    A new thread has torch's default state, whereas hmpx may be imported inside modes, regions,
+    transforms and device contexts.
     """
     results: list[tuple[bool, Exception | None]] = []
 
@@ -192,7 +191,7 @@ def _tried(run: Callable[[], bool]) -> tuple[bool, Exception | None]:
     thread = threading.Thread(target=catch, name="hmpx tries torch")
     try:
         thread.start()
-    except RuntimeError:  # no thread can be started
+    except RuntimeError:  # can't start a thread
         catch()
     else:
         thread.join()
@@ -200,7 +199,7 @@ def _tried(run: Callable[[], bool]) -> tuple[bool, Exception | None]:
 
 
 class _Refusing:
-    """Replaces a part that torch does not have, where nothing else will do."""
+    """Replaces a missing part without a fallback; raises an error on use."""
 
     def __init__(self, part: Part) -> None:
         self._part = part

@@ -1,4 +1,4 @@
-"""What is running right now: whether casts are off, which modules run, whether a call is training."""
+"""The current state: whether casts are off, which modules run, whether a call is training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversion in force as regions and caches compare it, and calls below the dispatcher."""
+"""Identifies the current conversion, for regions and caches, and calls below the dispatcher."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from ..torch_internals import (
     run_when_traced,
 )
 
-#: Identifies the time of the conversion in force, from `convert` to `revert`; None while there is none.
+#: Identifies the current conversion, from `convert` to `revert`; None without a conversion.
 epoch: object | None = None
 
-#: Identifies how the conversion in force treats calls, for comparison with another conversion; None
-#: while there is none.
+#: Identifies how the current conversion treats calls, to compare conversions; None without a
+#: conversion.
 decides: object | None = None
 
-#: The device types whose tensors the conversion in force casts.
+#: The device types whose tensors the current conversion casts.
 covered: frozenset[str] = frozenset()
 
 
 def is_covered(device_type: str) -> bool:
-    """Whether the conversion in force casts tensors on devices of this type."""
+    """Whether the current conversion casts tensors on devices of this type."""
     return device_type in covered
 
 
 def in_force() -> object | None:
-    """Returns an object that identifies the conversion in force; None while there is none."""
+    """Returns an object that identifies the current conversion; None without one."""
     return epoch
 
 
 def decided() -> object | None:
-    """Returns the object that identifies how the conversion in force treats calls."""
+    """Returns the object that identifies how the current conversion treats calls."""
     return decides
 
 
 def conversion() -> tuple[object, object] | None:
-    """Returns a value that stays equal while calls compute the same; None without a conversion.
+    """Returns a value that is equal as long as calls compute the same; None without a conversion.
 
     A conversion that replaces another may compute differently, as may the same one with new rules.
     """
@@ -58,8 +58,8 @@ def conversion_patches(
     """Yields the patches of this module that put a conversion in force.
 
     Args:
-        new_epoch: Identifies the time of the conversion; None for no conversion.
-        now_decides: A value that identifies what the results of calls depend on.
+        new_epoch: Identifies the conversion; None for no conversion.
+        now_decides: A value that identifies everything that affects the results of calls.
         device_types: The device types whose tensors are cast.
     """
     this = sys.modules[__name__]
@@ -68,17 +68,17 @@ def conversion_patches(
     yield Patch(this, "covered", device_types)
 
 
-# Below the dispatcher (in a decomposition, a meta function, a kernel written in Python) the call's
-# dtypes were settled above it. This private test is exact, and has existed since torch 2.0.
+# Below the dispatcher (in a decomposition, a meta function, a kernel written in Python) dtypes are
+# final. This private test is exact, and has existed since torch 2.0.
 _is_excluded, _SNAPSHOT = is_excluded, SNAPSHOT
-# The exception are decompositions that stand in for composite kernels while AOTAutograd and
-# torch.export trace: their state is that of the user's own calls. Only their module tells them apart.
+# Exceptions are decompositions that replace composite kernels while AOTAutograd and torch.export
+# trace: their state equals that of the user's own calls. Only their module distinguishes them.
 _is_included, _PYTHON = is_included, PYTHON
 _BETWEEN = (PACKAGE, *FUNCTION_MODULES)
 
 
 def is_below_dispatcher() -> bool:
-    """Whether the call comes from torch itself, where nothing is cast."""
+    """Whether the call comes from torch itself, below the dispatcher, where nothing is cast."""
     return _is_excluded(_SNAPSHOT) or (_is_included(_PYTHON) and _is_called_by_kernel())
 
 

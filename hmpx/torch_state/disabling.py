@@ -1,4 +1,4 @@
-"""`disable_casts`, and other blocks in which casts are on or off."""
+"""`disable_casts`, and other blocks that switch casts on or off."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.no_grad
-    """Switches casting off for a block, or for the calls of a decorated function.
+    """Switches casts off for a block, or for the calls of a decorated function.
 
-    Holds for the current thread or asyncio task, and for tasks created inside the block while it is
-    open. Nests, and restores the previous state however the block is left. As a decorator it accepts
-    functions, generators and coroutines.
+    Applies to the current thread or asyncio task, and to tasks created inside the block while it is
+    open. Nests, and always restores the previous state. As a decorator it accepts functions, generators
+    and coroutines.
 
     Example:
         >>> x = torch.ones(2, 2)
@@ -47,7 +47,7 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
 
     def __enter__(self) -> None:
         if torch.compiler.is_dynamo_compiling():
-            # torch.compile runs wrappers instead of tracing into them: they see the mark, which
+            # torch.compile runs wrappers instead of tracing into them: they read the mark, which
             # becomes part of the graph.
             note_traced_region()
             self._was_marked = is_every_marked()
@@ -100,21 +100,21 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
 
 
 class without_casts(disable_casts):  # noqa: N801
-    """`disable_casts` for what hmpx and torch's optimizers run themselves: observers don't see it."""
+    """`disable_casts` for code of hmpx and of torch's optimizers, hidden from observers."""
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """What runs inside is none of the program's: not cast, observed, recorded, or seen by its modes."""
+    """Isolates hmpx's own code: not cast, observed, recorded, or seen by the program's modes."""
     is_autocast_on = is_any_autocast_enabled()
-    # Outermost, since at its end it puts back the switch's marks, too.
+    # Outermost, since its end also restores the switch's marks.
     without_autocast = DisableAutocast() if is_autocast_on else contextlib.nullcontext()
     with without_autocast, without_casts(), torch.no_grad(), disable_modes():
         yield
 
 
 def is_unobserved() -> bool:
-    """Whether the call is not the program's own; only the innermost region is looked at."""
+    """Whether the call is hmpx's own; only the innermost region counts."""
     if torch.compiler.is_dynamo_compiling():
         return False
     region = innermost()
@@ -122,7 +122,7 @@ def is_unobserved() -> bool:
 
 
 def is_off_by_program() -> bool:
-    """Whether it is the program that has switched off the casts that are off here."""
+    """Whether the program itself has switched off the casts that are off."""
     region = innermost()
     while region is not None and not isinstance(region.opener, _State):
         if isinstance(region.opener, without_casts):
@@ -151,7 +151,7 @@ def _run_generator(region: type[disable_casts], generator: Any) -> Any:
 
 
 class _State(Block):
-    """A context in which exactly the casts of ``off`` are off."""
+    """A context in which exactly the casts in ``off`` are off."""
 
     def __init__(self, off: frozenset[str]) -> None:
         self._region = Region(self, off=off)
@@ -164,22 +164,22 @@ class _State(Block):
 
 
 class unobserved_casts(_State):  # noqa: N801
-    """Switches casting on for calls that hmpx itself makes again: observers don't see them."""
+    """Switches casts on for calls that hmpx repeats, hidden from observers."""
 
     def __init__(self) -> None:
         super().__init__(ON)
 
 
 def without_low_casts() -> _State:
-    """Returns a context without casts to low precision: ops compute in it if all their inputs have it."""
+    """Returns a context without casts to low precision: ops compute in it only if all inputs have it."""
     return _State(off() | {TO_LOW})
 
 
 def keeps_state(function: _F) -> _F:
-    """Makes ``function`` run with casts on or off as they are here and now.
+    """Makes ``function`` run with the current casts on or off.
 
-    This is for functions that are called later, when casts may have been switched: by a checkpoint's
-    recomputation, or an optimizer.
+    For functions that are called later, when casts may have been switched, by a checkpoint's recomputation
+    or an optimizer.
     """
     state = off()
 

@@ -1,4 +1,4 @@
-"""Marks what is off in state that torch itself carries along: autocast bits of absent device types."""
+"""Marks which casts are off in state that torch itself propagates: autocast bits of absent device types."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from ..device_types import DEVICE_TYPES
 from ..torch_internals import OFF_MARK
 
-#: Stands for all device types among those whose casts are off.
+#: In a set of device types whose casts are off: stands for all of them.
 EVERY: Final = "*"
-#: Stands for casts to low precision, among what is off.
+#: In such a set: stands for casts to low precision.
 TO_LOW: Final = "to low precision"
 #: No casts are off.
 ON: Final[frozenset[str]] = frozenset()
 
-# The state is also marked in places that torch itself carries along: the autocast bits of device types
-# that nobody has. torch.compile guards on these bits and captures them, and autograd's backward
-# threads inherit them. Neither is true of thread-locals and context variables.
+# The state is also marked in the autocast bits of device types that don't exist. torch.compile guards on
+# these bits and captures them, and autograd's backward threads inherit them. Neither is true of
+# thread-locals and context variables.
 _MARK = OFF_MARK
-#: What can be off -> the device type whose bit marks it. It only grows, so no mark changes its meaning.
+#: Entry of such a set -> the device type whose bit marks it. It only grows: marks keep their meaning.
 _marks: dict[str, str] = {EVERY: _MARK}
 #: In the order of use.
 _SPARE: Final = tuple(
@@ -31,36 +31,36 @@ _SPARE: Final = tuple(
     ]
 )
 
-# Taken now: a conversion replaces the first with a function that answers others differently.
+# Read now: a conversion replaces the first by a function that reflects casts.
 is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 AUTOCAST_STATE: Final = (torch.is_autocast_enabled, torch.get_autocast_dtype)
 
 
 def mark(off: frozenset[str]) -> None:
-    """Marks what is off, and nothing else."""
+    """Marks exactly what is off."""
     for name, bit in list(_marks.items()):
         set_enabled(bit, name in off)
 
 
 def marked() -> frozenset[str]:
-    """Returns what is marked."""
+    """Returns the marked set."""
     return frozenset([name for name, bit in list(_marks.items()) if is_enabled(bit)])
 
 
 def mark_every(is_off: bool) -> None:
-    """Marks that all casts are off, or that they are not."""
+    """Marks whether all casts are off."""
     set_enabled(_MARK, is_off)
 
 
 def is_every_marked() -> bool:
-    """Whether it is marked that all casts are off."""
+    """Whether all casts are marked as off."""
     return is_enabled(_MARK)
 
 
 def reserve_marks(device_types: frozenset[str]) -> None:
     """Reserves a bit as a mark for each of ``device_types``, starting with those that are present.
 
-    This goes as far as bits last: autocast knows more device types than a machine has devices of.
+    As long as bits are left: autocast knows more device types than a machine has.
     """
     if device_types <= _marks.keys():
         return

@@ -1,4 +1,4 @@
-"""What runs change of a model and of the process, kept and put back; what a function runs."""
+"""Saves and restores the state that runs of a model change; finds the modules that a function runs."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from .disabling import without_casts
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of the generators that calls on some devices draw from.
+    """The state of the random number generators of some devices.
 
     Attributes:
-        cpu: That of the CPU.
-        others: Device -> that of its own.
+        cpu: The CPU's.
+        others: Device -> its state.
     """
 
     cpu: Tensor
     others: tuple[tuple[torch.device, Tensor], ...]
 
     def restore(self) -> None:
-        """Has the next calls draw what was to be drawn then."""
+        """Restores the RNG state."""
         torch.set_rng_state(self.cpu)
         for device, state in self.others:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
 def state_of_random_numbers(values: Iterable[Any]) -> RandomState:
-    """Returns the state for calls with these arguments."""
+    """Returns the RNG state for calls with these arguments."""
     devices = {tensor.device for tensor in tensors_in(values)}
     others = []
     for device in sorted(devices, key=str):
@@ -51,11 +51,11 @@ def state_of_random_numbers(values: Iterable[Any]) -> RandomState:
 
 
 class Reached(NamedTuple):
-    """What a function can run.
+    """The objects that a function can run.
 
     Attributes:
         modules: Modules, without those inside them.
-        generators: Generators of random numbers.
+        generators: Random number generators.
     """
 
     modules: tuple[nn.Module, ...]
@@ -63,7 +63,7 @@ class Reached(NamedTuple):
 
 
 def reached_by(model: Callable[..., Any], *inputs: Any) -> Reached:
-    """Returns what a model can run: what it holds in attributes, closures, defaults, arguments and globals."""
+    """Returns the objects that a model can run, in its attributes, closures, defaults, arguments and globals."""
     modules: list[nn.Module] = []
     generators: list[torch.Generator] = []
     seen: set[int] = set()
@@ -106,7 +106,7 @@ def _held_by_function(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # nothing is assigned yet
+        except ValueError:  # an empty cell
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
@@ -120,26 +120,26 @@ def _held_by_function(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _leads(value: Any) -> bool:
-    """Whether something may be found in ``value``."""
+    """Whether ``value`` may contain such objects."""
     kinds = (
         nn.Module, torch.Generator, functools.partial, types.MethodType, types.FunctionType, list, tuple, dict
     )  # fmt: skip
     return isinstance(value, kinds)
 
 
-#: Containers in attributes of modules whose contents are put back; hooks are in others.
+#: Containers in attributes of modules whose contents are restored; hooks are in others.
 _CONTAINERS: Final = (dict, list, set)
 
 
 class ModelState:
-    """The state of some modules, and of generators of random numbers, as they are now."""
+    """The current state of some modules and of random number generators."""
 
     @without_casts()
     def __init__(self, reached: Reached, inputs: Iterable[Tensor]) -> None:
-        """Keeps the state.
+        """Saves the state.
 
         Args:
-            reached: What the model runs.
+            reached: The objects that the model runs.
             inputs: Tensors on the devices that the modules run on.
         """
         every = [each for module in reached.modules for each in module.modules()]
@@ -161,7 +161,7 @@ class ModelState:
         self._numpy = None if numpy is None else numpy.random.get_state()
 
     def suspend_hooks(self) -> None:
-        """Takes away what users have done with finished gradients, such as to step an optimizer."""
+        """Removes users' hooks on finished gradients, such as those that step an optimizer."""
         for parameter, _ in self._gradients:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if hooks:
@@ -169,7 +169,7 @@ class ModelState:
                 hooks.clear()
 
     def keep_gradients(self, scalars: Iterable[Tensor]) -> None:
-        """Keeps gradients of what else a backward of ``scalars`` arrives at, and takes them away."""
+        """Saves and removes the gradients of other tensors that a backward of ``scalars`` reaches."""
         for leaf in _leaves(scalars):
             if id(leaf) not in self._known:
                 self._known.add(id(leaf))
@@ -178,12 +178,12 @@ class ModelState:
 
     @without_casts()
     def forget_unwritten(self) -> None:
-        """Drops copies of parameters that a run has not written to, since others won't either."""
+        """Drops copies of parameters that a run has not written to: later runs won't either."""
         self._parameters = [each for each in self._parameters if not each.is_same()]
 
     @without_casts()
     def restart(self) -> None:
-        """Puts all but gradients back, and takes gradients away, for another run."""
+        """Restores everything except gradients, and removes these, for another run."""
         for attributes in self._attributes:
             attributes.restore()
         with torch.no_grad():
@@ -199,7 +199,7 @@ class ModelState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Restores everything."""
         self.restart()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -211,7 +211,7 @@ class ModelState:
 
 
 class _Attributes:
-    """The attributes of a module, and what is in its containers: caches, counters, buffers by name."""
+    """The attributes of a module, and the contents of its containers: caches, counters, buffers by name."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -252,12 +252,12 @@ class _Values:
         self._values = self._data.clone()
 
     def is_same(self) -> bool:
-        """Whether nothing has written to it."""
+        """Whether the tensor was not written to."""
         now, then = self._tensor.detach(), self._data
         return now.data_ptr() == then.data_ptr() and _is_same(now, self._values)
 
     def restore(self) -> None:
-        """A write that changes nothing would count as one, so there is none."""
+        """Restores the values, without a write if they are unchanged."""
         if self.is_same():
             return
         if self._tensor.data_ptr() != self._data.data_ptr():
@@ -266,7 +266,7 @@ class _Values:
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    """Whether a first run makes parameters: they stay."""
+    """Whether a first run creates parameters, which are kept."""
     return any(map(nn.parameter.is_lazy, (*module.parameters(), *module.buffers())))
 
 
@@ -280,7 +280,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _leaves(scalars: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Returns the tensors in which a backward would leave gradients."""
+    """Returns the tensors that would get gradients in a backward."""
     rest: list[Any] = [node_of(each) for each in scalars]
     seen: set[Any] = set()
     while rest:
@@ -296,7 +296,7 @@ def _leaves(scalars: Iterable[Tensor]) -> Iterable[Tensor]:
 
 @contextlib.contextmanager
 def unchanged(model: Any) -> Iterator[None]:
-    """Puts back on exit what a model, or what a function runs, and the random numbers were."""
+    """Restores on exit the state of a model, or of everything that a function runs, and the RNG state."""
     state = ModelState(reached_by(model), ())
     try:
         yield

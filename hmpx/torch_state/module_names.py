@@ -1,4 +1,4 @@
-"""Names of modules: those of the outermost one's ``named_modules``, without what wrappers add."""
+"""Names of modules: those of the outermost one's ``named_modules``, without wrappers' additions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OUTSIDE: Final = Place()
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A place that was found, with evidence that it still belongs to the same modules."""
+    """A cached place, with data to check that it still belongs to the same modules."""
 
     root: weakref.ref[nn.Module]
     module: weakref.ref[nn.Module]
@@ -27,7 +27,7 @@ class _Known:
 
 
 def place_in(running: Sequence[nn.Module]) -> Place:
-    """Returns the place of the innermost of these running modules, given outermost first."""
+    """Returns the place of the innermost of these running modules, which are listed outermost first."""
     if not running:
         return _OUTSIDE
     root, module = running[0], running[-1]
@@ -55,11 +55,11 @@ def place_in(running: Sequence[nn.Module]) -> Place:
 
 _OPTIMIZED: Final = "OptimizedModule"
 
-#: Names under which wrappers hold the user's module, whatever the wrappers are called.
+#: Names under which wrappers of any class hold the user's module.
 _INNER: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 #: Class name of a wrapper -> the name under which it holds that module.
 _AROUND: Final = {"DistributedDataParallel": "module", "DataParallel": "module"}
-#: Prefixes that torch adds to a class name when it gives a module a class of its own making.
+#: Prefixes of class names of modules whose class torch has replaced.
 _MADE: Final = ("FSDP", "Parametrized", "Replicate")
 
 #: The attribute names that lead from the outermost module to this one.
@@ -75,7 +75,7 @@ class _Named:
     path: str
 
 
-#: Outermost module -> id of a module -> how it was found; a weak reference if it is not inside.
+#: Outermost module -> id of a module -> its `_Named`; a weak reference if it is not inside.
 _found_in: weakref.WeakKeyDictionary[nn.Module, dict[int, _Named | weakref.ref[nn.Module]]]
 _found_in = weakref.WeakKeyDictionary()
 
@@ -122,14 +122,14 @@ def _name(root: nn.Module, module: nn.Module) -> tuple[_Keys | None, str]:
             if found.module() is module and _is_at(root, found.keys, module):
                 return found.keys, found.path
         elif found is not None and found() is module:
-            break  # it was not in the outermost module, which has not changed since
+            break  # it is not inside, and the outermost module has not changed
     else:
         _found_in[root][id(module)] = weakref.ref(module)
     return None, _class_name(type(module))
 
 
 def _is_at(root: nn.Module, keys: _Keys, module: nn.Module) -> bool:
-    """Whether ``module`` is still there: items of a ModuleList can move without notification."""
+    """Whether ``module`` is still there: items of a ModuleList may move without notification."""
     at: Any = root
     for key in keys:
         at = at._modules.get(key)
@@ -139,7 +139,7 @@ def _is_at(root: nn.Module, keys: _Keys, module: nn.Module) -> bool:
 
 
 def names_change(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Forgets names, because ``module`` is being given a submodule of this name."""
+    """Forgets names when ``module`` gets a submodule of this name."""
     _found_in.clear()
     _known.clear()
 
@@ -181,13 +181,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-#: Module -> a number that no other one has had.
+#: Module -> a unique number.
 _serials: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _numbers: Final = itertools.count(1)
 
 
 def serial_of(module: nn.Module) -> int:
-    """Returns a number that identifies a module, even after it is gone."""
+    """Returns a number that identifies a module, and is never reused."""
     return _serials.get(module) or _serials.setdefault(module, next(_numbers))
 
 

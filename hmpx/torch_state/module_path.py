@@ -1,8 +1,7 @@
-"""Which modules are running, and their names: used by rules, the log and observers.
+"""The running modules and their names, for rules, the log and observers.
 
-Costs nothing until `module_patches` are installed. Names are those of the outermost module's
-``named_modules``, without what wrappers such as DDP and torch.compile add to them. Independent of ops
-and policies.
+Without overhead until `module_patches` are installed. Names are those of the outermost module's
+``named_modules``, without the additions of wrappers such as DDP and torch.compile.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _MODULE_CALL: Final = nn.Module._call_impl.__code__
 
 
 class _Modules(list[nn.Module]):
-    """The modules whose call is running, outermost first.
+    """The running modules, outermost first.
 
     Attributes:
-        place: The place of the innermost one, once it has been asked for.
+        place: The place of the innermost one, once it was read.
     """
 
-    __slots__ = ("place",)  # read on every call; attributes of `_Running` take far longer to read
+    __slots__ = ("place",)  # read on every call; attributes of `_Running` are much slower
     place: Place | None
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
@@ -61,8 +60,8 @@ class _Running(threading.local):
     """What is running in a thread.
 
     Attributes:
-        modules: The modules whose call is running.
-        since: The `_noting` for which all running calls are known to have gone through its patches.
+        modules: The running modules.
+        since: The `_noting` whose patches have recorded all running calls.
     """
 
     def __init__(self) -> None:
@@ -71,12 +70,12 @@ class _Running(threading.local):
 
     @property
     def key(self) -> str:
-        """What graphs compiled here depend on: the place they are called from."""
+        """The value that graphs compiled here depend on: the place of their call."""
         return repr(place_in(_running_modules()))
 
     @property
     def root(self) -> int:
-        """Identifies the outermost module that is running here; 0 without any."""
+        """Identifies the outermost running module; 0 without any."""
         modules = _running_modules()
         return serial_of(unwrapped(modules[0])) if modules else 0
 
@@ -84,7 +83,7 @@ class _Running(threading.local):
 _running: Final = _Running()
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
-#: Identifies the installed patches; None without any. Calls may be running that began before them.
+#: Identifies the installed patches; None without any. Running calls may have begun before them.
 _noting: object | None = None
 
 
@@ -97,7 +96,7 @@ _ask: Callable[[], None] = _nothing
 
 
 def place() -> Place:
-    """Returns the place in the model that the current call comes from.
+    """Returns the place of the current call in the model.
 
     Installs `module_patches` on first use, through the callback given to `asked_by`.
     """
@@ -117,7 +116,7 @@ def place() -> Place:
 def spot() -> tuple[nn.Module | None, str]:
     """Returns the outermost running module, None outside of any, and the path of `place`.
 
-    The path names a module only in the outermost one: two models of one kind have the same ones.
+    Paths are relative to the outermost module: two models of one kind have the same paths.
     """
     if _noting is None:
         _ask()
@@ -129,23 +128,23 @@ def spot() -> tuple[nn.Module | None, str]:
 
 
 def running_module() -> nn.Module | None:
-    """Returns the innermost module that is running, once modules are noted."""
+    """Returns the innermost running module, once the patches are installed."""
     return _running.modules[-1] if _running.modules else None
 
 
 def _running_modules() -> list[nn.Module]:
-    """Returns the modules that are running, outermost first."""
+    """Returns the running modules, outermost first."""
     return _running.modules or ([] if _running.since is _noting else _running_frames())
 
 
 def module_patches(
     draft: Draft, first_call_ended: Callable[[nn.Module], None]
 ) -> Iterator[Patch | ItemPatch]:
-    """Yields the patches that note running modules.
+    """Yields the patches that record running modules.
 
     Args:
-        draft: Where torch is as it would be without these patches.
-        first_call_ended: Called with the first outermost module with parameters whose call has ended.
+        draft: A draft in which torch is without these patches.
+        first_call_ended: Called with the first outermost module with parameters, after its call.
     """
     has_ended = False
     without_parameters: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -208,23 +207,23 @@ def module_patches(
     leave_to_callees(call_outermost)
     yield Patch(sys.modules[__name__], "_noting", object())
     yield Patch(nn.Module, "__call__", wrapper)
-    # make_fx and torch.export put their own patch on top of that, which calls this one; some of the
-    # modules that it is called with are their stand-ins for the model's.
+    # make_fx and torch.export patch this too, on top, and call this one; some of the modules that it
+    # gets are their stand-ins for the model's.
     yield Patch(FX_TRACING, FX_MODULE_CALL, traced)
     yield ItemPatch(MODULE_HOOKS, "hmpx", names_change)
 
 
 def asked_by(put_in_place: Callable[[], None]) -> Patch:
-    """Returns the patch that calls ``put_in_place`` when a place is requested without the patches."""
+    """Returns the patch that calls ``put_in_place`` when a place is read without the patches."""
     return Patch(sys.modules[__name__], "_ask", put_in_place)
 
 
 def forget_modules() -> None:
-    """Drops what was noted, because the patches have changed."""
+    """Drops recorded modules after a change of the patches."""
     _running.modules.place = None
     for name in DYNAMO_MODULE_CALLS:
         dynamo = vars(sys.modules.get(name, types))
-        noted: Any = dynamo.get("unpatched_nn_module_call")  # as of its import
+        noted: Any = dynamo.get("unpatched_nn_module_call")  # the value at its import
         call = noted
         while is_ours(getattr(call, "__globals__", {}).get("__package__")):
             call = call.__wrapped__
@@ -233,9 +232,9 @@ def forget_modules() -> None:
 
 
 def keeps_place(function: _F) -> _F:
-    """Makes ``function`` run as if inside the modules that are running now.
+    """Makes ``function`` run as if inside the currently running modules.
 
-    This is for functions that are called later, such as by a checkpoint's recomputation.
+    For functions that are called later, such as by a checkpoint's recomputation.
     """
     kept = list(_running_modules())
     if not kept:
@@ -254,6 +253,6 @@ def keeps_place(function: _F) -> _F:
 
 
 def _running_frames() -> list[nn.Module]:
-    """Returns the modules whose call is on the stack, outermost first."""
+    """Returns the modules with a call on the stack, outermost first."""
     found = [f.f_locals["self"] for f in with_callers(sys._getframe(1)) if f.f_code is _MODULE_CALL]
     return found[::-1]

@@ -1,8 +1,8 @@
-"""The phase of a step that a call belongs to, and whether the call counts as training.
+"""The phase of a step for a call, and whether the call counts as training.
 
-Checking whether gradients are recorded is not enough for that. The forward of a `torch.autograd.Function`
-records none, and its backward may run the same calls again, recording them, as a reentrant checkpoint
-does. The choice of kernels for a call must be the same both times.
+It is not enough to check whether gradients are recorded. The forward of a `torch.autograd.Function`
+records none, but its backward may rerun the same calls and record them, as a reentrant checkpoint
+does. Both runs of a call must use the same kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Here(threading.local):
     """What is running in a thread.
 
     Attributes:
-        is_recomputing: A checkpoint runs its function again.
+        is_recomputing: A checkpoint reruns its function.
         is_training: Calls count as training, whether or not gradients are recorded.
     """
 
@@ -34,15 +34,15 @@ class _Here(threading.local):
 
 
 _here: Final = _Here()
-_was_marked = False  # in any thread, ever: until then nothing checks
+_was_marked = False  # ever, in any thread: enables the checks
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 def phase() -> Phase:
-    """Returns the phase of a call made here.
+    """Returns the phase of a call.
 
-    ``"recompute"`` inside what a checkpoint runs again, ``"backward"`` in the other Python code that
-    autograd's engine calls: that of `torch.autograd.Function` and of hooks.
+    ``"recompute"`` when a checkpoint reruns its forward; ``"backward"`` in other Python code that
+    autograd's engine calls, in `torch.autograd.Function` and hooks.
     """
     if _here.is_recomputing:
         return "recompute"
@@ -53,7 +53,7 @@ def as_recomputation(function: _F, *, after_first: bool) -> _F:
     """Makes calls of a checkpoint's ``function`` count as recomputation.
 
     Args:
-        function: What it computes.
+        function: The checkpointed function.
         after_first: The first call is the forward.
     """
     is_forward = after_first
@@ -73,17 +73,17 @@ def as_recomputation(function: _F, *, after_first: bool) -> _F:
 
 
 def is_training() -> bool:
-    """Whether a call made here counts as training.
+    """Whether a call counts as training.
 
-    It does where gradients are recorded, and in code that may run again to compute gradients. Whether
-    an input requires a gradient does not matter: in a checkpoint's forward, intermediate results
-    don't show that.
+    It does if gradients are recorded, and in code that may rerun to compute gradients. Whether an
+    input requires a gradient does not matter: intermediate results of a checkpoint's forward don't
+    show that.
     """
     return torch.is_grad_enabled() or (_was_marked and _is_marked())
 
 
 def _is_marked() -> bool:
-    """Whether it is marked, in the bit that torch.compile sees and guards on, or in this thread."""
+    """Whether training is marked in this thread, or in the bit on which torch.compile guards."""
     return torch.is_autocast_enabled(TRAINING_MARK) if _is_dynamo_compiling() else _here.is_training
 
 
@@ -107,8 +107,8 @@ def as_training(function: _F) -> _F:
 
 
 def keeps_kind(function: _F) -> _F:
-    """Makes ``function`` run as training wherever it would here and now.
+    """Makes ``function`` run as training if it currently would.
 
-    This is for functions that are called later, such as by a checkpoint's recomputation.
+    For functions that are called later, such as by a checkpoint's recomputation.
     """
     return as_training(function) if is_training() else function

@@ -1,9 +1,8 @@
-"""The off switch: which casts are off, per thread and task, as a state that follows a computation.
+"""The off switch: which casts are off, per thread and task.
 
-`disable_casts` switches off all casts, a region of torch.autocast those of its device type.
+`disable_casts` switches off all casts; a region of torch.autocast, those of its device type.
 
-Every wrapper's globals are this module's, so that reading `_looks_closer` is one lookup. Independent
-of ops and dtypes.
+Every wrapper's globals are this module's, so that reading `_looks_closer` is one lookup.
 """
 
 from __future__ import annotations
@@ -26,20 +25,22 @@ from .marks import EVERY, ON, TO_LOW, is_every_marked, mark, marked
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: Whether casts may be off in some thread, or torch.autocast on. While False, calls don't check.
+#: Whether casts may be off in some thread, or torch.autocast may be on. If False, calls don't check.
 _looks_closer = False
-_has_traced_regions = False  # torch.compile has put a region into a graph: it may run at any time
-#: Regions that are open in any thread: `Region`s, and those of torch.autocast with their counts.
+_has_traced_regions = (
+    False  # torch.compile has put a region into a graph, which may run at any time
+)
+#: Open regions of all threads: `Region`s, and torch.autocast's with their counts.
 _open: dict[Any, int] = {}
 _gate_lock = threading.RLock()  # a signal handler may reenter
 
 
 def _gated(function: _F) -> _F:
-    """Makes ``function`` and all other gated ones run in one thread at a time."""
+    """Runs ``function`` and all other gated ones in one thread at a time."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # On one line, so that no signal arrives between the call and the release.
+        # On one line, so that no signal comes between the call and the release.
         with _gate_lock: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
 
     return wrapper  # type: ignore[return-value]
@@ -49,13 +50,13 @@ class Region:
     """A block in which casts are off, or on again.
 
     Attributes:
-        off: The device types whose casts are off in it; all of them if it contains `EVERY`.
+        off: The device types whose casts are off in it; all types if it contains `EVERY`.
         is_off: Whether `off` contains `EVERY`.
         opener: The object that opens and closes it, or a weak reference to it.
-        outer: The region around it.
-        beneath: What was off around the outermost region, by marks that no region of this thread set.
-        thread: The thread that it was opened in.
-        is_closed: It was left, perhaps in another thread or task than this one.
+        outer: The enclosing region.
+        beneath: The casts that were off outside the outermost region, by marks of other threads or graphs.
+        thread: The thread that opened it.
+        is_closed: It was left, perhaps in another thread or task.
     """
 
     off: frozenset[str]
@@ -71,13 +72,13 @@ class Region:
         more: frozenset[str] = ON,
         less: frozenset[str] = ON,
     ) -> None:
-        """Called where the region begins; `open_region` opens it.
+        """Creates the region; `open_region` opens it.
 
         Args:
             opener: The object that opens it.
-            off: What is off in it. None: what is off around it, plus ``more``, minus ``less``.
-            more: What is switched off.
-            less: What is switched on.
+            off: The casts that are off in it. None: those off around it, plus ``more``, minus ``less``.
+            more: Casts to switch off.
+            less: Casts to switch on.
         """
         self.opener, self.is_closed = opener, False
         self.outer = outer = innermost()
@@ -88,7 +89,7 @@ class Region:
         self.thread = threading.get_ident()
 
     def is_over(self) -> bool:
-        """Whether it was left, or its opener is gone."""
+        """Whether it was left or its opener is gone."""
         opener = self.opener
         return self.is_closed or (type(opener) is weakref.ref and opener() is None)
 
@@ -103,7 +104,7 @@ _region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("hmpx_re
 
 
 def innermost() -> Region | None:
-    """Returns the innermost region that is open here, and drops those that are over."""
+    """Returns the innermost open region, and drops those that are over."""
     found = _region.get()
     if found is not None and found.is_over():
         _settle_on(found)
@@ -114,18 +115,18 @@ def innermost() -> Region | None:
 def open_region(region: Region) -> None:
     """Opens ``region`` in this thread or task.
 
-    The caller closes it if this call raises, or if a signal arrives after it: where torch.compile is
-    at work, Python runs signal handlers after the call of any function.
+    The caller closes it if this call raises, or if a signal arrives after it: under torch.compile,
+    Python runs signal handlers after the call of any function.
     """
-    _region.set(region)  # first: if closing is interrupted, too, the next call that looks drops it
+    _region.set(region)  # first: if closing is also interrupted, the next check drops it
     _note(region, is_open=True)
     mark(region.off)
 
 
 def close_region(region: Region | None) -> None:
-    """Closes ``region``, and any regions inside it that were lost here; closing twice does nothing.
+    """Closes ``region`` and lost regions inside it; closing twice does nothing.
 
-    Other threads and tasks that it is open in notice when they check next.
+    Other threads and tasks in which it is open notice at their next check.
     """
     if region is None:
         return
@@ -141,7 +142,7 @@ def close_region(region: Region | None) -> None:
 
 
 def _settle_on(region: Region | None) -> None:
-    """Makes ``region`` the innermost one of this thread or task."""
+    """Makes ``region`` the innermost region of this thread or task."""
     inner = left = _region.get()
     while region is not None and region.is_over():
         region = region.outer
@@ -157,7 +158,7 @@ def _settle_on(region: Region | None) -> None:
 
 
 def _forget(region: Region) -> None:
-    # In a copy of another thread's context that thread takes care of it.
+    # In a copy of another thread's context, that thread handles it.
     if region.thread == threading.get_ident():
         _note(region, is_open=False)
 
@@ -184,18 +185,18 @@ def is_off() -> bool:
 
 
 def partly_off() -> frozenset[str]:
-    """Returns the device types whose casts are off, if others are on, and `TO_LOW` if those are off."""
+    """Returns the device types whose casts are off while others are on, and `TO_LOW` if those are off."""
     found = off()
     return ON if not found or _covers_all(found) else found & (conversions.covered | {TO_LOW})
 
 
 def has_casts(device_type: str) -> bool:
-    """Whether tensors on devices of this type are cast here and now."""
+    """Whether tensors on devices of this type are currently cast."""
     return device_type in conversions.covered and not {EVERY, device_type} & off()
 
 
 def off() -> frozenset[str]:
-    """Returns what is off in this thread."""
+    """Returns the casts that are off in this thread."""
     region = innermost()
     if region is None:
         return _inherited()
@@ -217,11 +218,11 @@ def _is_off_where_traced() -> bool:
 
 
 def _inherited() -> frozenset[str]:
-    """Returns what is off outside of all regions of this thread or task.
+    """Returns the casts that are off outside all regions of this thread or task.
 
-    A mark that no code of this thread has set comes from a compiled graph, or is inherited by a
-    backward thread. Any other mark belongs to another asyncio task, or to a region that was left
-    inside of `torch.inference_mode`, which restores at its end what was marked at its beginning.
+    A mark that no code of this thread has set comes from a compiled graph, or a backward thread has
+    inherited it. Any other mark belongs to another asyncio task, or to a region that was left inside
+    `torch.inference_mode`, which restores marks at its end.
     """
     found = marked()
     if not found or (_may_inherit() and not _has_opened_any()):
@@ -232,7 +233,7 @@ def _inherited() -> frozenset[str]:
 
 
 def _may_inherit() -> bool:
-    """Whether marks may have been set for this thread by others: a compiled graph, or autograd."""
+    """Whether a compiled graph or autograd may have set marks for this thread."""
     return _has_traced_regions or current_graph_task() != -1
 
 
@@ -253,7 +254,7 @@ def _is_off_in_others() -> bool:
 
 
 def last_region(opener: object) -> Region | None:
-    """Returns the last region that ``opener`` opened: here, or else in another thread or task."""
+    """Returns the last region that ``opener`` opened, here or in another thread or task."""
     region = _region.get()
     while region is not None and not region.is_opened_by(opener):
         region = region.outer
@@ -265,10 +266,10 @@ def last_region(opener: object) -> Region | None:
 
 @_gated
 def forget_lost_regions() -> None:
-    """Forgets regions of threads that have ended. A new thread may get the same number."""
+    """Forgets regions of ended threads: a new thread may get the same number."""
     alive = frozenset(
         sys._current_frames()
-    )  # not the frames: this one would hold itself, and its callers
+    )  # without frames: this one would refer to itself and its callers
     for region in [r for r in _open if isinstance(r, Region) and r.thread not in alive]:
         region.is_closed = True  # its thread can no longer leave it
         del _open[region]
@@ -295,7 +296,7 @@ def _set_gate() -> None:
 
 @_gated
 def count_autocast(region: Hashable, entries: int) -> None:
-    """Notes that a region of torch.autocast is entered (+1) or left (-1); entries may nest."""
+    """Counts that a region of torch.autocast is entered (+1) or left (-1); entries may nest."""
     count = _open.pop(region, 0) + entries
     if count > 0:
         _open[region] = count
@@ -304,9 +305,9 @@ def count_autocast(region: Hashable, entries: int) -> None:
 
 @_gated
 def end_conversion() -> None:
-    """Stops counting torch.autocast's regions, as no conversion is left.
+    """Stops counting torch.autocast's regions after the last conversion.
 
-    Regions that are still open last as long as their autocast objects, whose own ``__exit__`` is torch's.
+    Open regions last as long as their autocast objects, whose ``__exit__`` is torch's again.
     """
     for region in list(_open):
         if not isinstance(region, Region):
@@ -318,7 +319,7 @@ def end_conversion() -> None:
 
 @_gated
 def note_traced_region() -> None:
-    """Notes that torch.compile has put a region into a graph: it may run at any time."""
+    """Records that torch.compile has put a region into a graph, which may run at any time."""
     global _has_traced_regions
     _has_traced_regions = True
     _set_gate()

@@ -1,6 +1,6 @@
-"""Where ops are called in the graphs that torch.compile and torch.export trace.
+"""The places of ops in graphs that torch.compile and torch.export trace.
 
-No module's call runs there, so the tracer is asked, and the graph is made to depend on the answer.
+No module's call runs there, so places come from the tracer, and the graph depends on them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..torch_internals import (
 )
 from .module_names import place_in, without_optimized
 
-#: The name under which torch.export puts a model into its own module, and what its graphs call it.
+#: The name under which torch.export puts a model into its own module, and its name in graphs.
 EXPORT_ROOT, _EXPORTED = "_export_root", "L__self__"
 
 
@@ -34,12 +34,12 @@ _traced: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictiona
 
 
 def may_be_compiled() -> bool:
-    """Whether torch.compile has been used at all: asked first, since it takes the least time."""
+    """Whether torch.compile has been used at all: checked first, since it is fast."""
     return DYNAMO_TRANSLATION in sys.modules
 
 
 def is_compiled() -> bool:
-    """Whether fake tensors here are torch.compile's, in whose graphs no module's call runs."""
+    """Whether fake tensors are torch.compile's, in whose graphs no module's call runs."""
     return may_be_compiled() and tracing_context() is not None
 
 
@@ -47,8 +47,8 @@ def traced_place(around: Sequence[nn.Module], state: object) -> Place:
     """Returns the place that torch.compile has recorded, for this graph node or while it traces.
 
     Args:
-        around: The modules that are running around the graph.
-        state: An object whose ``key`` is what the graph depends on: the place it is called from.
+        around: The modules that run around the graph.
+        state: An object with a ``key`` on which the graph depends: the place of its call.
     """
     running, translators = _running_here(around, state)
     found = place_in(running)
@@ -59,13 +59,13 @@ def traced_place(around: Sequence[nn.Module], state: object) -> Place:
 
 
 def traced_modules(around: Sequence[nn.Module], state: object) -> list[nn.Module]:
-    """Returns the modules of which `traced_place` finds the place, outermost first.
+    """Returns the modules whose place `traced_place` finds, outermost first.
 
-    The graph is then valid for this outermost module only, and for no other one of its class.
+    The graph is then valid for this outermost module only, not for others of its class.
 
     Args:
-        around: As there.
-        state: As there; its ``root`` identifies the outermost module around the graph.
+        around: As in `traced_place`.
+        state: Likewise; its ``root`` identifies the outermost module around the graph.
     """
     running, translators = _running_here(around, state)
     if running and translators and not torch.compiler.is_exporting():
@@ -80,7 +80,7 @@ def traced_modules(around: Sequence[nn.Module], state: object) -> list[nn.Module
 
 
 def _running_here(around: Sequence[nn.Module], state: object) -> tuple[list[nn.Module], list[Any]]:
-    """Returns the modules that run, and torch.compile's translators if it traces right now."""
+    """Returns the running modules, and torch.compile's translators if it is tracing."""
     running = without_optimized(around)
     stack = torch.fx.traceback.get_current_meta().get("nn_module_stack")
     translators = _translators()
@@ -95,14 +95,14 @@ def _running_here(around: Sequence[nn.Module], state: object) -> tuple[list[nn.M
     return running, translators
 
 
-#: torch.compile's tracing context -> the places that ops asked for.
+#: torch.compile's tracing context -> the places that ops have read.
 _traced_places: weakref.WeakKeyDictionary[Any, list[Place]] = weakref.WeakKeyDictionary()
 
 
 def traced_places() -> str:
     """Returns a string that identifies the places of the ops in the graph that is being compiled.
 
-    Graphs may differ in nothing else.
+    Graphs may differ in these alone.
     """
     context = tracing_context()
     places = None if context is None else _traced_places.get(context)
@@ -125,7 +125,7 @@ def _translators() -> list[Any]:
         )
         if isinstance(variable, lazy) and not variable.is_realized():
             module = variable.peek_value()
-        else:  # values that are not modules may raise errors
+        else:  # other values may raise errors
             is_module = isinstance(variable, of_module)
             module = variable.value if is_module else None
         if isinstance(module, nn.Module):
@@ -138,14 +138,14 @@ def _translators() -> list[Any]:
 
 
 def _guard_on_surroundings(translator: Any, state: object) -> None:
-    """Makes the graph that is being traced valid only where it is called from the same place."""
+    """Makes the graph that is being traced valid only for calls from the same place."""
     if torch.compiler.is_exporting():
         return
     _guard_on(_source_of(state, translator.output), "key")
 
 
 def _source_of(state: object, output: Any) -> Any:
-    """Returns where a graph that is being traced gets ``state`` from."""
+    """Returns the source of ``state`` in the graph that is being traced."""
     global_source = needed_of_later(DYNAMO_SOURCES, "GlobalSource")
     return global_source(output.install_global_by_id("__hmpx_running", state))
 
@@ -154,7 +154,7 @@ def _guard_on(source: Any, attribute: str) -> None:
     """Makes the graph that is being traced valid only while an attribute keeps its current value.
 
     Args:
-        source: Where Dynamo gets the attribute's owner from; None if the graph makes it.
+        source: Dynamo's source of the attribute's owner; None if the graph creates it.
         attribute: Name of an attribute that is a bool or a string.
     """
     if source is None:
