@@ -1,6 +1,6 @@
 """The ``.ini`` files of facts that come with hmpx, read as text.
 
-`configparser` gives the same result, but takes ten times as long, before each program's first op.
+`configparser` gives the same result, but takes much longer, before each program's first op.
 """
 
 from __future__ import annotations

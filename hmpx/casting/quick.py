@@ -156,7 +156,7 @@ def usual_caster(plan: CallPlan) -> Callable[[Args, Kwargs], Args | None] | None
 
 
 def _device_test(device_types: frozenset[str]) -> Callable[[Tensor], bool]:
-    """Returns a predicate for tensors on these device types; ``device.type`` takes ten times as long."""
+    """Returns a predicate for tensors on these device types; ``device.type`` takes much longer."""
     name = f"is_{next(iter(device_types))}" if len(device_types) == 1 else ""
     if hasattr(Tensor, name):
         return operator.attrgetter(name)
