@@ -1,4 +1,4 @@
-"""How an op computes once its inputs are settled: upcast, accumulated, emulated, legalized."""
+"""How an op computes after its inputs are cast: upcast, accumulated, emulated, legalized."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         register_op,
         unregister,
     )
-else:  # programs without number formats need none of it
+else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,
         {

@@ -1,8 +1,8 @@
 """Ops with an ``accumulate_dtype`` or ``output_dtype``: computed in a wider dtype, and cast once.
 
-The inputs arrive here already rounded. They are upcast to the accumulate dtype, the op runs, and its
-floating-point outputs are cast to the output dtype; gradients are those of these casts. Where torch
-has a kernel that does exactly this, that kernel runs.
+The inputs are already rounded. They are upcast to the accumulate dtype, the op runs, and its floating-point
+outputs are cast to the output dtype; gradients are those of these casts. If torch has a kernel that does
+exactly this, that kernel runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REDUCED_REDUCTION: Final = {
 
 
 def _keeps_sums_fp32(dtype: torch.dtype) -> bool:
-    """Whether CUDA's products of ``dtype`` accumulate in fp32 throughout, by torch's own settings."""
+    """Whether CUDA's products of ``dtype`` accumulate entirely in fp32, by torch's settings."""
     flags = torch.backends.cuda.matmul
     if dtype is torch.float16 and flags.allow_fp16_accumulation:
         return False
@@ -46,13 +46,11 @@ run_when_traced(_keeps_sums_fp32)
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """Computes one op in a dtype of its own, and casts the result."""
+    """Computes one op in its accumulate dtype, and casts the result."""
 
     op: str
     kind: str  # one of `capability.KINDS`
-    casts_first: (
-        bool  # it takes ``dtype=``, and its kernel casts the input to that before computing
-    )
+    casts_first: bool  # it has ``dtype=``, and its kernel casts the input to that before computing
     accumulate_dtype: torch.dtype | None  # None leaves the computation to the op's kernel
     output_dtype: torch.dtype | None  # None for the dtype of the inputs
 
@@ -73,7 +71,7 @@ class Accumulation:
             args: Positional arguments.
             kwargs: Keyword arguments.
             given: The positional arguments before they were cast.
-            dtype: The dtype of the inputs, apart from a norm's fp32 parameters.
+            dtype: The dtype of the inputs, except a norm's fp32 parameters.
         """
         if self.accumulate_dtype is None:
             result = function(*args, **kwargs)
@@ -87,9 +85,9 @@ class Accumulation:
                 return product
         if is_traced() and not is_exported():
             return in_graph(function, args, kwargs, output, self.accumulate_dtype)
-        # A positional None may stand for dtype.
+        # A positional None may be dtype.
         names_dtype = "dtype" in kwargs or type(None) in map(type, args)
-        # A low one would be what the result is rounded to: see `rounded_last`.
+        # A low dtype is that of the rounded result: see `rounding_last`.
         if self.casts_first and not names_dtype and self.accumulate_dtype not in LOW_DTYPES:
             result = function(*args, **kwargs, dtype=self.accumulate_dtype)
             return rounded(result, CAST[output], self.accumulate_dtype)

@@ -1,9 +1,9 @@
-"""Delayed scaling: the amaxes that earlier training steps have seen, and what tensors are scaled by.
+"""Delayed scaling: the amaxes of earlier training steps, and the scales of tensors.
 
-A history belongs to a key: where in a model, the op, the role of a tensor in its call, and the format. Within
-a step the amaxes of all tensors of a key are folded into their largest, so that recomputation, which sees
-the same tensors, changes nothing; and all of them are scaled by the same earlier steps. Histories move on
-where a step ends, those of keys that have seen an amax since.
+A history belongs to a key: the place in a model, the op, the role of a tensor in its call, and the format.
+Within a step it keeps the largest amax of all tensors of a key, so that recomputation, which has the same
+tensors, has no effect; all of them are scaled by the same earlier steps. At the end of a step, the histories
+with new amaxes advance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..number_formats import Scaled
 
 
-# As they are where nothing is patched: op lists may name any of them.
+# Unpatched: op lists may name any of them.
 _fmax, _where, _gt, _max, _eq = unpatched(torch.fmax, torch.where, torch.gt, torch.max, torch.eq)
 _and, _mul, _clamp, _roll = unpatched(torch.logical_and, torch.mul, torch.clamp, torch.roll)
 _zeros, _tensor = unpatched(torch.zeros, torch.tensor)
@@ -39,24 +39,24 @@ MOST: Final = torch.finfo(torch.float32).max
 
 
 class History:
-    """The amaxes of one kind of tensor in earlier steps, the latest first; 0 where there was none.
+    """The amaxes of one key in earlier steps, the latest first; 0 for none.
 
-    On the CPU an amax is a number. Elsewhere it stays on its device, since to read it would wait; it is
-    written in place, so that CUDA graphs find it.
+    On the CPU an amax is a number. Elsewhere it stays on its device, since reading it would
+    synchronize; it is written in place, for CUDA graphs.
 
     Attributes:
-        format: The format whose scales they make.
-        steps: How many steps have ended in which there was one.
-        is_pending: Whether the step that is running has seen any.
-        pending: The largest of that step; 0 for none.
-        reference: The amax that tensors are scaled by; 0 while there is none but zero.
-        scale: On the CPU, that scale; None while there is none.
+        format: The format whose scales derive from them.
+        steps: The number of ended steps with an amax.
+        is_pending: Whether the current step has any.
+        pending: The current step's largest; 0 for none.
+        reference: The amax that determines the scale; 0 while all are zero.
+        scale: On the CPU, that scale, or None.
     """
 
     __slots__ = ("amaxes", "format", "is_pending", "pending", "reference", "scale", "steps")
 
     def __init__(self, format: Scaled, first: float | Tensor) -> None:
-        """Starts without any, for amaxes like ``first``."""
+        """Starts empty, for amaxes like ``first``."""
         assert format.history is not None
         self.format, self.steps, self.is_pending = format, 0, False
         device = first.device if isinstance(first, Tensor) else "cpu"
@@ -67,15 +67,15 @@ class History:
         self.scale: Tensor | None = None
 
     def is_for(self, amax: float | Tensor) -> bool:
-        """Whether it takes amaxes of this kind."""
+        """Whether it accepts amaxes of this type and device."""
         return isinstance(amax, Tensor) is isinstance(self.pending, Tensor)
 
     def fold(self, amax: float | Tensor) -> None:
-        """Takes the amax of one more tensor; NaN, that of a tensor with infinity or NaN, is left out."""
+        """Adds a tensor's amax; ignores NaN, the amax of tensors with infinity or NaN."""
         if isinstance(self.pending, Tensor):
             _fmax(self.pending, amax.to(self.pending.device), out=self.pending)  # type: ignore[union-attr]
         else:
-            self.pending = max(self.pending, amax)  # which NaN is not
+            self.pending = max(self.pending, amax)  # ignores NaN
         self.is_pending = True
 
     def roll(self) -> None:
@@ -100,9 +100,9 @@ class History:
                 self.scale = self.format.scale(self.reference.clone())
 
     def scale_for(self, amax: float | Tensor) -> Tensor | None:
-        """Returns what a tensor with this amax is divided by; None for its own scale.
+        """Returns the divisor for a tensor with this amax; None for its own scale.
 
-        That is so while there is no earlier one, and where it is NaN, so that all of the tensor becomes NaN.
+        None if there is no earlier amax, or if this one is NaN, so that the whole tensor becomes NaN.
         """
         if not isinstance(amax, Tensor):
             return None if math.isnan(amax) else self.scale
@@ -113,7 +113,7 @@ class History:
         return self.format.scale(_where(is_known, reference, amax))
 
     def saved(self) -> dict[str, Any]:
-        """Returns all that a history holds, as numbers."""
+        """Returns the content of the history as numbers."""
         return {
             "steps": self.steps,
             "pending": float(self.pending) if self.is_pending else None,
@@ -122,7 +122,7 @@ class History:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Takes what `saved` has returned, of a history that may be longer or shorter."""
+        """Loads a result of `saved`, of a history of any length."""
         amaxes = saved["amaxes"][: self.amaxes.numel()]
         self.amaxes[: len(amaxes)].copy_(_tensor(amaxes, dtype=torch.float32, device="cpu"))
         self.reference.fill_(saved["reference"])
@@ -135,7 +135,7 @@ class History:
         self._rescale()
 
 
-#: Held while histories change. A fork waits for it, so that a child finds it free.
+#: Held while histories change. A fork waits for it, so that it is free in the child.
 _LOCK: Final = threading.Lock()
 
 if hasattr(os, "register_at_fork"):
@@ -145,12 +145,12 @@ if hasattr(os, "register_at_fork"):
 
 
 class Histories:
-    """The amaxes that a conversion's formats with a history have seen: `Session.histories`.
+    """The amax histories of a conversion's formats with delayed scaling: `Session.histories`.
 
     Threads share them.
 
     Attributes:
-        ended: How many training steps have ended that have seen any.
+        ended: The number of ended training steps with amaxes.
 
     Example:
         >>> low = hmpx.formats.get("float8_e4m3fn_delayed")
@@ -164,19 +164,19 @@ class Histories:
     """
 
     def __init__(self) -> None:
-        """Starts without any."""
+        """Starts empty."""
         self.ended = 0
         self._known: dict[str, History] = {}
-        self._loaded: Mapping[str, Mapping[str, Any]] = {}  # which belongs to keys as they come
-        self._ended: set[str] = set()  # those among them whose step has ended since
+        self._loaded: Mapping[str, Mapping[str, Any]] = {}  # assigned to keys on their first use
+        self._ended: set[str] = set()  # those of them whose step has ended since
         self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._given: set[str] = set()
 
     def label_of(self, root: nn.Module, *, is_taken: bool) -> str:
-        """Returns the label of an outermost module: its class name, with a number from the second one on.
+        """Returns the label of an outermost module: its class name, and a number from the second one on.
 
-        The label of a model that is gone may become another's, which inherits nothing. A module that is only
-        evaluated does not take its label: it leaves it to one that will be trained.
+        The label of a deleted model may become another's, which inherits nothing. A module that is only
+        evaluated does not reserve its label, which stays free for one that is trained.
         """
         found = self._labels.get(root)
         if found is not None:
@@ -192,7 +192,7 @@ class Histories:
         while found in others:
             number += 1
             found = f"{name}#{number}"
-        if not is_taken:  # what one that is gone has left is not for this one
+        if not is_taken:  # a deleted model's histories are not for this one
             return f"{found}?" if found in self._given else found
         self._labels[root] = found
         if found in self._given:
@@ -209,7 +209,7 @@ class Histories:
     ) -> Tensor | None:
         """Returns the scale of a tensor with this key and amax; None for its own scale.
 
-        The amax is NaN if the tensor holds infinity or NaN. With ``records`` it counts for later steps.
+        The amax is NaN if the tensor contains infinity or NaN. With ``records`` it affects later steps.
         """
         with _LOCK:
             known = self._known.get(key)
@@ -224,9 +224,9 @@ class Histories:
     def _settled(
         self, key: str, format: Scaled, amax: float | Tensor, *, records: bool
     ) -> History | None:
-        """Returns a history that is not as it was last asked for: new, from a checkpoint, or moved."""
+        """Returns a history that differs from the cached one: new, from a checkpoint, or moved."""
         known = self._known.get(key)
-        if known is not None and known.format != format:  # another one of that name
+        if known is not None and known.format != format:  # another format of that name
             known = None
         elif known is not None and known.is_for(amax):
             return known
@@ -242,10 +242,10 @@ class Histories:
         return made
 
     def end_step(self) -> None:
-        """Ends a training step, for all keys that it has seen amaxes of.
+        """Ends a training step, for all keys with amaxes.
 
-        Optimizers of torch do so by themselves, whenever their ``step`` ends; this is for programs that
-        update their parameters in another way.
+        Optimizers of torch do so at the end of their ``step``; this is for programs that update their
+        parameters in another way.
         """
         with _LOCK, torch.no_grad(), without_casts():
             seen = [history for history in self._known.values() if history.is_pending]
@@ -259,20 +259,20 @@ class Histories:
     # --- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Returns all that they hold, as strings and numbers, for a checkpoint.
+        """Returns the content as strings and numbers, for a checkpoint.
 
-        A key is the outermost module's class, the path in it, the op, what the tensor is in the call, and
-        the format.
+        A key consists of the outermost module's class, the path in it, the op, the tensor's role in the
+        call, and the format.
         """
         with _LOCK, without_casts():
             unused = {k: dict(v) for k, v in self._loaded.items() if k not in self._known}
             return unused | {key: known.saved() for key, known in self._known.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes what `state_dict` has returned in an earlier run, and forgets what there is.
+        """Replaces the content by the `state_dict` of an earlier run.
 
         Raises:
-            OptionError: ``state`` is something else.
+            OptionError: ``state`` is not such a dict.
         """
         if not isinstance(state, Mapping):
             raise OptionError(
@@ -285,7 +285,7 @@ class Histories:
 
 
 def _checked(key: object, saved: object) -> Mapping[str, Any]:
-    """Returns a history that was saved, perhaps in a file; raises OptionError for anything else."""
+    """Returns a saved history, perhaps from a file; raises OptionError for anything else."""
     wrong = OptionError(
         f"amaxes of {shown(key)}: not as Histories.state_dict() returns them: {shown(saved)}"
     )
@@ -301,17 +301,17 @@ def _checked(key: object, saved: object) -> Mapping[str, Any]:
     return dict(saved)
 
 
-#: Of `History.saved`.
+#: The keys of `History.saved`.
 _FIELDS: Final = {"steps", "pending", "reference", "amaxes"}
 
 
-# --- those of the conversion in force ------------------------------------------------------------
+# --- the current conversion's histories ----------------------------------------------------------
 
 _in_force: Histories | None = None
 
 
 def in_force() -> Histories | None:
-    """Returns the histories of the conversion in force; None without one that may have any."""
+    """Returns the histories of the current conversion; None if it can't have any."""
     return _in_force
 
 
@@ -321,19 +321,19 @@ def histories_patch(histories: Histories) -> Patch:
 
 
 def has_history(format: object) -> bool:
-    """Whether ops scale by earlier steps to round to ``format``."""
+    """Whether ops use scales of earlier steps to round to ``format``."""
     return is_format(format) and getattr(format, "history", None) is not None
 
 
 def ended_steps() -> int:
-    """Returns how many training steps have ended of those that change scales."""
+    """Returns the number of ended training steps that change scales."""
     return 0 if _in_force is None else _in_force.ended
 
 
 def end_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Ends a training step: what each optimizer calls at the end of its own."""
+    """Ends a training step; every optimizer calls this at the end of its step."""
     if torch.compiler.is_dynamo_compiling():
-        from .delayed import step_ended  # which few programs need
+        from .delayed import step_ended  # rarely needed
 
         for group in optimizer.param_groups:
             for parameter in group["params"][:1]:
@@ -342,6 +342,6 @@ def end_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def end_step_in_force() -> None:
-    """Ends a training step, if the conversion in force has histories."""
+    """Ends a training step, if the current conversion has histories."""
     if _in_force is not None:
         _in_force.end_step()

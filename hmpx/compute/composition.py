@@ -29,11 +29,11 @@ from ..tensors import (
 from ..torch_internals import passes_for_real
 from ..torch_state import is_below_dispatcher, is_off
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 widen = CAST[torch.float32]
 _to, _transpose = Tensor.to, Tensor.transpose
 _STRIDED = torch.strided
-_widen = widen  # where an argument has the name
+_widen = widen  # for functions with an argument of this name
 
 
 @dataclass(slots=True)
@@ -70,9 +70,9 @@ def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
 
 
 def names_dtype(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a call says of which dtype its result is to be.
+    """Whether a call names the dtype of its result.
 
-    A quantized dtype given by keyword says how the call computes, as in ``torch.quantized_lstm``.
+    A quantized dtype given by keyword instead selects the computation, as in ``torch.quantized_lstm``.
     """
     named = kwargs.get("dtype")
     return named not in _NOT_OF_RESULTS or torch.dtype in map(type, args)
@@ -109,11 +109,11 @@ def call_raised(
 def raised(
     value: Any, widen: Callable[[Tensor], Tensor], dtypes: frozenset[torch.dtype] = LOW_DTYPES
 ) -> Any:
-    """Returns ``value`` with the tensors of ``dtypes`` in it upcast by ``widen``."""
+    """Returns ``value`` with its tensors of ``dtypes`` upcast by ``widen``."""
     if isinstance(value, Tensor):
         return widen(value) if value.dtype in dtypes else value
     if isinstance(value, SEQUENCES) and any([isinstance(item, Tensor) for item in value]):  # noqa: C419
-        # Tensors that are tracked by their own addresses must not be cast as one chunk.
+        # Tensors that are tracked by address must not be cast as one chunk.
         if widen is _widen and all([getattr(t, "dtype", None) in dtypes for t in value]):  # noqa: C419
             chunk = cast_as_one(value, torch.float32)
             if chunk is not None:
@@ -125,12 +125,12 @@ def raised(
 def rounded(
     value: Any, convert: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Returns ``value`` with the tensors of ``dtype`` in it rounded by ``convert``."""
+    """Returns ``value`` with its tensors of ``dtype`` rounded by ``convert``."""
     return map_tensors(value, lambda tensor: convert(tensor) if tensor.dtype is dtype else tensor)
 
 
 def widen_matrices(tensor: Tensor) -> Tensor:
-    """Returns ``tensor`` in fp32, with matrices laid out so that a product need not copy them again."""
+    """Returns ``tensor`` in fp32, with matrices in a layout that products don't need to copy."""
     if tensor.dim() < 3 or tensor.is_contiguous():
         return widen(tensor)
     if tensor.stride(-1) <= tensor.stride(-2):
@@ -142,15 +142,15 @@ def widen_matrices(tensor: Tensor) -> Tensor:
 def rounding_last(
     function: Callable[..., Any], names: tuple[str, ...], device_types: frozenset[str]
 ) -> Callable[..., Any]:
-    """Returns ``function``, computing in fp32 first where a call asks for a low-precision ``dtype=``.
+    """Makes ``function`` compute in fp32 first if a call has a low-precision ``dtype=``.
 
-    torch's kernels cast the input to that and compute on it: an attention mask filled with the least number
-    of fp32 is -inf in bfloat16, and a softmax of nothing else is NaN. ``function`` is the ``__wrapped__``.
+    torch's kernels cast the input to that dtype first: an attention mask filled with fp32's least
+    number becomes -inf in bfloat16, and a softmax of only -inf is NaN. ``__wrapped__`` is ``function``.
 
     Args:
-        function: One of torch's, whose kernel casts its input to ``dtype=`` before it computes.
+        function: A function of torch's whose kernel casts its input to ``dtype=`` before it computes.
         names: Its parameters by position.
-        device_types: Types of devices whose float32 inputs are treated so.
+        device_types: Types of devices to whose float32 inputs this applies.
     """
     position = names.index("dtype") if "dtype" in names else len(names)
 

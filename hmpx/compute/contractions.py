@@ -1,6 +1,6 @@
-"""The dimensions that one product reduces over: in the forward, and in the gradient of each factor.
+"""The dimensions over which a product reduces: in the forward, and in the gradient of each factor.
 
-Every factor's gradient is a product, too: that of the result's gradient and the other factors. A
+Every factor's gradient is also a product, of the result's gradient and the other factors. A
 dimension is a letter here, the same letter for the same index.
 """
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from ..ops import Product
 from ..tensors import SEQUENCES
 
-#: A dimension along which a window slides: it is no single index of another factor.
+#: A dimension along which a window slides: it does not match a single index of another factor.
 WINDOW: Final = "_"
 
 #: Capital in a signature -> the letters of its dimensions, from the last.
 _GROUPS: Final = {"A": "ABCDEFGHIJKL", "B": "MNOPQRSTUVWX"}
 
-#: For dimensions of one element that are broadcast.
+#: For broadcast dimensions of size 1.
 _BROADCAST: Final = "pqrstuvwxyz"
 
 
@@ -34,9 +34,9 @@ class Contraction:
     result: str
 
     def axes(self, target: int | None = None) -> tuple[int | None, ...]:
-        """Returns the last axis of each factor that the product reduces over; None if it has none.
+        """Returns the last reduced axis of each factor, or None.
 
-        With a target, those of the product that is its gradient, and last that of the result's gradient.
+        With a target, for the product that is its gradient; the axis of the result's gradient comes last.
         """
         if target is None:
             return tuple([_last_reduced(letters, self.result) for letters in self.factors])
@@ -46,7 +46,8 @@ class Contraction:
     def equation(self, target: int | None = None) -> tuple[str, str]:
         """Returns the `torch.einsum` equation of the product, or of a factor's gradient, and its result's letters.
 
-        The result's gradient comes first. Letters that only the target has are missing: it is the same along them.
+        The result's gradient comes first. Letters that only the target has are missing: its gradient is constant
+        along them.
         """
         if target is None:
             return f"{','.join(self.factors)}->{self.result}", self.result
@@ -56,7 +57,7 @@ class Contraction:
 
 
 def _last_reduced(letters: str, kept: str) -> int | None:
-    """Returns the last axis whose letter is not among ``kept``: t of [b, t, k] for a weight, as in microxcaling."""
+    """Returns the last axis whose letter is not in ``kept``: t of [b, t, k] for a weight, as in microxcaling."""
     reduced = [axis for axis, letter in enumerate(letters) if letter not in kept + WINDOW]
     return reduced[-1] if reduced else None
 
@@ -92,7 +93,7 @@ def _expanded(letters: str, dims: int, result: str) -> str | None:
     if group is None:
         return letters if len(letters) == dims else None
     count = dims - len(letters) + 1
-    if count < 0:  # a vector has the index that is summed over alone
+    if count < 0:  # a vector has only the summed index
         letters = "".join([each for each in letters if each.islower() and each not in result])
         return letters if len(letters) == dims else None
     if count > len(_GROUPS[group]):
@@ -101,7 +102,7 @@ def _expanded(letters: str, dims: int, result: str) -> str | None:
 
 
 def _result(result: str, factors: Iterable[str]) -> str:
-    """Returns the letters of the result: of each group the longest, of the rest those that there are."""
+    """Returns the letters of the result: the longest of each group, and all present ones of the rest."""
     given = set("".join(factors))
     found = ""
     for letter in result:
@@ -133,7 +134,7 @@ def of_equation(equation: object, factors: Sequence[Tensor]) -> Contraction | No
 
 
 def of_chain(factors: Sequence[Tensor]) -> Contraction | None:
-    """Returns the letters of matrices that are multiplied one after the other."""
+    """Returns the letters of a chain of matrix products."""
     letters = string.ascii_lowercase
     if len(factors) >= len(letters):
         return None

@@ -1,9 +1,8 @@
-"""Ops in number formats with a history: what they round is scaled by the amaxes of earlier training steps.
+"""Ops in number formats with delayed scaling: values are scaled by the amaxes of earlier training steps.
 
-Tensors have keys by where they are: the outermost module and the path in it, the op, and the role in
-its call. Where nothing shows what a call belongs to, or no values are there, tensors are scaled by
-themselves: under transforms of torch.func, in forward mode, in exported programs, on fake tensors. Graphs of
-torch.compile hold operators that look at the histories when they run.
+A tensor's key consists of the outermost module and the path in it, the op, and the role in its call. Without
+a place or values, tensors use their own scale: under torch.func transforms, in forward mode, in exported
+programs, on fake tensors. Graphs of torch.compile contain operators that read the histories when they run.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from .emulation import Emulation, Formats
 
 _NO_CONTEXT: Final = contextlib.nullcontext()
 
-#: What dynamo and AOTAutograd trace tensors as.
+#: The classes of tensors that dynamo and AOTAutograd trace.
 _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 
 
@@ -61,7 +60,7 @@ def emulation_class(formats: Formats) -> type[Emulation]:
 
 @dataclass(frozen=True)
 class DelayedEmulation(Emulation):
-    """Computes one op in number formats, some of which have a history."""
+    """Computes one op in number formats, some of them with a history."""
 
     def _rounder_for(self, role: str, kind: str) -> Rounder:
         format = getattr(self.formats, kind)
@@ -70,7 +69,7 @@ class DelayedEmulation(Emulation):
         rounding = self._rounder(format)
         assert isinstance(rounding, Rounding)
         records = is_training()
-        # A graph has its keys for good.
+        # A graph's keys are fixed.
         is_taken = records or torch.compiler.is_dynamo_compiling()
         key = key_of(self.op, role, format.name, is_taken)
         return functools.partial(round_delayed, rounding, key, records)
@@ -78,9 +77,9 @@ class DelayedEmulation(Emulation):
 
 @run_when_traced
 def key_of(op: str, role: str, format: str, is_taken: bool) -> str:
-    """Returns the key of a tensor that has this role in a call made here.
+    """Returns the key of a tensor with this role in the current call.
 
-    With ``is_taken``, or in training mode, the outermost module keeps its label from now on.
+    With ``is_taken``, or in training mode, the outermost module reserves its label.
     """
     root, path = spot()
     histories = in_force()
@@ -93,9 +92,9 @@ def key_of(op: str, role: str, format: str, is_taken: bool) -> str:
 
 
 def round_delayed(rounding: Rounding, key: str, records: bool, x: Tensor) -> Tensor:
-    """Returns ``x`` rounded to a format with a history, scaled by earlier steps if there are any.
+    """Returns ``x`` rounded to a format with a history, scaled by earlier steps, if any.
 
-    With ``records`` its amax counts for later steps.
+    With ``records`` its amax affects later steps.
     """
     if torch.compiler.is_dynamo_compiling() or not _has_values(x):
         return _in_graph(rounding, key, records, x) if _is_compiled(x) else rounding(x)
@@ -116,12 +115,12 @@ def round_delayed(rounding: Rounding, key: str, records: bool, x: Tensor) -> Ten
 
 
 def _is_on_host(x: Tensor) -> bool:
-    """Whether to read a number of ``x`` takes no time."""
+    """Whether reading a number of ``x`` is fast."""
     return x.is_cpu
 
 
 def _has_values(x: Tensor) -> bool:
-    """Whether ``x`` holds values that are its own, and not a graph's or a transform's."""
+    """Whether ``x`` has its own values, rather than a graph's or a transform's."""
     return (
         type(x) in PLAIN_TENSORS
         and not x.is_meta
@@ -134,14 +133,13 @@ def _has_values(x: Tensor) -> bool:
 
 
 def _is_compiled(x: Tensor) -> bool:
-    """Whether torch.compile traces, and values will be there when the graph runs."""
+    """Whether torch.compile is tracing, so that values exist when the graph runs."""
     return type(x) in _TRACED and is_compiled()
 
 
 # --- operators of graphs ----------------------------------------------------------------------------
-#
-# What they note of a tensor is the same however often it is noted within a step, and so is what they
-# return: compilers may omit, move and repeat them as they do with functions.
+# They are idempotent within a step: they record and return the same for a tensor. So compilers may omit,
+# move and repeat them like pure functions.
 
 
 def _run(x: Tensor, rounding: str, key: str, records: bool) -> Tensor:
@@ -168,7 +166,7 @@ _ROUNDED, _ROUNDED_BY_CHANCE = [
         ("rounded_delayed_by_chance", "nondeterministic_seeded"),
     )
 ]
-#: Says that it writes to a parameter that was updated, so that it runs, and after that.
+#: Declared as writing to an updated parameter, so that compilers run it, after the update.
 _STEP_ENDED: Final = _defined(
     "step_ended(Tensor(a!) x) -> ()", lambda x: end_step_in_force(), lambda x: None
 )
@@ -190,7 +188,7 @@ _ELEMENTS: Final = {family.__name__: family for family in (Float, Fixed, Table)}
 
 @run_when_traced
 def _text_of(rounding: Rounding) -> str:
-    """Returns what a graph holds of how to round."""
+    """Returns a rounding as text, for graphs."""
     format: Any = rounding.format
     given = {each.name: getattr(format, each.name) for each in fields(format)}
     element = given.pop("element")

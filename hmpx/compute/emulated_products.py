@@ -1,8 +1,8 @@
-"""Products whose factors are rounded for each product anew: in the forward, and for each gradient.
+"""Products whose factors are rounded separately for each product: the forward and each gradient.
 
-Blocks and rows share a scale along the dimension that a product reduces over, as the hardware's
-instructions take them. The product of the forward and those of the backward reduce over different
-dimensions of the same factors, so each rounds the original factors its own way.
+Blocks and rows share a scale along the reduced dimension, as in hardware instructions. The products of the
+forward and the backward reduce over different dimensions of the same factors, so each rounds the original
+factors separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import contractions
 from .contractions import Contraction
 from .rounding import straight_through
 
-# As they are where nothing is patched: op lists may name any of them.
+# Unpatched: op lists may name any of them.
 _mul, _add, _expand, _unsqueeze = unpatched(torch.mul, torch.add, Tensor.expand, Tensor.unsqueeze)
 _squeeze, _reshape, _pad, _convolution = unpatched(
     Tensor.squeeze,
@@ -31,11 +31,11 @@ _squeeze, _reshape, _pad, _convolution = unpatched(
     torch.constant_pad_nd,
     torch.convolution,
 )
-_aten: Any = torch.ops.aten if HAS_OPERATORS else None  # else `convert` refuses
+_aten: Any = torch.ops.aten if HAS_OPERATORS else None  # else `convert` raises an error
 _einsum: Any = getattr(_aten, "einsum", None)
 _convolution_backward: Any = getattr(_aten, "convolution_backward", None)
 
-#: Returns what rounds along an axis; None for the format's own.
+#: Returns the function that rounds along an axis; None for the format's own axis.
 ByAxis: TypeAlias = Callable[[int | None], Rounder]
 
 #: Returns a call's arguments with other factors.
@@ -43,17 +43,17 @@ _Replace: TypeAlias = Callable[[Sequence[Tensor]], tuple[Args, Kwargs]]
 
 
 def has_axis(format: Format) -> bool:
-    """Whether values that lie along an axis are rounded together."""
+    """Whether values along an axis are rounded together."""
     return format.block_axis is not None
 
 
 @dataclass(frozen=True, eq=False)
 class Multiplication:
-    """How factors are multiplied, and how the gradient of each is computed.
+    """How to multiply factors, and to compute the gradient of each.
 
     Attributes:
-        function: Multiplies them; None: as `torch.einsum` does.
-        convolution: The settings of `torch.convolution`, which multiplies them if there are any.
+        function: Multiplies them; None: like `torch.einsum`.
+        convolution: The settings of `torch.convolution`, if that multiplies them.
     """
 
     contraction: Contraction  # the factors' dimensions
@@ -71,7 +71,7 @@ class Multiplication:
         return found
 
     def gradient(self, target: int, factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
-        """Returns the gradient of a factor; of that one itself only the shape is used."""
+        """Returns the gradient of a factor, of which only the shape is used."""
         if self.convolution is not None:
             mask = [target == 0, target == 1, False]
             found = _convolution_backward(gradient, *factors, None, *self.convolution, mask)
@@ -90,10 +90,10 @@ class EmulatedProduct:
     """A product, and how its factors are rounded.
 
     Attributes:
-        rounders: For each factor what rounds it; None where it is rounded already, in the same way
-            for all products.
-        gradient: What rounds the result's gradient for the products of the backward; None computes
-            gradients in full precision, of what the forward has rounded.
+        rounders: The rounding function of each factor; None if it is already rounded, the same for all
+            products.
+        gradient: Rounds the result's gradient for the products of the backward; None computes
+            gradients in full precision, from the forward's rounded values.
     """
 
     multiplication: Multiplication  # the product, and the gradients of its factors
@@ -107,7 +107,7 @@ class EmulatedProduct:
         return _Product.apply(self, *factors)  # type: ignore[no-any-return, no-untyped-call]
 
     def rounded(self, factors: Sequence[Tensor], target: int | None = None) -> list[Tensor]:
-        """Returns the factors as a product takes them: the forward's, or that of a gradient."""
+        """Returns the factors rounded for the forward's product, or for that of a gradient."""
         axes = self.multiplication.contraction.axes(target)
         return [
             factor if by_axis is None or i == target else straight_through(factor, by_axis(axes[i]))
@@ -115,20 +115,20 @@ class EmulatedProduct:
         ]
 
     def gradient_of(self, target: int, factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
-        """Returns the gradient of a factor, itself not rounded."""
+        """Returns the unrounded gradient of a factor."""
         axis = self.multiplication.contraction.axes(target)[-1]
         rounded = self.rounded_gradient(gradient, axis)
         return self.multiplication.gradient(target, self.rounded(factors, target), rounded)
 
     def rounded_gradient(self, gradient: Tensor, axis: int | None) -> Tensor:
-        """Returns a gradient, or a tangent, rounded along the axis that a product sums over."""
+        """Returns a gradient, or a tangent, rounded along the axis over which a product sums."""
         assert self.gradient is not None
         round_ = self.gradient(axis)
         return straight_through(gradient, round_, round_)
 
 
 class _Product(torch.autograd.Function):
-    """The product, with gradients that are products of rounded values, too."""
+    """The product; its gradients are also products of rounded values."""
 
     drawn_as = "matmul"
 
@@ -156,7 +156,7 @@ class _Product(torch.autograd.Function):
                 ]
             )
 
-        if is_gradient_batch(gradient):  # which torch.einsum does not take
+        if is_gradient_batch(gradient):  # torch.einsum does not accept it
             return None, *each_of_batch(gradients, gradient)
         return None, *gradients(gradient)
 
@@ -174,29 +174,29 @@ class _Product(torch.autograd.Function):
         return torch.stack(terms).sum(0)
 
 
-# --- calls taken apart -----------------------------------------------------------------------------
+# --- decomposed calls ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Factored:
-    """A call of a product, taken apart."""
+    """A decomposed call of a product."""
 
     names: tuple[str, ...]  # names of the arguments that are factors
     factors: tuple[Tensor, ...]  # their values
     multiplication: Multiplication  # how they are multiplied
-    finish: Callable[[Tensor], Tensor]  # makes the call's result of the product
+    finish: Callable[[Tensor], Tensor]  # converts the product to the call's result
     replace: _Replace  # returns the call's arguments with other factors
 
 
 def may_be_factored(op: str) -> bool:
-    """Whether calls of ``op`` can be taken apart."""
+    """Whether calls of ``op`` can be decomposed."""
     return op in _OF_ARGUMENTS or product(op) is not None
 
 
 def factored(
     op: str, names: tuple[str, ...], function: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Factored | None:
-    """Returns a call of torch's function for ``op`` taken apart; None if that is not known how."""
+    """Returns the decomposed call of torch's function for ``op``; None if unsupported."""
     if op in _OF_ARGUMENTS:
         return _of_arguments(op, function, args, kwargs)
     known = product(op)
@@ -268,7 +268,7 @@ def _convolved(
     )  # fmt: skip
     if not is_batch:
         value = _unsqueeze(value, 0)
-    if any(missing):  # as torch has it: what is odd goes to the end
+    if any(missing):  # like torch: odd padding goes to the end
         value = _pad(value, [each for size in reversed(missing) for each in (0, size)])
     found = contractions.contraction(known, (value, weight))
     if found is None:

@@ -1,9 +1,8 @@
-"""Ops in number formats that no hardware need have: rounded inputs, a wider kernel, rounded outputs.
+"""Emulates ops in number formats: rounded inputs, a wider kernel, rounded outputs.
 
-Values live in fp32 tensors and are always representable in the format. The kernel computes in fp32,
-or in fp64 where rounding the fp32 results a second time would show. Gradients pass as if nothing had
-been rounded, or are rounded too. Where an op returns a dtype instead, its outputs are not rounded, nor
-what is added to a product.
+Values are in fp32 tensors and always representable in the format. The kernel computes in fp32, or in fp64 if
+rounding fp32 results a second time would change them. Gradients are straight-through, or rounded too. If an op
+has an output dtype, its outputs are not rounded to the format, nor is a product's addend.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ class Formats:
     """The number formats of one op.
 
     Attributes:
-        gradients: What gradients are rounded to, incoming and outgoing; None leaves them alone.
+        gradients: The format of gradients, incoming and outgoing; None leaves them unrounded.
     """
 
-    result: Format  # what results are rounded to, unless they are returned in a dtype
-    weights: Format  # what weights are rounded to
-    activations: Format  # what other inputs are rounded to
+    result: Format  # the format of results, unless they have an output dtype
+    weights: Format  # the format of weights
+    activations: Format  # the format of other inputs
     gradients: Format | None = None
-    rounding: str = "nearest"  # how, as `formats.quantize` takes it
-    overflow: str | None = None  # what becomes of values beyond the largest, likewise
+    rounding: str = "nearest"  # as in `formats.quantize`
+    overflow: str | None = None  # likewise
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,13 @@ class Emulation:
 
     Attributes:
         accumulate_dtype: The dtype the op computes in; None for fp32, or fp64 for a wide format.
-        output_dtype: The dtype of outputs, which are not rounded to a format then; None for fp32, and
-            rounded.
+        output_dtype: The dtype of outputs, which are then not rounded to a format; None for fp32 with
+            rounding.
         is_product: It multiplies and adds, mostly with weights, which may be frozen to codes.
         lowerings: Device type -> the function that computes the op instead of torch; None stands for
             every other device type.
-        numbers: The positions where a tensor may stand, and a number instead.
-        rounds_late: Factors are rounded for each product anew, in `compute`.
+        numbers: The positions that may hold a tensor or a number.
+        rounds_late: Factors are rounded separately for each product, in `compute`.
     """
 
     formats: Formats  # the formats
@@ -81,7 +80,7 @@ class Emulation:
     is_view: bool = False  # the op computes nothing, so its outputs need no rounding
     is_product: bool = False
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
-    line: str = field(default="", compare=False)  # where the decision comes from
+    line: str = field(default="", compare=False)  # the origin of the decision
     numbers: frozenset[int] = frozenset()
 
     rounds_late: bool = field(init=False, repr=False, compare=False)
@@ -92,10 +91,10 @@ class Emulation:
     _computes_in: torch.dtype = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Works out what follows from the rest.
+        """Sets the derived fields.
 
         Raises:
-            OptionError: A format can't be rounded to in the way that is asked for.
+            OptionError: A format does not support the rounding or overflow.
         """
         formats, gradients = self.formats, self.formats.gradients
         found = ops.product(self.op)
@@ -127,36 +126,38 @@ class Emulation:
         return warning_of_overflow(found, format, self.op, what, self.line)
 
     def _rounder(self, format: Format, axis: int | None = None) -> Rounder:
-        """Returns what rounds to ``format``, along ``axis`` where values are rounded together."""
+        """Returns the function that rounds to ``format``, along ``axis`` if values are rounded together."""
         along = format if axis is None or not has_axis(format) else format.along(axis)
         found = rounder(along, self.formats.rounding, self.formats.overflow)
         # torch functions called inside it must not be cast
         return without_casts()(found) if isinstance(format, Custom) else found
 
     def _rounder_for(self, role: str, kind: str) -> Rounder:
-        """Returns what rounds a tensor that has a role in this call, to the format in a field of `Formats`."""
+        """Returns the rounding function for a tensor's role, to the format in the field ``kind`` of `Formats`."""
         return self._rounders[kind]
 
     @property
     def format(self) -> Format:
-        """The format that the op is said to run in."""
+        """The op's format in reports."""
         return self.formats.result
 
     # --- inputs --------------------------------------------------------------------------------
 
     def rounded_input(self, name: str, given: Tensor, tensor: Tensor) -> Tensor:
-        """Returns the argument ``name``, cast from ``given``, as the op takes it.
+        """Returns the argument ``name``, cast from ``given`` and rounded for the op.
 
-        Factors of products that are rounded for each product anew are left to `compute`.
+        Factors that are rounded separately for each product are left to `compute`.
 
         Raises:
-            OptionError: A graph is traced that can't hold the rounding.
+            OptionError: The traced graph can't contain the rounding.
         """
         self._check()
-        if ops.is_mask(name) or (self.is_view and self._has_axes):  # what takes it knows the axis
+        if ops.is_mask(name) or (
+            self.is_view and self._has_axes
+        ):  # the op that uses it knows the axis
             return tensor
         name = ops.parameter_named(name, self.names)
-        if name == self._addend and name:  # as it is where sums are: hardware adds it to them
+        if name == self._addend and name:  # unrounded with unrounded sums: hardware adds it to them
             return (
                 tensor if self.output_dtype is not None else self._rounded(name, tensor, "result")
             )
@@ -183,19 +184,19 @@ class Emulation:
         return straight_through(tensor, round_, self._outgoing(role))
 
     def _outgoing(self, role: str) -> Rounder | None:
-        """Returns what rounds an input's gradient, which is a result as the op's outputs are."""
+        """Returns the rounding function for an input's gradient, which is a result like the op's outputs."""
         if self.output_dtype is not None or self.formats.gradients is None:
             return None
         return self._rounder_for(f"gradient of {role}", "gradients")
 
     def _incoming(self) -> Rounder | None:
-        """Returns what rounds the gradient of the op's result."""
+        """Returns the rounding function for the gradient of the op's result."""
         if self.formats.gradients is None:
             return None
         return self._rounder_for("gradient", "gradients")
 
     def _is_weight(self, name: str, given: Tensor) -> bool:
-        """Whether an input is a weight: by name, or, of ops that name none, since it is a parameter."""
+        """Whether an input is a weight: by name, or for ops without such a name, if it is a parameter."""
         if ops.is_weight(name):
             return True
         if not self._tells_weights or name.endswith("bias"):
@@ -214,7 +215,7 @@ class Emulation:
     def compute(self, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
         """Returns the rounded result of torch's function.
 
-        Its arguments are rounded as `rounded_input` does; ``given`` are the positional ones before.
+        Its arguments are rounded by `rounded_input`; ``given`` are the original positional ones.
         """
         if self.is_view:
             return function(*args, **kwargs)
@@ -237,15 +238,15 @@ class Emulation:
     def _product(
         self, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args
     ) -> tuple[Any, Args, Kwargs, Rounder | None]:
-        """Returns a product whose factors are rounded here, and the arguments as it has rounded them.
+        """Returns a product whose factors are rounded here, and the rounded arguments.
 
-        Last comes what is left to round the result's gradient.
+        The last item rounds the result's gradient, if that is still needed.
         """
         if self._computes_in is not torch.float32:
             raise_one = CAST[self._computes_in]
             args, kwargs = call_raised(lambda *a, **k: (a, k), args, kwargs, raise_one, ELIGIBLE)
         call = factored(self.op, self.names, function, args, kwargs)
-        if call is None:  # its last axes are rounded along, as those of ops that are no products
+        if call is None:  # rounded along the last axes, as in other ops
             args, kwargs = self._with_rounded(args, kwargs, given)
             return function(*args, **kwargs), args, kwargs, self._incoming()
         originals = {id(new): old for new, old in zip(args, given, strict=False)}
@@ -268,7 +269,7 @@ class Emulation:
         return result, args, kwargs, None
 
     def _incoming_by_axis(self) -> ByAxis | None:
-        """Returns what rounds the gradient of a product, for each product of the backward."""
+        """Returns the rounding functions for a product's gradient, for each product of the backward."""
         gradients, incoming = self.formats.gradients, self._incoming()
         if gradients is None or incoming is None:
             return None
@@ -288,7 +289,7 @@ class Emulation:
         return self._mapped(round_one, args, kwargs)
 
     def _with_tensors_for_numbers(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Returns the arguments with numbers that stand where tensors may in tensors of no dimension."""
+        """Returns the arguments with numbers in tensor positions replaced by 0-dim tensors."""
         first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         names = {self.names[position] for position in self.numbers}
 
@@ -320,20 +321,20 @@ class Emulation:
         device_type = None if first is None else first.device.type
         return self.lowerings.get(device_type) or self.lowerings.get(None)
 
-    # --- weights that are frozen to codes ------------------------------------------------------
+    # --- weights frozen to codes ---------------------------------------------------------------
 
     def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Returns the arguments, with weights that were frozen to codes decoded to values.
+        """Returns the arguments, with weights frozen to codes decoded to values.
 
-        Codes do not state their format: that of the op's weights is theirs.
+        Codes do not state their format: it is that of the op's weights.
         """
         format = self.formats.weights
         if EMULATION_WATCHERS:
             _note_data(args, kwargs, format)
         if not self.is_product or not any(map(_is_integer, (*args[1:], *kwargs.values()))):
             return args, kwargs
-        # What AOTAutograd traces is no longer marked as a parameter. But it was traced before with tensors
-        # that are, and any other integer alongside floating-point tensors was an error of torch's there.
+        # AOTAutograd's tensors are no longer marked as parameters. But the call was traced before with marked
+        # ones, and any other integers alongside floating-point tensors raised an error there.
         is_traced = any(
             isinstance(value, Tensor) and value.dtype.is_floating_point
             for value in (*args, *kwargs.values())
@@ -364,5 +365,5 @@ def _note_data(args: Args, kwargs: Kwargs, format: Format) -> None:
 
 
 def _is_wide(format: Format) -> bool:
-    """Whether results in fp32, rounded again, would differ from results that are rounded once."""
+    """Whether fp32 results, rounded again, may differ from results rounded once."""
     return not isinstance(format, Custom) and _MOST_BITS < format.significand_bits < _FP32_BITS

@@ -1,7 +1,7 @@
-"""Calls in graphs: whether a call is in one, and how it is rounded there.
+"""Calls in graphs: detection and rounding.
 
-Compilers elide round-trip casts unless they are configured not to. Where they may, rounding is arithmetic
-on the bits of fp32, fused with its surroundings.
+Compilers elide round-trip casts unless they are configured not to. If they may, rounding uses bit arithmetic
+on fp32, which compilers fuse.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ..torch_internals import (
 )
 from .composition import call_raised, rounded, widen
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _add, _sub, _gt, _ne, _where = torch.add, torch.sub, torch.gt, torch.ne, torch.where
 
 
 def is_traced() -> bool:
-    """Whether the call becomes part of a graph, traced by Dynamo or by its back ends."""
+    """Whether the call becomes part of a graph, traced by Dynamo or by its backends."""
     if torch.compiler.is_dynamo_compiling():
         return True
     return is_graph_made() and not is_planned()
 
 
 def is_exported() -> bool:
-    """Whether the call becomes part of an artefact, which may run on any hardware."""
+    """Whether the call becomes part of an exported file, which may run on any hardware."""
     if torch.compiler.is_exporting() or is_jit_tracing():
         return True
     return not torch.compiler.is_dynamo_compiling() and is_onnx_made()
@@ -49,12 +49,12 @@ def is_onnx_made() -> bool:
     return onnx is not None and onnx.is_in_onnx_export()
 
 
-# As `torch.compiler.assume_constant_result`, which imports Dynamo: there torch says that it isn't.
+# Like `torch.compiler.assume_constant_result`, which imports Dynamo: inside it, torch denies the export.
 vars(is_onnx_made)["_dynamo_marked_constant"] = True
 
 
 def are_casts_kept() -> bool:
-    """Whether inductor is set to round where eager mode does."""
+    """Whether inductor is configured to round where eager mode does."""
     config = sys.modules.get(INDUCTOR_CONFIG)
     return config is not None and config.emulate_precision_casts is True
 
@@ -70,7 +70,7 @@ def in_graph(
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> Any:
     """Computes a low-precision call in ``accumulate_dtype``, with rounding to ``dtype`` that stays in the graph."""
-    # What has a backward of its own has no forward-mode gradient; casts have both.
+    # Functions with their own backward have no forward-mode gradient; casts have both.
     keeps_casts = are_casts_kept() or has_tangents()
 
     def raise_one(tensor: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def in_graph(
 
 
 def _cast(tensor: Tensor, low: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Returns ``tensor`` in ``dtype``, rounded to ``low``, as its gradient is."""
+    """Returns ``tensor`` in ``dtype``, rounded to ``low``; its gradient is rounded too."""
     if may_learn(tensor):
         return _Cast.apply(tensor, low, dtype)  # type: ignore[no-any-return, no-untyped-call]
     return CAST[dtype](round_fp32(widen(tensor), low))
@@ -115,9 +115,9 @@ class _Cast(torch.autograd.Function):
 
 
 def round_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns float32 ``tensor`` rounded to a low-precision ``dtype``, without a cast to it and a gradient.
+    """Returns float32 ``tensor`` rounded to a low-precision ``dtype``, without a cast or a gradient.
 
-    Rounds to nearest, ties to even, as the cast would; NaN stays NaN.
+    Rounds to nearest, ties to even, like the cast; NaN stays NaN.
     """
     bits = tensor.view(torch.int32)
     is_nan = _ne(tensor, tensor)  # inductor's C++ evaluates `isnan` one element at a time

@@ -1,7 +1,7 @@
-"""Has autograd keep a parameter for the backward instead of the low-precision cast of it.
+"""Makes autograd keep a parameter for the backward instead of its low-precision cast.
 
-The parameter is alive anyway. The backward casts it again, to the same bits. For calls that torch's
-low-precision kernels compute; legalized ops do likewise in ``saved_tensors``.
+The parameter is alive anyway, and the backward casts it again, to the same bits. For calls of torch's
+low-precision kernels; ``saved_tensors`` does the same for legalized ops.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ..torch_internals import (
 )
 from .saved_tensors import Kept, is_dynamo_compiling, push_under
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _detach, _storage = Tensor.detach, Tensor.untyped_storage
 
 #: A parameter, or a view of one, and its cast.
 Pair = tuple[Tensor, Tensor]
 
 #: How many times a call must use each of a parameter's elements before ``"auto"`` casts again. The
-#: products of forward and backward take 6 operations for each use of an element, casting it 6 bytes; so
-#: from here on that takes at most 3 % of their time, if a device computes so many operations for each byte that
-#: it moves: 8 on a processor, 120 on an accelerator.
+#: products of forward and backward take 6 operations per use of an element, and its cast moves 6 bytes. From
+#: here on the cast takes at most 3 % of their time, on a device with this ratio of operations to bytes moved: 8 on
+#: a processor, 120 on an accelerator.
 _LEAST_USES: Final = {"cpu": 256}
 _LEAST_USES_ELSEWHERE: Final = 4096
 
 #: Smaller parameters are not worth the hooks.
 LEAST_ELEMENTS: Final = 1 << 14
 
-#: Nor are those of a fraction of the elements beside them that is smaller than one of this.
+#: Nor are parameters with less than 1/32 of the elements of the other tensor.
 _LEAST_SHARE: Final = 32
 
 
@@ -53,7 +53,7 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
     given: Args,
     given_kwargs: Kwargs | None = None,
 ) -> Any:
-    """Runs ``function`` on cast arguments; autograd keeps the parameters among those given instead of their casts.
+    """Runs ``function`` on cast arguments; autograd keeps the original parameters instead of their casts.
 
     Args:
         is_choosy: Leave casts that cost more time than they are worth.
@@ -63,10 +63,12 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
         given: The positional arguments before they were cast.
         given_kwargs: The keyword arguments before they were cast; None if none was.
     """
-    if is_choosy and is_dynamo_compiling():  # sizes set no guards; partitioned graphs choose later
+    if (
+        is_choosy and is_dynamo_compiling()
+    ):  # avoids guards on sizes; partitioned graphs choose later
         return function(*args, **kwargs)
     pairs: list[Pair] = []
-    if torch.is_grad_enabled() and not is_jit_tracing():  # which has tensors as sizes
+    if torch.is_grad_enabled() and not is_jit_tracing():  # its sizes are tensors
         least = LEAST_ELEMENTS if is_choosy else 0
         _note(pairs, least, given, args)
         if given_kwargs:
@@ -81,11 +83,11 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
         return function(*args, **kwargs)
     finally:
         pop_hooks()
-        pairs.clear()  # torch keeps a pack hook as long as the tensors that it packed
+        pairs.clear()  # torch keeps a pack hook as long as its packed tensors
 
 
 def _note(pairs: list[Pair], least: int, given: Iterable[Any], cast: Iterable[Any]) -> None:
-    """Adds the parameters' matrices of ``least`` elements that were cast to low precision to ``pairs``."""
+    """Adds cast parameter matrices of at least ``least`` elements to ``pairs``."""
     for before, value in zip(given, cast, strict=True):
         if value is before:
             continue
@@ -107,12 +109,12 @@ def _is_parameter(tensor: Tensor | None) -> bool:
 def _is_worthwhile(cast: Tensor, args: Args) -> bool:
     others = [each for each in args if isinstance(each, Tensor) and each is not cast]
     if not all(isinstance(each.numel(), int) for each in (cast, *others)):
-        return False  # an exported graph would hold for the sizes alone that decide alike
+        return False  # an exported graph would only fit sizes with the same decision
     return bool(others) and pays(cast, max(others, key=Tensor.numel))
 
 
 def pays(weight: Tensor, other: Tensor) -> bool:
-    """Whether a weight is worth casting again in the backward of its product with another tensor."""
+    """Whether to cast a weight again in the backward of its product with another tensor."""
     size, other_size = weight.numel(), other.numel()
     if not other.dim() or size < LEAST_ELEMENTS or size * _LEAST_SHARE < other_size:
         return False
@@ -122,12 +124,12 @@ def pays(weight: Tensor, other: Tensor) -> bool:
 
 
 def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Kept:
-    """Returns what is kept instead of ``tensor``, which autograd saves: its parameter, if it has one."""
+    """Returns the `Kept` that autograd stores for ``tensor``: its parameter, if it has one."""
     kept = None
     if tensor.dtype in LOW_DTYPES and tensor.layout is torch.strided:
         memory = _storage(tensor)._cdata
         for parameter, cast in pairs:
-            # No version is known of an inference tensor; its cast is an ordinary one.
+            # Inference tensors have no version counter; their casts are ordinary tensors.
             if (
                 _storage(cast)._cdata == memory
                 and _has_strides(cast)
@@ -135,8 +137,7 @@ def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor:
             ):
                 offset = tensor.storage_offset() - cast.storage_offset()
                 layout = (cast.stride(), tensor.shape, tensor.stride(), offset)
-                # A leaf is kept itself, as autograd does: what shards parameters may give it other
-                # memory in the meantime.
+                # A leaf is kept itself, as in autograd: sharding may replace its memory meanwhile.
                 is_leaf = _is_parameter(parameter) and pack_outer is None
                 again = functools.partial(
                     _cast_again, cast.dtype, parameter._cdata if is_leaf else None
@@ -151,13 +152,13 @@ def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor:
 
 
 def _has_strides(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class whose views may be made by strides, unlike DTensor."""
+    """Whether a tensor's class supports views by strides, unlike DTensor."""
     kind = type(tensor)
     return kind in PLAIN_TENSORS or (has_fake_tensors() and not hasattr(kind, "__tensor_flatten__"))
 
 
 def _cast_again(dtype: torch.dtype, identity: int | None, parameter: Tensor) -> Tensor:
-    """Returns the cast of a parameter, which must have this identity below Python, if one is given."""
+    """Returns the cast of a parameter; checks its identity below Python, if one is given."""
     if identity is not None and not is_dynamo_compiling() and parameter._cdata != identity:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been swapped for another by "
