@@ -1,4 +1,4 @@
-"""Which functions compute ops in number formats, as users have registered them."""
+"""The registry of users' functions for ops in number formats."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Functions of users that compute one op in one number format: a library, or integers.
+"""Users' functions that compute one op in one number format, by a library or on integers.
 
-Graphs hold an operator that compilers don't look into. It finds the function when the graph runs, by the
-names of op and format, so a graph that was kept on the disk finds it, too.
+Graphs contain an opaque operator. It finds the function when the graph runs, by the names of op and format,
+so graphs from the disk cache find it too.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class OnCodes:
 
 @dataclass(frozen=True)
 class Lowering:
-    """A function that computes an op from arguments that are rounded to the format."""
+    """A function that computes an op from arguments rounded to the format."""
 
     function: Callable[..., Any]
     op: str
     format: str  # its name
-    takes_codes: bool = False  # so that it can't take plain numbers for values
+    takes_codes: bool = False  # so it can't take plain numbers
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Lowering:
         return f"{self.op} in {self.format}"
 
     def in_place_of(self, result: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Returns the function's result instead of torch's ``result``, with the latter's gradient.
+        """Returns the function's result with the gradient of torch's ``result``.
 
         Raises:
             OptionError: The function returns another shape.
@@ -82,7 +82,7 @@ class Lowering:
         return found
 
     def called(self, args: Args, kwargs: Kwargs) -> Tensor:
-        """Returns the function's result; it gets copies, which it may write to.
+        """Returns the function's result; it gets copies, to which it may write.
 
         Raises:
             OptionError: It does not return a tensor.
@@ -110,16 +110,16 @@ def _shaped(op: str, format: str, given: str, tensors: list[Tensor], like: Tenso
 
 
 _OPERATOR: Any = None
-if HAS_OPERATORS:  # else `convert` refuses
+if HAS_OPERATORS:  # else `convert` raises an error
     _OPERATOR = torch.library.custom_op("hmpx::lowered", _run, mutates_args=())
     _OPERATOR.register_fake(_shaped)
 
-#: Key of what stands for a tensor in a call that a graph holds as JSON.
+#: Key of a tensor's placeholder in a call that a graph stores as JSON.
 _TENSOR: Final = "hmpx::tensor"
 
 
 def _emptied(value: Any, tensors: list[Tensor]) -> Any:
-    """Returns ``value`` with numbers in place of its tensors, which are added to ``tensors``."""
+    """Returns ``value`` with its tensors replaced by numbers and added to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value.detach())
         return {_TENSOR: len(tensors) - 1}
@@ -139,7 +139,7 @@ def _filled(value: Any, tensors: list[Tensor]) -> Any:
 
 
 class _InPlaceOf(torch.autograd.Function):
-    """Other values with the gradient of torch's result."""
+    """Replaces the values of torch's result, and keeps its gradient."""
 
     drawn_as = "lowered op"
 
@@ -181,26 +181,26 @@ def register_op(
     format: str | Format,
     device_type: str | None = None,
 ) -> None:
-    """Makes ``fn`` compute an op wherever it runs in a number format.
+    """Makes ``fn`` compute an op in a number format.
 
-    The op must be in the low-precision list (or a rule's `ALLOW`) with that format to run in it.
-    What ``fn`` returns is rounded to the format; gradients are those of torch's own op at the same
-    inputs. Registering again replaces the function.
+    The op runs in the format if it is in the low-precision list (or a rule's `ALLOW`) with it. The result
+    of ``fn`` is rounded to the format; gradients are those of torch's own op at the same inputs. Registering
+    again replaces the function.
 
     Args:
         fn: Takes the op's arguments, its tensors rounded to the format, and returns one tensor. Or
             a function prepared by `create_lower_func`.
         op: Op name, as in the lists.
         format: The format, or its name.
-        device_type: Limits this to tensors on such devices; None for all device types that have no
-            function of their own.
+        device_type: Limits this to tensors on such devices; None for all device types without their own
+            function.
 
     Raises:
-        OptionError: There is no such op, format or device type, or ``fn`` can't be called.
+        OptionError: The op, the format or the device type is unknown, or ``fn`` can't be called.
 
     Example:
         >>> hmpx.formats.register(hmpx.formats.Fixed("q4_4", integer_bits=4, fraction_bits=4))
-        >>> def mul(a, b):  # as hardware may have it, which truncates
+        >>> def mul(a, b):  # like hardware that truncates
         ...     return hmpx.formats.quantize(a * b, "q4_4", rounding="toward_zero")
         >>> hmpx.formats.register_op(mul, "mul", "q4_4")
         >>> policy = hmpx.Policy.from_ops(low=["mul"], low_precision_type="q4_4")
@@ -232,15 +232,14 @@ def register_op(
 def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
     """Prepares a function that works on integer codes for `register_op`.
 
-    The function is called with the op's arguments, each floating-point tensor encoded as
-    `formats.encode` does (uint8 or uint16), and returns codes, which are decoded. Named after TVM's
-    function.
+    The function is called with the op's arguments, with each floating-point tensor encoded by
+    `formats.encode` (uint8 or uint16), and returns codes, which are decoded. Named after TVM's function.
 
     Args:
-        function: The function, or where to import it from: ``"package.module:function"``.
+        function: The function, or its import path: ``"package.module:function"``.
 
     Raises:
-        OptionError: There is no such function.
+        OptionError: The function does not exist.
 
     Example:
         >>> hmpx.formats.register(hmpx.formats.Fixed("q4_4", integer_bits=4, fraction_bits=4))
@@ -269,8 +268,7 @@ def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
 def lowerings(op: str, format: str) -> Mapping[str | None, Lowering]:
     """Returns device type -> the function that computes ``op`` in the format of that name.
 
-    Operators without a function of their own take that of their op, reflected ones with operands
-    swapped.
+    Operators without their own function use that of their op, reflected ones with swapped operands.
     """
     own = LOWERINGS.value.get((op, format))
     if own is not None:
@@ -292,7 +290,7 @@ def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
 def unregister(name: str) -> None:
     """Removes a registered format, and the functions that compute ops in it.
 
-    A conversion in force goes on rounding to the format; torch computes the ops from then on.
+    The current conversion continues to round to the format; torch computes the ops from then on.
 
     Raises:
         OptionError: No format has that name, or it is built into hmpx.

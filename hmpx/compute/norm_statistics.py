@@ -1,8 +1,8 @@
-"""Running statistics, which a norm updates as a side effect, whatever its inputs are cast to.
+"""Running statistics, which a norm updates as a side effect, for any cast of its inputs.
 
-They bypass everything that casts, upcasts or rounds arguments, and go straight to torch's function.
-If its kernel doesn't accept them together with the inputs as these arrive, it gets copies in a dtype
-that it does accept, and the updated copies are copied back.
+They bypass all code that casts, upcasts or rounds arguments, and go straight to torch's function. If
+its kernel rejects their dtypes with those of the inputs, it gets copies in another dtype, and the
+updated copies are copied back.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ..torch_internals import data_of, transforms
 from ..torch_state import is_below_dispatcher
 from .composition import rounded
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _copy_ = Tensor.copy_
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Where a norm takes its running statistics, and which dtypes its kernels accept.
+    """The running statistics among a norm's arguments, and the dtypes that its kernels accept.
 
     Attributes:
-        parameters: The same for weight and bias, which must have the dtype of the statistics.
-        updates_if: Name and position of the argument that says whether the statistics are updated;
+        parameters: Positions of weight and bias, which must have the dtype of the statistics.
+        updates_if: Name and position of the argument that decides whether the statistics are updated;
             None if they always are.
-        mixed_device_types: Device types whose kernels take fp32 parameters and statistics along with
-            a low-precision input. On others all have the input's dtype.
+        mixed_device_types: Device types whose kernels accept fp32 parameters and statistics with a
+            low-precision input. On others all have the input's dtype.
     """
 
     positions: Mapping[str, int]  # name of each statistic -> its position among the arguments
@@ -41,16 +41,16 @@ class Statistics:
     first: str  # name of the input
     updates_if: tuple[str, int] | None
     mixed_device_types: frozenset[str]
-    are_rounded: bool  # torch's function gives the kernel statistics in the input's dtype
+    are_rounded: bool  # torch's function casts statistics to the input's dtype
 
     def are_fp32(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether they and parameters are positional and fp32 or absent; False where a closer look is needed."""
+        """Whether statistics and parameters are positional, and fp32 or None; False if it needs a closer look."""
         if kwargs or transforms() is not None:
             return False
         count = len(args)
         for position in (*self.positions.values(), *self.parameters.values()):
             value = args[position] if position < count else None
-            # One overload of _native_batch_norm_legit has a bool where others have a statistic.
+            # One overload of _native_batch_norm_legit has a bool in the position of a statistic.
             if value is not None and getattr(value, "dtype", None) is not torch.float32:
                 return False
         return True
@@ -101,15 +101,15 @@ class Statistics:
         if self._updates(values, kwargs):
             with torch.no_grad():
                 for statistic, copy in copied:
-                    # Bypass the version counter, as the kernels do, for gradients still to come.
+                    # Bypasses the version counter, like the kernels, for later gradients.
                     _copy_(statistic if is_transformed else data_of(statistic), copy)
         return rounded(result, CAST[first.dtype], dtype) if is_upcast else result
 
     def _dtype(self, first: Tensor, found: set[torch.dtype]) -> torch.dtype | None:
-        """Returns the dtype to cast statistics and parameters to; None if accepted as they are.
+        """Returns the dtype for statistics and parameters; None if they need no cast.
 
-        So is the input in torch.func.vmap, whose formulas take no mixed dtypes, and where torch's function would
-        round the statistics.
+        The input gets the same cast in torch.func.vmap, whose formulas reject mixed dtypes, and if torch's
+        function would round the statistics.
         """
         dtype = first.dtype
         if dtype not in CAST or found <= {dtype}:
@@ -132,7 +132,7 @@ class Statistics:
 def _places(
     positions: Mapping[str, int], args: list[Any], kwargs: Kwargs
 ) -> Iterator[tuple[Any, Any]]:
-    """Yields, for each of these tensors in the call, its container (``args`` or ``kwargs``) and key."""
+    """Yields the container (``args`` or ``kwargs``) and the key of each of these tensors in the call."""
     for name, position in positions.items():
         if position < len(args):
             if isinstance(args[position], Tensor):

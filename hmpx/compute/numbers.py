@@ -1,9 +1,8 @@
-"""Numbers that a call's low-precision dtype does not hold, but float32 does.
+"""Numbers beyond the range of a call's low-precision dtype, within that of float32.
 
-A program that runs in fp32 must not stop because an earlier op has made a tensor low-precision, into
-which it then fills ``torch.finfo(torch.float32).min``; nor must that become -inf, of which a softmax
-makes NaN. A number that is stored, or is a bound, counts as the largest that the dtype holds; with one
-that takes part in a computation, this runs in fp32.
+An fp32 program must not fail when it fills ``torch.finfo(torch.float32).min`` into a tensor that an
+earlier op has made low-precision; nor may that become -inf, since a softmax of -inf is NaN. Stored numbers
+and bounds are clamped to the dtype's range; calls that compute with such a number run in fp32.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from ..torch_state import is_below_dispatcher, is_off, is_off_by_program, partly
 from .composition import inputs_of, widen
 from .missing_kernels import Callee, in_fp32
 
-# Taken before anything is patched.
+# Read before anything is patched.
 _clamp, _is_inf, _where = torch.clamp, torch.isinf, torch.where
 
-#: What a dtype holds; other dtypes than low-precision ones are left to torch.
+#: The largest number of each low-precision dtype; other dtypes are left to torch.
 _LARGEST: Final[Mapping[torch.dtype, float]] = {
     **dict.fromkeys((torch.float32, torch.float64), math.inf),
     **{dtype: torch.finfo(dtype).max for dtype in LOW_DTYPES},
 }
 _LARGEST_IN_FP32: Final = torch.finfo(torch.float32).max
 
-#: Any low-precision dtype holds these.
+#: Every low-precision dtype holds numbers up to this.
 _HELD: Final = min(_LARGEST.values())
 _UNHELD: Final = -_HELD
 
@@ -42,9 +41,9 @@ _INFINITE: Final = frozenset([math.inf, -math.inf])
 
 
 def held(number: Any, dtype: torch.dtype | None) -> Any:
-    """Returns ``number``, or the nearest that ``dtype`` holds if that is low-precision and float32 holds it.
+    """Returns ``number``, clamped to a low-precision ``dtype`` if float32 holds it.
 
-    Infinities and NaN stay as they are, and so does anything but a real number.
+    Infinities, NaN and values other than real numbers stay unchanged.
     """
     if not is_low(dtype):
         return number
@@ -62,10 +61,10 @@ def taking_numbers(
     complete: Callable[..., Any],
     control: Any = None,
 ) -> Callable[..., Any]:
-    """Returns a function that calls torch's ``original`` where its numbers are held, else ``complete``.
+    """Returns a function that calls torch's ``original`` if the dtype holds its numbers, else ``complete``.
 
-    With ``promotes`` its kernel takes mixed dtypes, so that the first argument does not tell. The ``forward`` of
-    ``control`` gets all calls, if that is not None.
+    With ``promotes`` its kernel accepts mixed dtypes, so the first argument does not decide. If the ``forward``
+    of ``control`` is not None, it gets all calls.
     """
     first = min(numbers.positions, default=sys.maxsize)
 
@@ -90,7 +89,7 @@ def taking_numbers(
 
 
 def completed_by_numbers(callee: Callee, numbers: Numbers) -> Callable[..., Any]:
-    """Wraps torch's function to take numbers that the low-precision dtype of its tensor does not hold."""
+    """Makes torch's function accept numbers that the low-precision dtype of its tensor does not hold."""
 
     def complete(*args: Any, **kwargs: Any) -> Any:
         return _taken(callee, numbers, args, kwargs)
@@ -113,7 +112,7 @@ def _taken(callee: Callee, numbers: Numbers, args: Args, kwargs: Kwargs) -> Any:
             return function(*args, **kwargs)
         return in_fp32(callee, args, kwargs, dtype)
 
-    # A kernel that promotes takes tensors without dimensions beside their like for no numbers.
+    # A kernel that promotes does not treat 0-dim tensors among 0-dim tensors as numbers.
     has_numbers = not callee.promotes or tensor.dim() > 0
 
     def taken(value: Any) -> Any:
@@ -130,7 +129,7 @@ def _taken(callee: Callee, numbers: Numbers, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _each(values: list[Any]) -> Iterator[Any]:
-    """Yields the values, and those in lists among them."""
+    """Yields the values, and the items of lists among them."""
     for value in values:
         yield from value if isinstance(value, (list, tuple)) else (value,)
 
@@ -138,13 +137,13 @@ def _each(values: list[Any]) -> Iterator[Any]:
 def _is_off(device_type: str) -> bool:
     """Whether the program has switched casts off for tensors on devices of this type."""
     if is_off():
-        # Inside of an op that is implemented in Python it is not the program that has.
+        # Inside an op implemented in Python, it is hmpx that has.
         return torch.compiler.is_dynamo_compiling() or is_off_by_program()
     return device_type in partly_off()
 
 
 def _deciding(callee: Callee, args: Args, kwargs: Kwargs) -> Tensor | None:
-    """Returns the tensor to whose dtype torch converts numbers; None if there is none."""
+    """Returns the tensor to whose dtype torch converts numbers, or None."""
     if not callee.promotes:
         inputs = inputs_of(args, kwargs)
         return None if inputs is None else inputs.first

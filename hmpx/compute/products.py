@@ -1,7 +1,7 @@
-"""Products of low-precision matrices accumulated in fp32, by the CUDA kernels that return fp32.
+"""Products of low-precision matrices accumulated in fp32, by CUDA kernels that return fp32.
 
-torch has these kernels (``out_dtype=``) for `torch.mm` and `torch.bmm`, without gradients. Here they get
-those of the composition of casts, and serve the other products of two matrices as well.
+torch has these kernels (``out_dtype=``) for `torch.mm` and `torch.bmm`, without gradients. This adds the
+gradients of casts, and supports the other products of two matrices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .composition import widen
 from .graphs import are_casts_kept, is_traced, round_fp32
 from .legalize import capability
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _mm, _bmm, _matmul, _sum = torch.mm, torch.bmm, torch.matmul, torch.sum
 _add, _add_, _expand, _flatten = torch.add, Tensor.add_, Tensor.expand, Tensor.flatten
 _reshape, _squeeze, _transpose, _unsqueeze = (
@@ -37,14 +37,14 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or dtype not in LOW_DTYPES:
         return False
     if dtype is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
-        return False  # these kernels refuse it
+        return False  # these kernels reject it
     return capability.reported(capability.name_of(device), dtype) is not False
 
 
 run_when_traced(has_kernel)
 
 
-#: Op -> the names of its tensors, and the numbers of its factors' dimensions; None for any.
+#: Op -> the names of its tensors, and its factors' numbers of dimensions; None for any.
 _FORMS: Final[Mapping[str, tuple[tuple[str, ...], tuple[int, int] | None]]] = {
     "addmm": (("input", "mat1", "mat2"), (2, 2)),
     "baddbmm": (("input", "batch1", "batch2"), (3, 3)),
@@ -59,9 +59,9 @@ _FORMS: Final[Mapping[str, tuple[tuple[str, ...], tuple[int, int] | None]]] = {
 
 
 def compute(op: str, args: Args, kwargs: Kwargs, output: torch.dtype) -> Tensor | None:
-    """Computes product ``op``, accumulated in fp32 and rounded once to ``output``; None if it is not supported.
+    """Computes product ``op``, accumulated in fp32 and rounded once to ``output``; None if unsupported.
 
-    Its gradients are those of casts to fp32 and from there to ``output``.
+    Its gradients are those of casts to fp32 and then to ``output``.
     """
     if op not in _FORMS:
         return None
@@ -179,7 +179,7 @@ def _second(a: Tensor, gradient: Tensor, b: Tensor, is_transposed: bool) -> Tens
 
 
 def _factor(a: Tensor, b: Tensor, factor: Tensor) -> Tensor:
-    """Returns a @ b in the dtype of ``factor``, summed over the dimensions it was broadcast along."""
+    """Returns a @ b in the dtype of ``factor``, summed over its broadcast dimensions."""
     if _broadcast(a.shape[:-2], b.shape[:-2]) == factor.shape[:-2]:
         return _product(a, b, None, factor.dtype)
     return _summed(_product(a, b, None, torch.float32), factor.dtype, factor.shape)
@@ -198,7 +198,7 @@ def _summed(gradient: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts fp32 to ``dtype``, in a way that survives a compiler's removal of round-trip casts."""
+    """Casts fp32 to ``dtype``, even if a compiler elides round-trip casts."""
     if dtype in LOW_DTYPES and is_traced() and not are_casts_kept():
         tensor = round_fp32(tensor, dtype)
     return CAST[dtype](tensor)

@@ -1,4 +1,4 @@
-"""Rounding to number formats in calls: under autograd, and with a warning of what overflows."""
+"""Rounding to number formats in calls: under autograd, and with a warning about overflow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..torch_internals import (
 from ..torch_state import in_force, place, without_casts
 from ..warning import warn
 
-# As they are where nothing is patched: op lists may name any of them.
+# Unpatched: op lists may name any of them.
 _sum, _isfinite, _and, _not = unpatched(
     torch.sum, torch.isfinite, torch.logical_and, torch.logical_not
 )
@@ -33,9 +33,9 @@ _clone = torch.Tensor.clone
 def straight_through(
     tensor: Tensor, round_: Rounder | None, round_gradient: Rounder | None = None
 ) -> Tensor:
-    """Returns ``tensor`` rounded by ``round_``; its gradient, and that one's, by ``round_gradient``.
+    """Rounds ``tensor`` by ``round_``, and its gradients of any order by ``round_gradient``.
 
-    None for either leaves the values, or the gradients, as they are.
+    None for either leaves the values, or the gradients, unchanged.
     """
     if round_ is None and round_gradient is None:
         return tensor
@@ -59,7 +59,7 @@ class _Rounded(torch.autograd.Function):
         result = tensor if round_ is None else round_(tensor)
         if result is not tensor:
             return result
-        # The tangent of a view has to be a view, which a rounded one is not.
+        # The tangent of a view must be a view, but a rounded one is not.
         is_copied = round_gradient is not None and has_tangents()
         return _clone(tensor) if is_copied else tensor.view_as(tensor)
 
@@ -71,7 +71,7 @@ class _Rounded(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if ctx.round is None:
             return gradient, None, None
-        # With create_graph=True the gradient's own gradient is rounded, too.
+        # With create_graph=True the gradient's own gradient is also rounded.
         return straight_through(gradient, ctx.round, ctx.round), None, None
 
     @staticmethod
@@ -83,7 +83,7 @@ class _Rounded(torch.autograd.Function):
 
 # --- values that overflow ---------------------------------------------------------------------------
 
-#: The conversion that has been warned of.
+#: The conversion that has warned.
 _warned: object = None
 
 
@@ -93,17 +93,17 @@ def may_overflow(format: Format, overflow: str | None) -> bool:
 
 
 def warning_of_overflow(round_: Rounder, format: Format, op: str, what: str, line: str) -> Rounder:
-    """Returns ``round_`` with one warning of a conversion where it makes finite values infinite or NaN.
+    """Makes ``round_`` warn, once per conversion, if it makes finite values infinite or NaN.
 
-    On the CPU only: to look at values elsewhere would wait for the device. It looks at the sum of what was
-    rounded, in a tenth to a third of the time of rounding; `hmpx.watch` looks everywhere.
+    On the CPU only: reading values elsewhere would synchronize the device. It checks the sum of the
+    rounded values, in a tenth to a third of the time of rounding; `hmpx.watch` checks all devices.
 
     Args:
         round_: Rounds to the format.
         format: The format.
         op: The op whose values these are.
-        what: Which they are: ``"an input"``.
-        line: Where the op's decision comes from.
+        what: Their role: ``"an input"``.
+        line: The origin of the op's decision.
     """
 
     def round_and_look(tensor: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def warning_of_overflow(round_: Rounder, format: Format, op: str, what: str, lin
 
 
 def _largest_lost(tensor: Tensor, result: Tensor) -> float | None:
-    """Returns the largest magnitude that was finite and is not any more; None if there is none."""
+    """Returns the largest magnitude that rounding made infinite or NaN, or None."""
     with torch.no_grad(), without_casts():
         is_lost = _and(_isfinite(tensor), _not(_isfinite(result)))
         if not is_lost.any().item():

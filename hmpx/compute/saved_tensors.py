@@ -1,7 +1,7 @@
-"""What autograd saves instead of fp32 tensors: the low-precision tensors that they are made from.
+"""Makes autograd save low-precision sources instead of the fp32 tensors made from them.
 
-`keeping_low` computes an op in fp32 under saved-tensor hooks that store the low-precision sources instead
-of the fp32 copies that the op saw.
+`keeping_low` computes an op in fp32 under saved-tensor hooks that store the low-precision sources of its
+fp32 inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..torch_internals import (
 )
 from .composition import raised, rounded, widen
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _add_, _clamp_, _masked_fill_ = Tensor.add_, Tensor.clamp_, Tensor.masked_fill_
 _as_strided, _copy_, _detach = Tensor.as_strided, Tensor.copy_, Tensor.detach
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -35,16 +35,16 @@ _equal = torch.equal
 
 
 class Kept:
-    """What is kept for autograd instead of an fp32 tensor.
+    """The replacement of an fp32 tensor that autograd saves.
 
     Attributes:
-        tensor: The low-precision tensor, or parameter, that the fp32 tensor is made from; with outer
-            hooks, whatever those packed it into.
-        version: The tensor's version, so that a write to it in the meantime is noticed.
-        raise_again: Makes the fp32 tensor again; None if ``tensor`` already is it.
-        rest: What to add to its bits afterwards, see `remainder`; None for nothing.
-        layout: The strides of the tensor that ``raise_again`` first made, then the shape and strides
-            of the view of it to return, and where that begins in it; None for the tensor itself.
+        tensor: The low-precision tensor, or parameter, that is the source of the fp32 tensor; with outer
+            hooks, their packed object.
+        version: The tensor's version counter, to detect later writes.
+        raise_again: Recreates the fp32 tensor; None if ``tensor`` is it.
+        rest: The number to add to its bits afterwards, see `remainder`; None for nothing.
+        layout: The strides of the first result of ``raise_again``, then the shape, strides and offset of
+            the view of it to return; None for the tensor itself.
     """
 
     __slots__ = ("layout", "raise_again", "rest", "tensor", "version")
@@ -61,17 +61,19 @@ class Kept:
 
 
 def unpack(kept: Kept, unpack_outer: Callable[[Any], Tensor] | None = None) -> Tensor:
-    """Returns the tensor that ``kept`` stands for.
+    """Returns the tensor that ``kept`` represents.
 
-    Under compiled autograd writes are not noticed, as torch notices none to what hooks keep.
+    Under compiled autograd writes are not detected, like all writes to tensors that hooks keep.
 
     Raises:
-        RuntimeError: The tensor that it is made from was written to.
+        RuntimeError: Its source was written to.
     """
     tensor: Tensor = kept.tensor
     if unpack_outer is not None:
         tensor = unpack_outer(tensor)
-    elif not is_dynamo_compiling() and tensor._version != kept.version:  # it would trace its own
+    elif (
+        not is_dynamo_compiling() and tensor._version != kept.version
+    ):  # its own tracing has no versions
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
             f"inplace operation: [{tensor.dtype}, {list(tensor.shape)}] is at version "
@@ -87,8 +89,8 @@ def unpack(kept: Kept, unpack_outer: Callable[[Any], Tensor] | None = None) -> T
 
 
 def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any, offset: Any) -> Tensor:
-    """Returns a view of ``tensor``, which must have these strides, as it had when it was packed."""
-    if tensor.stride() != strides:  # outer hooks gave back another layout
+    """Returns a view of ``tensor``, which must have the strides from packing."""
+    if tensor.stride() != strides:  # outer hooks returned another layout
         same = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = _copy_(same, tensor)
     if tensor.shape == shape and strides == view_strides:
@@ -97,7 +99,7 @@ def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any, offse
 
 
 def saved_by(node: Any) -> list[Any]:
-    """Returns what autograd has saved in one node: objects of torch's, without any that are None."""
+    """Returns the saved tensors of one autograd node, as torch's objects, without None."""
     found: list[Any] = []
     for name in _saved_names(node.__class__):
         value = getattr(node, name)
@@ -111,19 +113,19 @@ def _saved_names(node: type) -> list[str]:
 
 
 def _is_read_alone(kept: Kept, result: Tensor) -> bool:
-    """Whether the backward formula that an output is saved for reads no other tensor."""
+    """Whether the backward formula of a saved output reads no other tensor."""
     node = node_of(result)
     while node is not None:
         saved = saved_by(node)
         if saved:
             return len(saved) == 1 and (not TELLS_SAVED or saved[0].data is kept)
         before = [each for each, _ in edges_of(node) if each is not None]
-        node = before[0] if len(before) == 1 else None  # as of views
+        node = before[0] if len(before) == 1 else None  # for views
     return False
 
 
 def _keep_output(kept: Kept, result: Tensor, low_result: Tensor, *, splits: bool) -> None:
-    """Keeps the rounded output, with ``splits`` and its remainder, if ``kept`` holds the output's elements."""
+    """Keeps the rounded output, with ``splits`` also the remainder, if ``kept`` has the output's elements."""
     tensor = kept.tensor
     if tensor.shape != result.shape:
         if tensor.numel() != result.numel():
@@ -140,10 +142,10 @@ def _keep_output(kept: Kept, result: Tensor, low_result: Tensor, *, splits: bool
 
 
 def remainder(exact: Tensor, low: Tensor) -> Tensor:
-    """Returns the int16 to add to the fp32 bits of ``low`` to get float32 ``exact`` again.
+    """Returns the int16 to add to the fp32 bits of ``low`` to restore float32 ``exact``.
 
-    Halfway between two bfloat16 numbers, one unit in fp32's last place may be missing. Nothing is
-    added to float16 values that are NaN, subnormal or infinite, where the difference does not fit.
+    Halfway between two bfloat16 numbers, the result may be off by one unit in fp32's last place. The
+    remainder is 0 for float16 values that are NaN, subnormal or infinite, where the difference does not fit.
     """
     rest = _sub(_view(exact, torch.int32), _view(widen(low), torch.int32))
     if low.dtype is torch.bfloat16:
@@ -151,16 +153,16 @@ def remainder(exact: Tensor, low: Tensor) -> Tensor:
     return _to(_masked_fill_(rest, _gt(_abs(rest), 0x1000), 0), torch.int16)
 
 
-# --- ops that are computed in fp32 -----------------------------------------------------------------
+# --- ops computed in fp32 --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How one call is computed.
+    """The precision of one call.
 
     Attributes:
-        splits_output: An output that autograd saves along with other tensors is kept as two 16-bit
-            tensors: the rounded output, and the remainder that rounding takes away.
+        splits_output: An output that autograd saves with other tensors is kept as two 16-bit tensors:
+            the rounded output, and the remainder.
     """
 
     dtype: torch.dtype  # the low-precision dtype
@@ -180,10 +182,9 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
 ) -> Any:
     """Computes ``function`` in fp32 and rounds the result; autograd saves low-precision tensors.
 
-    ``finish``, if given, makes the result from the fp32 one; it must be given for products only.
-    An fp32 copy of an input is made again from the input, or from the parameter behind it, which is
-    alive anyway. An output is kept as rounded, unless the backward formula reads other tensors
-    along with it. A norm's statistics stay as they are.
+    ``finish``, for products only, converts the fp32 result to the final one. fp32 copies of inputs are
+    recreated from the input, or from its parameter, which is alive anyway. An output is kept rounded, unless the
+    backward formula also reads other tensors. A norm's statistics stay unchanged.
     """
     outer = top_hooks()
     packer = _Packer(precision, outer)
@@ -193,7 +194,7 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
         result = function(*new_args, **new_kwargs)
     finally:
         pop_hooks()
-    packer.sources.clear()  # torch keeps a pack hook as long as the tensors that it packed
+    packer.sources.clear()  # torch keeps a pack hook as long as its packed tensors
     low_result = rounded(result, finish or packer.convert)
     if packer.pending:
         packer.settle(result, None if finish else low_result)
@@ -201,7 +202,7 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
 
 
 def push_under(pack: Callable[[Tensor], Kept], outer: tuple[Any, Any] | None) -> None:
-    """Pushes saved-tensor hooks that keep what ``pack`` gives, under the hooks that are in force."""
+    """Pushes saved-tensor hooks that store the results of ``pack``, below the current hooks."""
     if outer is None:
         push_hooks(pack, unpack)
     else:
@@ -219,7 +220,7 @@ class _Packer:
         outer: The hooks around the call, or None.
         sources: By address: the source of an fp32 input, how to upcast it, and the strides.
         alive: Addresses of fp32 parameters that are inputs themselves.
-        pending: Address and what is kept, for tensors that `settle` decides about.
+        pending: Address and `Kept` of tensors that `settle` decides.
     """
 
     __slots__ = ("alive", "convert", "outer", "pending", "precision", "sources")
@@ -232,7 +233,7 @@ class _Packer:
         self.pending: list[tuple[int, Kept]] = []
 
     def upcast(self, args: Args, kwargs: Kwargs, given: Args) -> tuple[list[Any], Kwargs]:
-        """Returns the arguments with low-precision tensors in fp32; notes what each is made from."""
+        """Returns the arguments with low-precision tensors in fp32; records their sources."""
         note = self.note
         new_args = list(args)
         for position, value in enumerate(args):
@@ -251,7 +252,7 @@ class _Packer:
         return new_args, {name: raised(value, note) for name, value in kwargs.items()}
 
     def note(self, tensor: Tensor, source: Tensor | None = None) -> Tensor:
-        """Returns ``tensor`` in fp32, and notes what it is made from: ``source``, rounded, if given."""
+        """Returns ``tensor`` in fp32, and records its source: ``source``, rounded, if given."""
         again = self.precision.widen
         wide = again(tensor)
         if source is None:
@@ -263,9 +264,9 @@ class _Packer:
         return wide
 
     def pack(self, tensor: Tensor) -> Kept:
-        """Returns what is kept instead of ``tensor``, which autograd saves."""
+        """Returns the `Kept` that autograd stores for ``tensor``."""
         is_usual = tensor.dtype is torch.float32 and tensor.layout is torch.strided
-        pointer = address_of(tensor) if is_usual else 0  # 0, too, if it is empty
+        pointer = address_of(tensor) if is_usual else 0  # also 0 if it is empty
         found = self.sources.get(pointer)
         if found is not None and pointer:
             source, again, strides = found
@@ -276,7 +277,7 @@ class _Packer:
             return self.keep(Kept(tensor))
         if self.precision.is_product and self.precision.rounds_inputs:
             low = self.convert(tensor)
-            # A copy of an input in another layout; planned ones have no values, and are copies.
+            # A copy of an input in another layout; planned tensors have no values, and are copies.
             if passes_for_real(tensor) or _equal(widen(low), tensor):
                 return self.keep(Kept(low, widen))
         kept = Kept(tensor)
@@ -284,7 +285,7 @@ class _Packer:
         return kept
 
     def keep(self, kept: Kept) -> Kept:
-        """Returns ``kept`` as the outer hooks pack it."""
+        """Returns ``kept`` packed by the outer hooks."""
         if self.outer is not None:
             pack_outer = self.outer[0]
             kept.tensor = pack_outer(kept.tensor)
@@ -293,14 +294,14 @@ class _Packer:
         return kept
 
     def settle(self, result: Any, low_result: Any) -> None:
-        """Decides how the pending tensors are kept, given the fp32 result, and the rounded one if it may be kept."""
+        """Decides how to keep the pending tensors, given the fp32 result, and the rounded one if it may be kept."""
         precision = self.precision
         is_dense = isinstance(result, Tensor) and result.layout is torch.strided
         address = address_of(result) if is_dense else 0
         outputs = [kept for pointer, kept in self.pending if pointer == address]
         for kept in outputs:
-            # If the formula also reads other tensors, which are not rounded, this must not be rounded
-            # either: formulas compare them, or take their small difference.
+            # If the formula also reads other, unrounded tensors, this must not be rounded either: formulas
+            # compare them, or compute their small difference.
             if low_result is not None and (precision.splits_output or _is_read_alone(kept, result)):
                 _keep_output(kept, result, low_result, splits=precision.splits_output)
         if precision.is_product and not precision.rounds_inputs and not outputs:

@@ -1,6 +1,6 @@
-"""Ops that select elements of a low-precision table: the result is cast, and gradients add up in fp32.
+"""Ops that select elements of a low-precision table: casts the result, and sums gradients in fp32.
 
-So do gradients of other ops where those alone lack a kernel.
+Also fp32 gradients of other ops if only these lack a kernel.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .graphs import is_traced
 if TYPE_CHECKING:
     from .missing_kernels import Callee
 
-# Taken before anything is patched.
+# Read before anything is patched.
 _copy_, _empty_strided = Tensor.copy_, torch.empty_strided
 _eq, _item, _nonzero, _to = torch.eq, Tensor.item, torch.nonzero, Tensor.to
 _index_select, _unique = torch.index_select, torch.unique
 
-#: Smaller tables are cast in less time than it takes to do without.
+#: For smaller tables the cast is faster.
 _LEAST: Final = 1 << 16
 
-#: Ops that can run on the rows alone that a call reads -> the parameter that says which.
+#: Ops that can run on the rows that a call reads alone -> the parameter with their indices.
 _INDEX: Final = {
     "embedding": "indices",
     "embedding_bag": "indices",
     "index_select": "index",
 }
-#: They do if the table has this number of rows for each index.
+#: They do if the table has at least this number of rows per index.
 _FEW: Final = 4
 
 
@@ -47,13 +47,13 @@ def selected(  # noqa: PLR0917  # all there is to one call
     inputs: Inputs,
     dtype: torch.dtype,
 ) -> Any:
-    """Returns the elements that ``function`` selects, in ``dtype``; None if the table has to be upcast instead.
+    """Returns the elements that ``function`` selects, in ``dtype``; None if the table must be upcast instead.
 
-    The gradient is that of an fp32 table, since torch adds it up in the table's dtype. Graphs, torch.func
+    The gradient is that of an fp32 table, since torch sums it in the table's dtype. Graphs, torch.func
     and tangents need the upcast.
     """
     table = inputs.first
-    if argument("sparse", names, args, kwargs):  # a sparse gradient adds nothing up
+    if argument("sparse", names, args, kwargs):  # a sparse gradient has no sums
         return rounded(function(*args, **kwargs), CAST[dtype], table.dtype)
     if table is not inputs.low or transforms() is not None or has_tangents():
         return None
@@ -70,13 +70,13 @@ def selected(  # noqa: PLR0917  # all there is to one call
     outline: Tensor = _Outline.apply(table)  # type: ignore[no-untyped-call]
     new_args, new_kwargs = _changed({names[0]: outline}, names, args, kwargs)
     result = function(*new_args, **new_kwargs)
-    with torch.no_grad():  # the gradient of a selection needs none of its values
+    with torch.no_grad():  # the gradient of a selection does not need its values
         _copy_(data_of(result), function(*args, **kwargs))
     return CAST[dtype](result)
 
 
 def with_fp32_gradients(callee: Callee, args: Args, kwargs: Kwargs, inputs: Inputs) -> Any:
-    """Returns the values that torch's function gives, with the gradients of its fp32 kernel."""
+    """Returns the result of torch's function, with the gradients of its fp32 kernel."""
     function, dtype, result = callee.function, inputs.first.dtype, None
     if callee.selects or callee.op in _INDEX:
         result = selected(callee.op, callee.names, function, args, kwargs, inputs, dtype)
@@ -95,7 +95,7 @@ def with_fp32_gradients(callee: Callee, args: Args, kwargs: Kwargs, inputs: Inpu
 
 
 def argument(name: str, names: Sequence[str], args: Args, kwargs: Kwargs) -> Any:
-    """Returns the argument for a parameter; None if it is not given."""
+    """Returns the argument for a parameter; None if it is missing."""
     position = names.index(name) if name in names else len(args)
     return args[position] if position < len(args) else kwargs.get(name)
 
@@ -103,7 +103,7 @@ def argument(name: str, names: Sequence[str], args: Args, kwargs: Kwargs) -> Any
 def _changed(
     changed: Mapping[str, Any], names: Sequence[str], args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs]:
-    """Returns the arguments with those for these parameters changed."""
+    """Returns the arguments with the values of these parameters replaced."""
     new_args = tuple([changed.get(name, v) for name, v in zip(names, args, strict=False)])
     return new_args, {k: changed.get(parameter_named(k, names), v) for k, v in kwargs.items()}
 
@@ -111,7 +111,7 @@ def _changed(
 def _of_few_rows(
     op: str, names: Sequence[str], args: Args, kwargs: Kwargs, table: Tensor
 ) -> dict[str, Any] | None:
-    """Returns the arguments that change if a call gets only the rows that it reads, each once; None if they are many."""
+    """Returns the changed arguments of a call on only the rows that it reads, each once; None for many rows."""
     given = dict(zip(names, args, strict=False))
     given |= {parameter_named(name, names): value for name, value in kwargs.items()}
     index, dim, padding = given.get(_INDEX[op]), given.get("dim", 0), given.get("padding_idx")
@@ -127,7 +127,7 @@ def _of_few_rows(
     few = {names[0]: _index_select(table, dim, rows), _INDEX[op]: _to(inverse, index.dtype)}
     if padding is None:
         return few
-    if op == "embedding_bag" and padding < 0:  # `embedding` has -1 for no row
+    if op == "embedding_bag" and padding < 0:  # -1 means no row in `embedding`
         padding += table.shape[dim]
     places = _nonzero(_eq(rows, padding))
     none = None if op == "embedding_bag" else -1
@@ -135,7 +135,7 @@ def _of_few_rows(
 
 
 class _Outline(torch.autograd.Function):
-    """A tensor of the table's shape that takes no memory. Autograd rounds its fp32 gradient to the table's dtype."""
+    """A tensor of the table's shape without memory. Autograd rounds its fp32 gradient to the table's dtype."""
 
     drawn_as = "cast"
 

@@ -1,4 +1,4 @@
-"""Notes about calls: what `hmpx.freeze` asks for, and whether a call has computed in fp32."""
+"""Reports about calls: for `hmpx.freeze`, and whether a call has computed in fp32."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 #: Called with the name of an op and some of its inputs.
 Note = Callable[[str, list[Tensor]], None]
 
-#: Called with each parameter that is rounded, its format, and how an op takes it where integers are never
-#: codes: as one of `AS_DATA`; ``""`` where they may be.
+#: Called with each rounded parameter, its format, and one of `AS_DATA` if the op never treats integers there
+#: as codes, else ``""``.
 RoundingNote = Callable[[Tensor, "Format", str], None]
 
-#: As what integers are data for an op.
+#: The places in which integers are data for an op.
 AS_DATA: Final = ("as a first input", "in a list")
 
-# Calls ask whether there are any, which costs less than a context variable; so calls in other threads are
-# reported, too.
+# A global, which costs less per call than a context variable; so calls in other threads are also
+# reported.
 DECIDING_WATCHERS: Final[list[Note]] = []
 EMULATION_WATCHERS: Final[list[RoundingNote]] = []
 
@@ -35,7 +35,7 @@ _unrounded: Final = contextvars.ContextVar[Note | None]("hmpx_watcher", default=
 
 @contextlib.contextmanager
 def watched_deciding(note: Note) -> Iterator[None]:
-    """Calls ``note`` with inputs whose dtype decides, beyond their cast, what a call in the block returns."""
+    """Calls ``note`` with inputs whose dtype, beyond their cast, affects the result of a call in the block."""
     DECIDING_WATCHERS.append(note)
     try:
         yield
@@ -44,7 +44,7 @@ def watched_deciding(note: Note) -> Iterator[None]:
 
 
 def note_deciding(op: str, inputs: list[Tensor]) -> None:
-    """Reports that the dtype of ``inputs`` decides what ``op`` makes of them."""
+    """Reports that the dtype of ``inputs`` affects the result of ``op``."""
     for note in DECIDING_WATCHERS:
         note(op, inputs)
 
@@ -60,7 +60,7 @@ def watched_emulation(note: RoundingNote) -> Iterator[None]:
 
 
 def note_rounding(parameter: Tensor, format: Format, as_data: str = "") -> bool:
-    """Reports a parameter that is rounded; returns whether anybody watches."""
+    """Reports a rounded parameter; returns whether there are watchers."""
     for note in EMULATION_WATCHERS:
         note(parameter, format, as_data)
     return bool(EMULATION_WATCHERS)
@@ -68,10 +68,10 @@ def note_rounding(parameter: Tensor, format: Format, as_data: str = "") -> bool:
 
 @contextlib.contextmanager
 def watched_rounding(note: Note) -> Iterator[None]:
-    """Calls ``note`` wherever the mode ``"fast"`` leaves inputs unrounded, inside the block.
+    """Calls ``note`` whenever the mode ``"fast"`` leaves inputs unrounded inside the block.
 
-    Whether it does depends on a call's size, and on whether gradients are recorded. Inside the block every
-    call is computed like those that leave inputs unrounded.
+    That depends on a call's size, and on whether gradients are recorded. Inside the block every call
+    leaves inputs unrounded.
     """
     token = _unrounded.set(note)
     try:
@@ -81,7 +81,7 @@ def watched_rounding(note: Note) -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether the call is made in a block of `watched_rounding`."""
+    """Whether the call is in a block of `watched_rounding`."""
     return _unrounded.get() is not None
 
 
@@ -93,7 +93,7 @@ def note_unrounded(op: str, inputs: list[Tensor]) -> None:
 
 
 class _Here(threading.local):
-    """Whether this thread has computed a low-precision call in fp32; whoever reads it resets it."""
+    """Whether this thread has computed a low-precision call in fp32; readers reset it."""
 
     is_legalized = False
 
@@ -102,7 +102,7 @@ COMPUTED: Final = _Here()
 
 
 def note_legalized() -> None:
-    """Notes that a call with low-precision inputs or results computes in fp32."""
+    """Records that a call with low-precision inputs or results computes in fp32."""
     COMPUTED.is_legalized = True
 
 

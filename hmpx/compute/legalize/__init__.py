@@ -1,1 +1,1 @@
-"""Low precision where a device lacks it or is slow at it: decided here, computed in fp32."""
+"""Legalization: low-precision calls that a device lacks or runs slowly are computed in fp32 and rounded."""

@@ -1,8 +1,8 @@
-"""Activations of bfloat16 tensors on the CPU, looked up in tables, to the same bits.
+"""Lookup tables for activations of bfloat16 tensors on the CPU, bit-identical to torch's kernels.
 
-Vector instructions for float32 alone compute an activation of bfloat16 more slowly than of float32. There are
-only 65,536 numbers: a table holds what torch's own kernel gives for each. Whether gradients may be
-multiplied by a table of derivatives is tried with each significand that a gradient can have.
+With vector instructions for float32 alone, activations of bfloat16 are slower than of float32. There are only
+65,536 bfloat16 numbers: a table holds the result of torch's own kernel for each. Whether a table of derivatives
+can replace the backward is tested with every significand of a gradient.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from .scratch import is_seen
 if TYPE_CHECKING:
     from ...number_formats import Bfloat16Kernels
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _empty_like, _numel = torch.empty_like, Tensor.numel
 _BF16, _F32, _BITS = torch.bfloat16, torch.float32, torch.int16
 
-#: Ops of one tensor whose operator has a `..._backward` of the gradient and that tensor.
+#: Ops of one tensor with a `..._backward` operator that takes the gradient and that tensor.
 ACTIVATIONS: Final = ("gelu", "mish", "silu")
 
-#: Elements of a tensor; below this, a call is what takes time.
+#: Elements of a tensor; below this, the call itself dominates.
 _LEAST: Final = 1 << 14
 
-#: Torch's kernels compute the last few elements by other instructions than whole vectors.
+#: Torch's kernels compute the elements after the last whole vector by other instructions.
 _VECTOR: Final = 32
 
-#: Elements that torch's kernels have computed before tables are made, which takes as long.
+#: Elements that torch's kernels compute before tables are built, which takes as long.
 _UNTIL: Final = 1 << 24
 
 #: Keyword arguments that activations may have.
@@ -51,14 +51,14 @@ _KEYWORDS: Final[tuple[Kwargs, ...]] = ({}, {"approximate": "none"}, {"approxima
 
 _NUMBERS: Final = 1 << 16
 
-#: Significands of bfloat16, and how many are tried at once.
+#: The number of significands of bfloat16, and how many are tested at once.
 _SIGNIFICANDS: Final = 128
 _AT_ONCE: Final = 16
 
-#: What they are multiplied by, so that not even the smallest derivative makes a subnormal product.
+#: Factor that keeps products with even the smallest derivative normal.
 _LARGE: Final = 2.0**64
 
-#: Gradients beside them: other signs and sizes.
+#: Other test gradients: signs, sizes and special values.
 _OTHERS: Final = (-1.5, 0.0, -0.0, 2.0**-70 * 1.25, -(2.0**100), float("inf"), float("nan"))
 
 #: A table must take at most this share of the kernel's time.
@@ -66,7 +66,7 @@ _WORTHWHILE: Final = 0.8
 
 
 def looked_up(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns torch's ``function`` of an op of `ACTIVATIONS`, with large calls looked up."""
+    """Returns torch's ``function`` for an op of `ACTIVATIONS`, with lookup tables for large calls."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or len(args) != 1:
@@ -102,7 +102,7 @@ class _Activation:
         self._lock = threading.Lock()
 
     def compute(self, x: Tensor) -> Tensor | None:
-        """Returns the activation of a contiguous tensor; None if torch's kernel is to compute it."""
+        """Returns the activation of a contiguous tensor; None to leave it to torch's kernel."""
         found = self._tables
         if found is None:
             size = _numel(x)
@@ -129,7 +129,7 @@ class _Activation:
         return result
 
     def differentiable_backward(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """Returns the gradient of ``x`` by what torch derives, as its kernels need have no derivative."""
+        """Returns the gradient of ``x`` by autograd, since torch's kernel may have no derivative."""
         with torch.enable_grad():
             (result,) = torch.autograd.grad(self._by_torch(x), x, gradient, create_graph=True)
         return result
@@ -140,7 +140,7 @@ class _Activation:
 
     def _made(self, kernels: Bfloat16Kernels) -> Tables | None:
         if not self._lock.acquire(blocking=False):
-            return None  # another thread makes them
+            return None  # another thread builds them
         try:
             self._tables = made(self._by_torch, self.backward, kernels)
         finally:
@@ -148,12 +148,12 @@ class _Activation:
         return self._tables
 
 
-#: Op, and which of `_KEYWORDS` -> the activation: whatever conversions there are.
+#: Op, and index in `_KEYWORDS` -> the activation, for all conversions.
 _activations: Final[dict[tuple[str, int], _Activation]] = {}
 
 
 def _activation(op: str, keywords: Kwargs) -> _Activation | None:
-    """Returns an activation with these keyword arguments; None if it is not known."""
+    """Returns an activation with these keyword arguments; None if unsupported."""
     if keywords not in _KEYWORDS:
         return None
     key = op, _KEYWORDS.index(keywords)
@@ -162,7 +162,7 @@ def _activation(op: str, keywords: Kwargs) -> _Activation | None:
 
 
 class LookedUp(torch.autograd.Function):
-    """An activation, and its gradient, looked up."""
+    """An activation and its gradient by lookup."""
 
     drawn_as = "activation"
 
@@ -195,24 +195,24 @@ _Backward = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What is looked up for one function.
+    """The lookup tables of one function.
 
     Attributes:
         values: bfloat16: its values in the order of the numbers' bits; None if torch's kernel is as
             fast.
-        derivatives: float32: what a gradient is multiplied by; None if torch's kernel is as fast, or
-            no factor gives the same bits.
+        derivatives: float32: the factors for gradients; None if torch's kernel is as fast, or no factor
+            gives the same bits.
     """
 
     values: Tensor | None
     derivatives: Tensor | None
-    kernels: Bfloat16Kernels  # what looks up
+    kernels: Bfloat16Kernels  # the lookup kernels
 
 
 def made(
     forward: Callable[[Tensor], Tensor], backward: _Backward, kernels: Bfloat16Kernels
 ) -> Tables:
-    """Returns the tables of a function with these kernels of torch's, on the CPU; takes some 50 ms."""
+    """Returns the tables of a function with these torch kernels, on the CPU; takes some 50 ms."""
     with torch.no_grad(), torch.inference_mode(False), without_casts():
         bits = torch.arange(_NUMBERS, dtype=torch.int32, device="cpu").to(_BITS)
         many = bits.view(_BF16).expand(_AT_ONCE, _NUMBERS).contiguous()
@@ -224,7 +224,7 @@ def made(
 
 
 def _derivatives(many: Tensor, backward: _Backward, kernels: Bfloat16Kernels) -> Tensor | None:
-    """Returns what gradients are multiplied by, for all numbers; None if that is slower, or gives other bits."""
+    """Returns the factors for gradients, for all numbers; None if they are slower, or give other bits."""
     numbers, out = many[0], torch.empty_like(many)
     fractions = torch.arange(_SIGNIFICANDS, dtype=_F32, device="cpu") / _SIGNIFICANDS
     gradients = ((1 + fractions) * _LARGE).to(_BF16)[:, None]
@@ -235,7 +235,7 @@ def _derivatives(many: Tensor, backward: _Backward, kernels: Bfloat16Kernels) ->
         return None
 
     def fits(source: Tensor, gradient: Tensor, derivatives: Tensor) -> Tensor:
-        """Whether the kernel's results are those of the table, for each element of the last dimension."""
+        """Whether the kernel's results equal the table's, for each element of the last dimension."""
         by_table = kernels.scale(source, gradient, torch.empty_like(source), derivatives)
         return (_plain(by_table) == _plain(backward(gradient, source))).all(0)
 
@@ -259,7 +259,7 @@ def _derivatives(many: Tensor, backward: _Backward, kernels: Bfloat16Kernels) ->
 
 
 def _between(gradients: Tensor, results: Tensor) -> Tensor:
-    """Returns float32 numbers that, times positive gradients [g, 1], round to the results [g, n], if there are any."""
+    """Returns float32 factors that turn positive gradients [g, 1] into the results [g, n], if they exist."""
     bits, exact, by = results.view(_BITS).int(), results.double(), gradients.double()
     away, back = (
         (exact + (bits + step).to(_BITS).view(_BF16).double()) / 2 / by for step in (1, -1)
@@ -269,7 +269,7 @@ def _between(gradients: Tensor, results: Tensor) -> Tensor:
 
 
 def _plain(results: Tensor) -> Tensor:
-    """Returns the bits of bfloat16 results, where all NaN have those that casts give them."""
+    """Returns the bits of bfloat16 results, with the NaN bits that casts produce."""
     nan = torch.full((1,), float("nan"), dtype=_F32, device="cpu").to(_BF16).view(_BITS)
     return results.view(_BITS).masked_fill(results.isnan(), nan[0])
 

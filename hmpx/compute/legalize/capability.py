@@ -1,4 +1,4 @@
-"""What a device does natively in low precision, per op kind: as torch reports it, and measured.
+"""The native low-precision capability of a device, per kind of op: reported by torch, and measured.
 
 A CPU without bfloat16 products computes them many times slower than fp32, and does not report it.
 A device is named ``"cpu"`` or, since cards may differ, ``"cuda:1"``.
@@ -26,21 +26,21 @@ from ...torch_state import without_casts
 
 LOGGER: Final = logging.getLogger("hmpx")
 
-#: Taken from torch before anything is patched. Functions that these call in turn are not cast either:
-#: casts are off where they run.
+#: Read before anything is patched. Functions that these call are not cast either: casts are off
+#: during a measurement.
 _MM, _CONV2D, _LINEAR = torch.mm, torch.conv2d, torch.nn.functional.linear
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _LAYER_NORM, _GELU, _LSTM = torch.layer_norm, torch.nn.functional.gelu, VF.lstm
 _LINSPACE, _ONES_LIKE, _VIEW, _ZEROS = torch.linspace, torch.ones_like, Tensor.view, torch.zeros
 
 #: A native kernel is slow if it takes this many times as long as the same result via fp32. All kinds
-#: are far from this threshold on either side, so noise does not decide.
+#: are far from this threshold, so noise has no influence.
 SLOW: Final = 2.0
 
 _THREAD_TIME_IS_FINE: Final = time.get_clock_info("thread_time").resolution < 1e-6
 
-#: Products of up to this many multiplications take less time than the casts would. Fixed rather than
-#: measured, so that results are the same in each process.
+#: Products of up to this many multiplications take less time than casts. Fixed rather than measured, so
+#: that results are the same in each process.
 SMALL_PRODUCT: Final = 8192
 
 
@@ -63,17 +63,17 @@ class Capability:
 
 
 class Capturing(Exception):  # noqa: N818  # not an error
-    """A CUDA graph is being captured, which a measurement would disturb: ask again afterwards."""
+    """A CUDA graph is being captured, which a measurement would disturb: retry afterwards."""
 
 
 def name_of(device: torch.device) -> str:
-    """Returns the name used to ask about ``device``, numbered where devices of one type may differ."""
+    """Returns the name of ``device`` here, with a number if devices of its type may differ."""
     device_type = device.type
     return f"cuda:{device.index}" if device_type == "cuda" else device_type
 
 
 def is_reported_of_all(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether no device of this type is reported to lack ``dtype``, so one's speed stands for all."""
+    """Whether no device of this type is reported to lack ``dtype``, so one's speed represents all."""
     if device_type != "cuda":
         return True
     return all(
@@ -82,7 +82,7 @@ def is_reported_of_all(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def reported(device: str, dtype: torch.dtype) -> bool | None:
-    """Returns whether torch reports that the hardware computes in ``dtype``; None if it doesn't say."""
+    """Returns whether torch reports that the hardware computes in ``dtype``; None if it reports nothing."""
     device_type, _, index = device.partition(":")
     if device_type == "cpu":
         name = "bf16" if dtype is torch.bfloat16 else "fp16"
@@ -95,22 +95,22 @@ def reported(device: str, dtype: torch.dtype) -> bool | None:
             return True
         least = (8, 0) if dtype is torch.bfloat16 else (5, 3)
         if index and int(index) >= torch.cuda.device_count():
-            return None  # the device of a fake tensor
+            return None  # a fake tensor's device
         get = torch.cuda.get_device_capability
         version = get(int(index)) if index else get()
         return version >= least
-    return True  # an accelerator is made for low precision
+    return True  # accelerators are built for low precision
 
 
 @functools.cache
 def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
-    """Returns what is known about ops of ``kind``, measuring it on first use, once a process.
+    """Returns the capability for ops of ``kind``, measured on first use, once per process.
 
-    Where the measurement fails, its ratios are None, and ops are left to torch. An accelerator that reports
-    the dtype is trusted without measuring, which would start its context.
+    If the measurement fails, its ratios are None, and ops are left to torch. An accelerator that reports the
+    dtype is trusted, since a measurement would start its context.
 
     Raises:
-        Capturing: A measurement is needed, and must not run now.
+        Capturing: A measurement is needed, but must not run now.
     """
     if device != "cpu" and reported(device, dtype) is not False:
         return Capability(reported(device, dtype))
@@ -127,7 +127,7 @@ def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
 
 
 def forget() -> None:
-    """Discards all measurements, so that each is made anew."""
+    """Discards all measurements, so that they are repeated."""
     with _lock:
         _known.clear()
         capability.cache_clear()
@@ -139,7 +139,7 @@ _lock: Final = threading.RLock()
 
 
 def _prepare_fork() -> None:
-    """Waits for a running measurement: a child has neither its thread nor the locks that this holds."""
+    """Waits for a running measurement: a child would have its held locks without its thread."""
     _lock.acquire()
     if _running is not None:
         _running.join()
@@ -152,14 +152,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def _measured_apart(kind: str, device: str, dtype: torch.dtype) -> Capability:
-    """Measures in a thread of its own, free of modes, transforms, autocast regions and hooks."""
+    """Measures in a separate thread, free of modes, transforms, autocast regions and hooks."""
     global _running
     found: list[Capability] = []
     failures: list[Exception] = []
 
     def run() -> None:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # for this thread: with more, small times vary
+        torch.set_num_threads(1)  # in this thread: with more, short times vary
         try:
             with without_casts(), _chosen(device):
                 found.append(_measured(kind, device, dtype))
@@ -172,7 +172,7 @@ def _measured_apart(kind: str, device: str, dtype: torch.dtype) -> Capability:
     try:
         _running.start()
         _running.join()
-    except RuntimeError as error:  # too many threads, or the interpreter ends
+    except RuntimeError as error:  # too many threads, or interpreter shutdown
         failures.append(error)
     finally:
         _running = None
@@ -190,20 +190,20 @@ def _measured_apart(kind: str, device: str, dtype: torch.dtype) -> Capability:
 
 
 def _chosen(device: str) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which ``device`` is current: in a new thread, the first of its type is."""
+    """Returns a context in which ``device`` is current; in a new thread, the first of its type is current."""
     _, _, index = device.partition(":")
     return torch.cuda.device(int(index)) if index else contextlib.nullcontext()
 
 
 def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
-    """Returns how fast ops of ``kind`` run.
+    """Measures the speed of ops of ``kind``.
 
     Raises:
-        Exception: The op fails in fp32 as well, or runs out of memory.
+        Exception: The op also fails in fp32, or runs out of memory.
     """
     said = reported(device, dtype)
     function, shapes = _PROBES[kind]
-    # Not random: torch's generator is the user's. Nor does it rely on the default dtype.
+    # Not random: torch's generator is the user's. Independent of the default dtype.
     low = [
         CAST[dtype](
             _VIEW(_LINSPACE(-1, 1, math.prod(shape), device=device, dtype=torch.float32), shape)
@@ -220,7 +220,7 @@ def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
         for tensor in low:
             tensor.requires_grad_()
         backward = _least_times([_backward(function, low), _backward(legalized, low)], device)
-    except torch.OutOfMemoryError:  # says nothing of kernels
+    except torch.OutOfMemoryError:  # unrelated to kernels
         raise
     except RuntimeError:
         _backward(legalized, [tensor.requires_grad_() for tensor in low])()
@@ -230,15 +230,15 @@ def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
 
 
 def _backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Any]:
-    """Returns a function that computes the gradients, and can be called repeatedly."""
-    # Recorded beforehand: that takes longer under modes that hold for all threads, as anomaly detection.
+    """Returns a function that computes the gradients and can be called repeatedly."""
+    # Recorded beforehand: recording is slower under modes of all threads, such as anomaly detection.
     result = function(*inputs)
     gradient = _ONES_LIKE(result)
     return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
 
 
 def _least_times(functions: list[Callable[[], Any]], device: str) -> list[float]:
-    """Returns the shortest time of a call of each function, in turns; on a CPU the thread's processor time."""
+    """Returns the shortest time of each function, called in turns; on a CPU the thread's processor time."""
     synchronize = getattr(torch.get_device_module(device), "synchronize", None)
     clock = time.thread_time if device == "cpu" and _THREAD_TIME_IS_FINE else time.perf_counter
     best = [float("inf")] * len(functions)
@@ -248,7 +248,7 @@ def _least_times(functions: list[Callable[[], Any]], device: str) -> list[float]
             function()
             if synchronize is not None:
                 synchronize()
-            if round_:  # the first warms up
+            if round_:  # the first round warms up
                 best[position] = min(best[position], clock() - start)
     return best
 

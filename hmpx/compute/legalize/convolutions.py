@@ -1,7 +1,7 @@
-"""Legalized convolutions and their gradients, in fp32 memory that is kept from call to call.
+"""Legalized convolutions and their gradients, in reused fp32 memory.
 
 The rounding points are those of `legalizer`, and autograd saves low-precision tensors. In inference the fp32
-values of low-precision weights may be kept alongside them, as kernels read them.
+values of low-precision weights may be cached, in the layout of kernels.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ...torch_internals import (
 from ..composition import call_raised, widen
 from .scratch import Rounding, Temporaries, is_seen, memory_for
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _address, _contiguous, _numel = Tensor.data_ptr, Tensor.contiguous, Tensor.numel
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 #: The ops that `compute` supports -> their number of spatial dimensions.
 CONVOLUTIONS: Final = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 
-#: Elements of an input; below this, allocating memory costs less than the bookkeeping here.
+#: Elements of an input; below this, fresh memory costs less than the bookkeeping here.
 _LEAST: Final = 1 << 17
 
-#: Input channels of a group; with fewer, torch's function has nothing to lay out.
+#: Input channels of a group; with fewer, torch's function does not reorder weights.
 _LEAST_CHANNELS: Final = 4
 
-#: Elements of a weight; below this, upcasting costs less than keeping its values.
+#: Elements of a weight; below this, upcasting costs less than caching.
 _LEAST_PREPARED: Final = 1 << 15
 
 
@@ -53,7 +53,7 @@ def is_large(x: Any, weight: Any) -> bool:
 def compute(
     op: str, function: Callable[..., Tensor], args: Args, dtype: torch.dtype, *, rounds_inputs: bool
 ) -> Tensor | None:
-    """Returns a convolution in ``dtype``; None if it must be computed elsewhere.
+    """Returns a convolution in ``dtype``; None if unsupported.
 
     Args:
         op: One of `CONVOLUTIONS`.
@@ -75,7 +75,7 @@ def compute(
         if tensor.layout is not torch.strided or tensor.device != x.device or not tensor.numel():
             return None
     if not x.dim() == weight.dim() == dimensions + 2:
-        return None  # torch decides what to do with it
+        return None  # left to torch
     if weight.dtype is torch.float32 and type(weight) is not nn.Parameter:
         if not rounds_inputs:
             return None
@@ -89,7 +89,7 @@ def compute(
 
 
 def _settings(dimensions: int, given: Args) -> ConvolutionSettings | None:
-    """Returns a convolution's settings; None if they are given as names, or are too short."""
+    """Returns a convolution's settings; None if they are strings, or too short."""
     if len(given) > 4:
         return None
     values: list[Any] = [*given, *(1, 0, 1, 1)[len(given) :]]
@@ -102,7 +102,7 @@ def _settings(dimensions: int, given: Args) -> ConvolutionSettings | None:
 
 
 class Convolution(torch.autograd.Function):
-    """A convolution of a batch."""
+    """The convolution of a batch."""
 
     drawn_as = "convolution"
 
@@ -158,15 +158,15 @@ class Convolution(torch.autograd.Function):
 def without_gradients(
     function: Callable[..., Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
 ) -> Tensor | None:
-    """Returns a convolution in ``dtype`` without recording gradients; None if computed elsewhere.
+    """Returns a convolution in ``dtype`` without recording gradients; None if unsupported.
 
-    The tensors are in ``dtype``, or as they were given, with a parameter for a weight.
+    The tensors are in ``dtype``, or not cast, with a parameter as the weight.
     """
     if has_tangents() or is_seen() or len(args) < 2:
         return None
     x, weight, *bias = args[:3]
     is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
-    if not is_wide and not is_large(x, x):  # large weights alone gain nothing
+    if not is_wide and not is_large(x, x):  # nothing to gain with only a large weight
         return None
     if is_wide and not all([_may_be_rounded(t, weight, dtype) for t in (x, *bias)]):  # noqa: C419
         return None
@@ -180,7 +180,7 @@ def without_gradients(
 
 
 def _may_be_rounded(value: Any, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a bias is left out, or an input lies beside the weight in ``dtype`` or fp32."""
+    """Whether a bias is None, or a tensor is on the weight's device in ``dtype`` or fp32."""
     if not isinstance(value, Tensor):
         return value is None
     is_known = value.dtype is dtype or value.dtype is torch.float32
@@ -190,7 +190,7 @@ def _may_be_rounded(value: Any, weight: Tensor, dtype: torch.dtype) -> bool:
 def with_prepared(
     op: str, function: Callable[..., Tensor], args: Args, dtype: torch.dtype
 ) -> Tensor | None:
-    """Returns a convolution with a prepared weight, without recording gradients; None if computed elsewhere.
+    """Returns a convolution with a cached weight, without recording gradients; None if unsupported.
 
     All its arguments are in ``dtype``.
     """
@@ -216,7 +216,7 @@ def with_prepared(
 
 
 def _can_be_laid_out(x: Tensor, weight: Tensor, settings: ConvolutionSettings) -> bool:
-    """Whether `_blocked` computes this, as fast as torch's function and with results in the same layout."""
+    """Whether `_blocked` supports this, as fast as torch's function and with the same layout of results."""
     dimensions = len(settings.strides)
     if not x.dim() == weight.dim() == dimensions + 2 or not x.numel():
         return False
@@ -232,16 +232,16 @@ def _blocked(
     bias: Tensor | None,
     settings: ConvolutionSettings,
 ) -> Tensor:
-    """Returns a convolution in fp32, with channels last, from the weight in the layout for such inputs.
+    """Returns a channels-last convolution in fp32, with the weight in the layout for such inputs.
 
-    torch's function lays out the weight in each call. This one sums up in another order.
+    torch's function reorders the weight in each call. This one sums in another order.
     """
     lay_out = functools.partial(laid_out, settings=settings, shape=x.shape)
     return convolved(x, prepared.kept(settings, lay_out, weight), bias, settings)
 
 
 class Prepared:
-    """What is kept beside one weight. Its memory lives as long, so that no other tensor gets the address."""
+    """The cached values of one weight. Keeps the weight's memory alive, so that its address stays unique."""
 
     __slots__ = ("_kept", "_layout", "_storage", "_version")
 
@@ -251,7 +251,7 @@ class Prepared:
         self._kept: dict[Hashable, Tensor] = {}
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether ``weight``, which lies there, is read in the same layout; forgets old values."""
+        """Whether ``weight``, at this address, has the same layout; drops outdated values."""
         if _layout(weight) != self._layout:
             return False
         version = weight._version
@@ -260,7 +260,7 @@ class Prepared:
         return True
 
     def kept(self, key: Hashable, make: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
-        """Returns what ``make`` has made of the weight in fp32; keeps it under ``key``."""
+        """Returns the result of ``make`` for the weight in fp32; caches it under ``key``."""
         kept = self._kept
         found = kept.get(key)
         if found is None:
@@ -273,18 +273,18 @@ def _layout(weight: Tensor) -> tuple[Any, ...]:
     return weight.dtype, weight.shape, weight.stride(), is_in_memory(weight)
 
 
-#: The address of a weight -> what is kept of it.
+#: The address of a weight -> its cached values.
 _prepared: Final[dict[int, Prepared]] = {}
 
 
 def prepare(weights: Iterable[Tensor], owner: nn.Module) -> Callable[[], None]:
-    """Has legalized convolutions in inference keep the fp32 values of these low-precision weights.
+    """Makes legalized convolutions in inference cache the fp32 values of these low-precision weights.
 
-    They are made when they are first needed, anew after a write that torch counts, and freed with the
-    module that owns the weights. A weight that gets other memory is upcast in each call again.
+    They are created on first use, again after a write that torch counts, and freed with the module that
+    owns the weights. A weight that gets other memory is upcast in each call again.
 
     Returns:
-        A function that ends this, and frees them.
+        A function that ends this and frees the cached values.
     """
     mine = {_address(weight): Prepared(weight) for weight in weights if _may_be_prepared(weight)}
     _prepared.update(mine)
@@ -303,16 +303,16 @@ def _may_be_prepared(weight: Tensor) -> bool:
     if type(weight) not in PLAIN_TENSORS or not weight.is_cpu or weight.dtype not in LOW_DTYPES:
         return False
     is_known = weight.dim() > 2 and _numel(weight) >= _LEAST_PREPARED and is_in_memory(weight)
-    return is_known and not weight.is_inference()  # those don't count writes
+    return is_known and not weight.is_inference()  # it does not count writes
 
 
 def is_any_prepared() -> bool:
-    """Whether values of some weight are kept, or will be."""
+    """Whether values of any weight are cached, or will be."""
     return bool(_prepared)
 
 
 def prepared(weight: Any) -> Prepared | None:
-    """Returns what is kept of a weight; None if nothing is."""
+    """Returns the cached values of a weight, or None."""
     if type(weight) not in PLAIN_TENSORS or not weight.is_cpu:
         return None
     found = _prepared.get(_address(weight))

@@ -1,6 +1,6 @@
-"""Decides which calls are legalized: computed in fp32 and rounded. Every such decision is made here.
+"""Decides which calls are legalized: computed in fp32 and rounded.
 
-Each call site has one `Legalization`, which its generated code and whatever runs its calls consult.
+Each call site has one `Legalization`, for its generated code and its runners.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ..watching import is_watched
 from . import capability, convolutions, linears
 from .capability import PRODUCTS, SMALL_PRODUCT, Capability, Capturing
 
-#: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has brought
-#: their inputs there.
+#: Ops of these kinds are slow in low precision if the hardware lacks it, for any policy that casts
+#: their inputs to it.
 SLOW_KINDS: Final = PRODUCTS | {"attention", "rnn"}
 
-#: What `hmpx.convert` takes as ``legalize``.
+#: The values of ``legalize`` in `hmpx.convert`.
 LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
 
 
 def may_be_legalized(mode: str, kind: str, *, is_low: bool, follows_inputs: bool) -> bool:
-    """Whether some call of a site may be legalized: all run low (``is_low``), or in their inputs' dtype."""
+    """Whether calls of a site may be legalized: all run low (``is_low``), or in their inputs' dtype."""
     may_be_low = is_low or (follows_inputs and kind in SLOW_KINDS)
     return mode != "never" and may_be_low
 
 
 class Legalization:
-    """Which calls of one site are legalized.
+    """Decides which calls of one site are legalized.
 
     Attributes:
-        settled: Device types known for good to need no legalization at this site.
+        settled: Device types that never need legalization at this site.
         may_apply: Whether the product of two matrices may be legalized, judged by their sizes alone.
-        leaves_inference: Whether a call is left to torch's kernels because it does not count as
-            training; called with the call's first argument.
+        leaves_inference: Whether a call is left to torch's kernels because it is not training; called
+            with the call's first argument.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Legalization:
         *,
         is_linear: bool = False,
     ) -> None:
-        """Starts without having seen any call.
+        """Starts with no device type settled.
 
         Args:
             kind: One of `capability.KINDS`.
@@ -62,7 +62,7 @@ class Legalization:
             mode: One of `LEGALIZE_MODES`.
             dtype: The low-precision dtype of all calls; None if their inputs decide.
             device_types: The device types whose tensors are cast.
-            is_linear: The second matrix is that of a linear layer, [n, k], rather than [k, n].
+            is_linear: The second matrix is a linear layer's, [n, k], rather than [k, n].
         """
         self._is_linear = is_linear
         self._kind, self._first_matrix, self._mode = kind, first_matrix, mode
@@ -76,9 +76,9 @@ class Legalization:
 
     def is_open(self, first: Any) -> bool:
         """Whether a call with this first input may be legalized, judged by its device alone."""
-        if torch.compiler.is_dynamo_compiling():  # it would guard on `settled`
+        if torch.compiler.is_dynamo_compiling():  # avoids guards on `settled`
             return True
-        # Beside a tensor of another dtype, the next input decides.
+        # After a tensor of another dtype, the next input decides.
         return (
             getattr(first, "dtype", None) not in ELIGIBLE or first.device.type not in self.settled
         )
@@ -91,7 +91,7 @@ class Legalization:
 
         def may_apply(a: Any, b: Any) -> bool:
             if torch.compiler.is_dynamo_compiling():
-                return True  # comparing sizes would set guards
+                return True  # avoids guards on sizes
             try:
                 size, columns = a.numel(), a.shape[-1]
                 if type(size) is not int:
@@ -124,13 +124,13 @@ class Legalization:
     # --- for one call ------------------------------------------------------------------------------
 
     def is_settled(self, device_type: str) -> bool:
-        """Whether no call on devices of this type is legalized."""
+        """Whether calls on devices of this type are never legalized."""
         return not torch.compiler.is_dynamo_compiling() and device_type in self.settled
 
     def applies(self, inputs: Inputs, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> bool:
         """Whether a low-precision call in ``dtype`` is legalized."""
         if names_dtype(args, kwargs):
-            return False  # the output dtype is the one asked for
+            return False  # the output has the requested dtype
         if self._mode == "always":
             return True
         if is_exported():
@@ -152,7 +152,7 @@ class Legalization:
         return known.is_slow(training=training)
 
     def settles(self, inputs: Inputs, dtype: torch.dtype) -> bool:
-        """Whether this unlegalized call settles the question for all calls on all device types."""
+        """Whether this unlegalized call proves that no call on any device type is legalized."""
         if self._mode == "always" or self._dtype is None or is_traced() or is_exported():
             return False
         device_type = inputs.first.device.type
@@ -164,13 +164,13 @@ class Legalization:
         return self.settled >= self._device_types
 
     def _is_read_once(self, weight: Any) -> bool:
-        """Whether a few rows times a weight take no cast of it first, as a native kernel would."""
+        """Whether a product of few rows with a weight needs no cast of the weight, unlike a native kernel."""
         if self._mode != "auto" or self._dtype is None or not self._is_linear:
             return False
         return linears.is_read_once(weight, self._dtype)
 
     def _is_read_along_sums(self, b: Tensor) -> bool:
-        """Whether the numbers that a sum takes of the second matrix are adjacent, as fast native kernels need."""
+        """Whether the summed elements of the second matrix are adjacent, as fast native kernels require."""
         if b.dim() < 2 or b.is_nested or b.layout is not torch.strided:
             return True
         return b.stride(-1 if self._is_linear else -2) == 1
@@ -185,7 +185,7 @@ class Legalization:
 
 
 def has_own_gradients(x: Any, weight: Any) -> bool:
-    """Whether a convolution may be computed from inputs as given, which saves the cast of its weight."""
+    """Whether a convolution may take uncast inputs, which saves the cast of its weight."""
     if torch.compiler.is_dynamo_compiling() or is_jit_tracing():
         return False
     if torch.is_grad_enabled():
@@ -194,7 +194,7 @@ def has_own_gradients(x: Any, weight: Any) -> bool:
 
 
 def has_own_products(x: Any, weight: Any) -> bool:
-    """Whether a linear layer may be computed from inputs as given, which saves the cast of its weight."""
+    """Whether a linear layer may take uncast inputs, which saves the cast of its weight."""
     if torch.compiler.is_dynamo_compiling() or is_jit_tracing() or not _is_wide(weight):
         return False
     return (
@@ -224,7 +224,7 @@ _SKINNY: Final = {"gemm": "gemv"}
 
 
 def known_capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
-    """Returns what the device does natively with ops of ``kind``; nothing while a measurement must not run."""
+    """Returns the device's capability for ops of ``kind``; an empty one while a measurement must not run."""
     try:
         return capability.capability(kind, device, dtype)
     except Capturing:
@@ -242,5 +242,5 @@ def _is_skinny(a: Tensor, *, is_traced: bool) -> bool:
 
 
 def _work(a: Tensor, b: Tensor) -> int:
-    """Returns roughly how many multiplications a product takes."""
+    """Returns the approximate number of multiplications of a product."""
     return a.numel() * b.numel() // max(1, a.shape[-1] if a.dim() else 1)

@@ -1,8 +1,8 @@
-"""How a legalized call is computed: in fp32 from rounded inputs, then rounded.
+"""Computes a legalized call: in fp32 from rounded inputs, then rounded.
 
-The numerics are those of hardware that multiplies in low precision and accumulates in fp32. What gets
-rounded: every input (it arrives here in the low-precision dtype), the output, the incoming gradient,
-and each outgoing gradient. What autograd saves is held in the low-precision dtype.
+The numerics are those of hardware that multiplies in low precision and accumulates in fp32. Rounded are every
+input (already in the low-precision dtype here), the output, the incoming gradient, and each outgoing gradient.
+Autograd saves tensors in the low-precision dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .capability import PRODUCTS
 
 @dataclass(slots=True)
 class LegalizedCall:
-    """One call of torch's function that is legalized."""
+    """One legalized call of torch's function."""
 
     function: Callable[..., Any]
     inputs: Inputs
@@ -70,9 +70,9 @@ class Legalizer:
         *,
         is_cast: bool,
     ) -> Tensor | None:
-        """Returns the result of a layer that rounds its parameters itself, in ``dtype``; else None.
+        """Returns the result, in ``dtype``, of a layer that rounds its parameters itself; else None.
 
-        Its arguments are as given, or with ``is_cast`` as cast; a linear layer is then left to `compute`.
+        Its arguments are uncast, or cast with ``is_cast``; a linear layer is then left to `compute`.
         """
         is_linear = self.op == "linear" and self.rounds_inputs and not is_cast
         is_layer = is_linear or self.op in convolutions.CONVOLUTIONS
@@ -95,7 +95,7 @@ class Legalizer:
     def compute(self, call: LegalizedCall) -> Any:
         """Returns the result in ``call.dtype``."""
         function, args, kwargs, dtype = call.function, call.args, call.kwargs, call.dtype
-        # In graphs, rounding is arithmetic, since compilers may elide round-trip casts.
+        # In graphs, rounding uses arithmetic, since compilers may elide round-trip casts.
         if is_traced() and self.rounds_inputs and not is_exported():
             return in_graph(function, args, kwargs, dtype)
         # Transforms, jit tracing and tensor subclasses see only casts and the function.
@@ -121,9 +121,9 @@ class Legalizer:
         return keeping_low(call.function, call.args, call.kwargs, call.given, precision)
 
     def _inferring(self, call: LegalizedCall) -> Any:
-        """Returns the result of a product with a weight, in kept memory; else None."""
+        """Returns the result of a product with a weight, in reused memory; else None."""
         is_convolution = self.op in convolutions.CONVOLUTIONS
-        # In training, sums must match those with gradients; modes may keep what they see of kept memory.
+        # In training, sums must match those with gradients; modes may keep tensors in reused memory.
         if not (call.kwargs or is_training() or dispatch_modes()):
             result = None
             if is_convolution and convolutions.is_any_prepared() and not is_traced():

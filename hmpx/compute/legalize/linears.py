@@ -1,8 +1,7 @@
-"""Legalized linear layers and products with weights, in fp32 memory that is kept from call to call.
+"""Legalized linear layers and products with weights, in reused fp32 memory.
 
-In training: a product and its gradients, with the rounding points of `legalizer`, and the products that torch
-makes of a linear layer and of its backward, so the results are the same bit for bit. In inference the
-weights are upcast block by block.
+In training: the same products as torch's for a linear layer and its backward, with the rounding points of
+`legalizer`, so results are bit-identical. In inference the weights are upcast block by block.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .scratch import (
     round_in_one_pass,
 )
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _add_, _addmm, _as_strided, _copy_, _mm = (
     Tensor.add_,
     torch.addmm,
@@ -46,14 +45,14 @@ _contiguous, _narrow, _new_empty, _numel, _reshape, _sum, _t, _unsqueeze = (
     Tensor.unsqueeze,
 )
 
-#: Elements of the input or the output; below this, allocating memory costs less than the bookkeeping here.
+#: Elements of the input or the output; below this, fresh memory costs less than the bookkeeping here.
 _LEAST: Final = 1 << 17
 
-#: Ops that multiply by a weight matrix -> the numbers of arguments that `in_blocks` takes.
+#: Ops that multiply by a weight matrix -> the counts of arguments that `in_blocks` supports.
 BLOCKED: Final = {"addmm": (3,), "linear": (2, 3), "matmul": (2,), "mm": (2,)}
-_BLOCK_BYTES = 2 << 20  # of fp32: what a core's second-level cache holds
+_BLOCK_BYTES = 2 << 20  # of fp32: the size of a core's second-level cache
 _MOST_ROWS = 512  # beyond this, arithmetic hides the casts
-FEW_ROWS: Final = 2  # for which weights are read rather than multiplied
+FEW_ROWS: Final = 2  # with so few, reading the weights dominates
 _LEAST_WEIGHTS = 1 << 14
 _LEAST_WIDE = 1 << 17
 
@@ -68,7 +67,7 @@ def is_large(x: Any, weight: Any) -> bool:
 
 
 def is_large_weight(weight: Tensor) -> bool:
-    """Whether rounding the parts of an fp32 weight costs less than casting it as a whole."""
+    """Whether rounding an fp32 weight in parts costs less than casting the whole."""
     return weight.is_cpu and _numel(weight) >= _LEAST_WIDE
 
 
@@ -82,16 +81,15 @@ def is_read_once(weight: Any, dtype: torch.dtype) -> bool:
 
 
 def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool) -> Tensor | None:
-    """Returns a linear layer's output in ``dtype``; None if it must be computed elsewhere.
+    """Returns a linear layer's output in ``dtype``; None if unsupported.
 
     Args:
-        args: Input, weight and perhaps bias. Those that are rounded are in ``dtype`` already, or they are
-            all as given.
-        given: The same before they were cast.
+        args: Input, weight and perhaps bias: those to round are already in ``dtype``, or all are uncast.
+        given: The same before casts.
         dtype: The low-precision dtype.
         rounds_inputs: fp32 inputs are rounded first.
     """
-    if len(args) < 2 or not is_large(*args[:2]):  # most calls end here: asked first
+    if len(args) < 2 or not is_large(*args[:2]):  # most calls end here: checked first
         return None
     layer = _layer(args, dtype)
     if layer is None:
@@ -99,7 +97,7 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
     x, weight, bias = layer
     if x.dim() < 2:
         return None
-    source = weight  # what the weight of the backward is made from
+    source = weight  # the source of the backward's weight
     if isinstance(given[1], nn.Parameter):
         source = given[1]
     elif weight.dtype is torch.float32:
@@ -110,14 +108,14 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
     kept = None
     if x.dtype is torch.float32:
         x, kept = (CAST[dtype](x), None) if rounds_inputs else (x, CAST[dtype](x.detach()))
-    # The source is no input of the function: its gradient is that of the weight that was cast from it.
+    # The source is not an input of the function: its gradient flows through the weight's cast.
     rounding = Rounding(dtype, rounds_inputs)
     apply: Callable[..., Tensor] = Linear.apply
     return apply(x, weight, bias, kept, (source,), rounding)
 
 
 def _layer(args: Args, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Returns input, weight and bias, if torch would make one product of them on the CPU."""
+    """Returns input, weight and bias, if torch would compute one product on the CPU."""
     if not 2 <= len(args) <= 3:
         return None
     x, weight, bias = (*args, None)[:3]
@@ -145,7 +143,7 @@ class Linear(torch.autograd.Function):
         weight: Tensor,  # [n, k]: low, or a parameter
         bias: Tensor | None,  # [n]: likewise
         kept: Tensor | None,  # for the backward, instead of an fp32 x
-        sources: tuple[Tensor],  # what the backward rounds instead of keeping the weight
+        sources: tuple[Tensor],  # rounded in the backward, instead of keeping the weight
         rounding: Rounding,
     ) -> Tensor:
         """Returns the output in low precision: [..., n]."""
@@ -167,7 +165,7 @@ class Linear(torch.autograd.Function):
         wide = _reshape(memory.widen(gradient) if is_plain else widen(gradient), (-1, n))
         found: list[Tensor | None] = [None, None, None]
         if x_learns:
-            if source.dtype is of_weight:  # as it was given to the forward
+            if source.dtype is of_weight:  # the dtype of the forward's input
                 weight = rounding.raised(source, memory)
             else:
                 weight = memory.rounded(source, of_weight)
@@ -191,7 +189,7 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Rounding) 
         _mm(rows, columns, out=product)
     else:
         _addmm(rounding.raised(bias, memory), rows, columns, out=product)
-    # Not a view of what is cast: autograd refuses to write to views that were made without it.
+    # Not a view of the cast result: autograd refuses writes to views made without it.
     result = CAST[rounding.dtype](_reshape(product, (*x.shape[:-1], n)))
     memory.free()
     return result
@@ -208,7 +206,7 @@ def _product(memory: New, a: Tensor, b: Tensor, dtype: torch.dtype, rounding: Ro
 
 
 def without_gradients(args: Args, dtype: torch.dtype) -> Tensor | None:
-    """Returns the output of a linear layer with an fp32 weight, as given; None if it is computed elsewhere."""
+    """Returns the output of a linear layer with an uncast fp32 weight; None if unsupported."""
     low = [each if n == 1 else _cast(each, dtype) for n, each in enumerate(args)]
     layer = _layer(tuple(low), dtype)
     if layer is None or layer[1].dtype is not torch.float32:
@@ -223,7 +221,7 @@ def without_gradients(args: Args, dtype: torch.dtype) -> Tensor | None:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Returns a tensor that may be cast in ``dtype``, row by row; anything else as it is."""
+    """Returns an eligible tensor in ``dtype``, row by row; other values unchanged."""
     is_tensor = isinstance(value, Tensor) and value.dtype in ELIGIBLE
     return _contiguous(CAST[dtype](value)) if is_tensor else value
 
@@ -243,14 +241,14 @@ def _in_one_pass(
 
 
 def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
-    """Returns a product whose weights are made fp32 block by block; None if it does not qualify.
+    """Returns a product whose weights are converted to fp32 block by block; None if unsupported.
 
     Weights in ``dtype`` are upcast; those of a linear layer may be fp32, and are rounded.
 
-    With few rows, the time goes into reading the weights. Upcast as a whole, the weights are written
-    to memory and read again, four bytes each; a block stays in the cache. The transposed product is
-    the faster one, but for few rows with weights of [k, n], as those of ``matmul`` are mostly: there it is much
-    the slower one. This holds for CPUs: other devices are faster with few kernels on much memory.
+    With few rows, reading the weights dominates. Upcast as a whole, the weights are written to memory
+    and read again, with four bytes each; a block stays in the cache. The transposed product is faster,
+    except for few rows with weights of [k, n], as in most calls of ``matmul``: there it is much slower. This
+    applies to CPUs: other devices are faster with few kernels on much memory.
     """
     bias: Tensor | None = None
     if has_tangents() or len(args) not in BLOCKED[op]:
@@ -304,11 +302,11 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
 
 
 def _finished(product: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the transpose of a product, with the bias, in ``dtype`` and as many dimensions as ``x``."""
+    """Returns the transpose of a product, with the bias, in ``dtype`` and with the dimensions of ``x``."""
     if bias is not None:
         _add_(product, _unsqueeze(widen(CAST[dtype](bias)), 1))
     shape, by_row = (*x.shape[:-1], product.shape[0]), _t(product)
-    # What is returned is no view: autograd refuses to write to those that were made without it.
+    # Not a view: autograd refuses writes to views made without it.
     if by_row.is_contiguous():
         return CAST[dtype](_reshape(by_row, shape))
     result = _new_empty(x, shape, dtype=dtype)

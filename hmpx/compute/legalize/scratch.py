@@ -1,8 +1,8 @@
-"""Memory for the fp32 tensors that live within one call, and rounding of weights into it.
+"""Reused memory for the fp32 tensors of one call, and rounding of weights into it.
 
-Each thread keeps the memory for its next call. Fresh memory from the system costs more than the work done
-in it: on the CPU the first touch of a page takes as long as casting a thousand values, and large blocks go
-back to the system when they are freed.
+Each thread keeps the memory for its next call. Fresh memory from the system costs more than the computation: on
+the CPU the first touch of a page takes as long as casting a thousand values, and freed large blocks return to
+the system.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..composition import widen
 if TYPE_CHECKING:
     from ...number_formats import Bfloat16Kernels
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _as_strided, _copy_, _view = Tensor.as_strided, Tensor.copy_, Tensor.view
 _empty, _empty_strided, _mm = torch.empty, torch.empty_strided, torch.mm
 
@@ -35,7 +35,7 @@ _thread: Final = threading.local()  # .memory; None while a call uses it
 
 
 class New:
-    """New fp32 tensors, which others may see: autograd above all."""
+    """New fp32 tensors, which others, such as autograd, may see."""
 
     __slots__ = ()
 
@@ -55,14 +55,13 @@ class New:
         return self.rounded(tensor, dtype)
 
     def free(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing: no memory is reused."""
 
 
 class Temporaries(New):
-    """The fp32 tensors of one call, in kept memory; none may be used after `free`.
+    """The fp32 tensors of one call, in reused memory; none may be used after `free`.
 
-    A nested call finds no kept memory, and tensors that do not fit get fresh memory, so no two tensors
-    in use ever share any.
+    Nested calls, and tensors that do not fit, get fresh memory, so tensors in use never share memory.
     """
 
     __slots__ = ("_device", "_memory", "_used")
@@ -70,12 +69,12 @@ class Temporaries(New):
     def __init__(self, device: torch.device) -> None:
         self._device, self._used = device, 0
         self._memory: Tensor | None = None
-        if device.type == "cpu":  # elsewhere torch keeps memory itself
+        if device.type == "cpu":  # elsewhere torch reuses memory itself
             self._memory = getattr(_thread, "memory", None)
             _thread.memory = None
 
     def free(self) -> None:
-        """Gives the memory back to the thread, enlarged if this call could have used more."""
+        """Returns the memory to the thread, enlarged if this call needed more."""
         if self._device.type != "cpu":
             return
         size = min(self._used, _MOST)
@@ -132,12 +131,12 @@ class Temporaries(New):
 
 
 def is_seen() -> bool:
-    """Whether a mode may keep the tensors it sees, or a transform has tensors of its own."""
+    """Whether a mode may keep tensors, or a transform wraps them."""
     return bool(dispatch_modes()) or transforms() is not None
 
 
 def memory_for(gradient: Tensor) -> New:
-    """Returns the memory for a backward: new tensors where others may see them."""
+    """Returns the memory for a backward: new tensors if others may see them."""
     if torch.is_grad_enabled() or is_batch(gradient) or is_seen():
         return New()
     return Temporaries(gradient.device)
@@ -164,7 +163,7 @@ class Rounding:
 
 
 def round_in_one_pass(source: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
-    """Writes ``source``, rounded to ``dtype``, to the fp32 ``target``; returns False if there is no kernel for it."""
+    """Writes ``source``, rounded to ``dtype``, to the fp32 ``target``; returns False without a kernel."""
     if not source.stride() == target.stride() == _dense_strides(source):
         return False
     kernels = kernels_for(source, dtype)
@@ -175,10 +174,10 @@ def round_in_one_pass(source: Tensor, target: Tensor, dtype: torch.dtype) -> boo
 
 
 def multiplied_in_one_pass(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Returns ``x @ weight.T``, with values of the weight rounded to ``dtype``; None if there is no kernel for that.
+    """Returns ``x @ weight.T``, with the weight rounded to ``dtype``; None without a kernel.
 
     Args:
-        x: fp32: [..., k]; a few rows. As the weight, it is contiguous.
+        x: fp32: [..., k]; a few rows. Contiguous, like the weight.
         weight: fp32: [n, k].
         dtype: The low-precision dtype.
     """
@@ -197,7 +196,7 @@ def kernels_for(source: Tensor, dtype: torch.dtype) -> Bfloat16Kernels | None:
 
 
 def _dense_strides(tensor: Tensor) -> Sequence[int]:
-    """Returns the strides for a copy of ``tensor``: its own if its values lie without gaps."""
+    """Returns the strides for a copy of ``tensor``: its own if it has no gaps."""
     strides = tensor.stride()
     if tensor.is_contiguous():
         return strides
