@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .quantization import quantize, rounder, rounds_nothing
     from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
     from .rounding import Rounding
-else:  # programs without number formats need none of it
+else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,
         {

@@ -1,4 +1,4 @@
-"""Binary floating-point types: where their fields are, and arithmetic on their bits."""
+"""Binary floating-point types: their bit fields, and arithmetic on their bits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .unpatched import GE, LT
 
 @dataclass(frozen=True)
 class Binary:
-    """A binary type to compute in, and where its fields are.
+    """A binary floating type for computation, and its bit fields.
 
     Attributes:
         dtype: The floating type.
         integer: The integer type of the same width.
         mantissa: Bits of the mantissa field.
-        bias: Of the exponent field.
+        bias: The offset of the exponent field.
     """
 
     dtype: torch.dtype
@@ -32,22 +32,22 @@ class Binary:
 
     @property
     def width(self) -> int:
-        """Bits in all."""
+        """The total number of bits."""
         return 32 if self.mantissa == 23 else 64
 
     @property
     def sign(self) -> int:
-        """The sign's bit, as a signed integer."""
+        """The sign bit, as a signed integer."""
         return ~self.magnitude
 
     @property
     def magnitude(self) -> int:
-        """All bits but the sign's."""
+        """All bits except the sign."""
         return (1 << (self.width - 1)) - 1
 
     @property
     def infinity(self) -> int:
-        """The bits of infinity, which are those of the exponent field."""
+        """The bits of infinity, equal to those of the exponent field."""
         return self.magnitude & -(1 << self.mantissa)
 
     @property
@@ -56,7 +56,7 @@ class Binary:
         return self.infinity | (1 << (self.mantissa - 1))
 
     def bits_of(self, value: float) -> int:
-        """Returns the bits of a value that is not negative."""
+        """Returns the bits of a non-negative value."""
         pack, unpack = ("<f", "<i") if self.mantissa == 23 else ("<d", "<q")
         found: int = struct.unpack(unpack, struct.pack(pack, value))[0]
         return found
@@ -93,7 +93,7 @@ def may_grow(bits: Tensor, mode: str) -> Tensor:
 
 
 def to_float32(value: float) -> float:
-    """Returns the float32 nearest to ``value``, which is in its range."""
+    """Returns the float32 nearest to ``value``, which must be in range."""
     found: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return found
 

@@ -1,6 +1,6 @@
 """Codes of number formats: the bits in which hardware stores them, as integer tensors.
 
-Made and read by the compiled kernels where there are some; elsewhere torch ops do the same.
+The compiled kernels encode and decode them; without kernels, torch ops do the same.
 """
 
 from __future__ import annotations
@@ -41,18 +41,17 @@ def encode(
     bit, and longer ones int64. Floats have ml_dtypes' codes, posits those of their standard, fixed
     point has two's complement, and a table the indices of its values.
 
-    In blocks, codes are the elements', and their scales have codes, too: uint8, the shared exponent
-    plus 127; 255 says that the block held infinity or NaN. Scales have x's shape, but along the axis
-    of blocks there are as many as blocks. `Scaled` formats are coded in the same way, with scales in
-    float32 as they are, and those in e4m3 as codes of that; with ``tensor_scale`` the tensor's scale
-    is the third part.
+    In blocks, elements have codes, and so have scales: uint8, the shared exponent plus 127; 255 marks a
+    block with infinity or NaN. Scales have x's shape, except that the axis of blocks has one scale per
+    block. `Scaled` formats are coded in the same way; scales in float32 stay values, and scales in e4m3
+    become its codes. With ``tensor_scale`` the tensor's scale is the third part.
 
-    NaN becomes the format's own. Where there is none it becomes a zero, in floats with the other
-    sign as ml_dtypes has it; in tables the value nearest to zero.
+    NaN becomes the format's NaN. Without one it becomes zero (in floats with the opposite sign, like
+    ml_dtypes), or in tables the value nearest to zero.
 
     Args:
         x: As for `quantize`.
-        format: As for `quantize`, but not a `Custom` one.
+        format: As for `quantize`, except `Custom` formats.
         rounding: As for `quantize`.
         overflow: As for `quantize`.
         generator: As for `quantize`.
@@ -62,7 +61,7 @@ def encode(
         (codes, scales, the tensor's scale).
 
     Raises:
-        OptionError: As for `quantize`; or the format is a `Custom` one, which has no codes.
+        OptionError: As for `quantize`; or the format is `Custom`, which has no codes.
 
     Example:
         >>> hmpx.formats.encode(torch.tensor([1.0, -2.0]), "float8_e4m3fn")
@@ -100,7 +99,7 @@ def _coded(format: str | torch.dtype | Format) -> Coded:
 def _encoded(
     x: Tensor, format: Coded, rounding: str, overflow: str | None, generator: torch.Generator | None
 ) -> Tensor | tuple[Tensor, ...] | None:
-    """Returns the codes that a kernel makes; None if none does."""
+    """Encodes by a kernel; None if there is none."""
     if torch.compiler.is_dynamo_compiling() or not has_own_memory(x):
         return None
     run = rounding_of(format, rounding, overflow)
@@ -147,17 +146,17 @@ def _encoder(run: Rounding, dtype: torch.dtype) -> tuple[Any, calls.Kernel] | No
 
 
 def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Format) -> Tensor:
-    """Returns the values that codes stand for.
+    """Returns the values of codes.
 
     Args:
-        codes: As `encode` returns them: integers, or for a `Block` or `Scaled` format a tuple.
-        format: A format, or what `get` takes for one; not a `Custom` one.
+        codes: A result of `encode`: integers, or for a `Block` or `Scaled` format a tuple.
+        format: A format, or an argument of `get`; not a `Custom` format.
 
     Returns:
         float32, or float64 if float32 lacks some of the format's values.
 
     Raises:
-        OptionError: There is no such format, or it has no codes, or ``codes`` are not integers.
+        OptionError: The format is unknown or has no codes, or ``codes`` are not integers.
 
     Example:
         >>> hmpx.formats.decode(torch.tensor([56, 192], dtype=torch.uint8), "float8_e4m3fn")
@@ -174,7 +173,7 @@ def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Forma
 
 
 def _decoded(codes: Any, format: CodedFormat) -> Tensor | None:
-    """Returns the values that a kernel reads; None if none does."""
+    """Decodes by a kernel; None if there is none."""
     if not _is_readable(codes, code_dtype(format.bits)):
         return None
     decoder = _decoder(format)
@@ -191,7 +190,7 @@ def _decoded(codes: Any, format: CodedFormat) -> Tensor | None:
 
 
 def _decoded_scaled(parts: Any, format: SharedScales) -> Tensor | None:
-    """Returns the values that a kernel reads of codes and scales; None if none does."""
+    """Decodes codes and scales by a kernel; None if there is none."""
     plan, layout = format.exact_plan(torch.float32), format.layout
     if not isinstance(parts, tuple | list) or len(parts) != 2 + plan.has_tensor_scale:
         return None
@@ -226,7 +225,7 @@ def _is_readable(part: Any, dtype: torch.dtype) -> bool:
 
 
 def _decoder(format: CodedFormat | SharedScales) -> Any:
-    """Returns the kernel that reads a format's codes; None if there is none."""
+    """Returns the kernel that decodes a format, or None."""
     if "decoder" not in format.derived:
         binary = FP32 if isinstance(format, SharedScales) or format.is_exact_in_float32 else FP64
         coding, make_spec = format.coding(binary), None
@@ -237,20 +236,20 @@ def _decoder(format: CodedFormat | SharedScales) -> Any:
     return format.derived["decoder"]
 
 
-# --- bfloat16 in numpy, which has none: the uint16 of its bits ---------------------------------
+# --- bfloat16 in numpy, which lacks it, as the uint16 of its bits ------------------------------
 
 
 def to_uint16(values: Tensor | npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint16]:
     """Returns the bfloat16 encodings of ``values``: sign, 8 exponent bits, 7 mantissa bits.
 
-    Rounds as torch's own casts do: to nearest, ties to even, beyond the greatest value to infinity;
-    a NaN stays one.
+    Rounds like torch's casts: to nearest, ties to even, beyond the largest value to infinity; NaN
+    stays NaN.
 
     Args:
         values: Floating, of any shape and device.
 
     Returns:
-        An array of its own, with the shape of ``values``.
+        A new array with the shape of ``values``.
 
     Raises:
         OptionError: ``values`` are not floating.
@@ -269,16 +268,16 @@ def to_uint16(values: Tensor | npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
 
 
 def from_uint16(encoded: npt.NDArray[np.uint16]) -> Tensor:
-    """Returns the bfloat16 tensor whose encoding by `to_uint16` this is.
+    """Returns the bfloat16 tensor of an encoding by `to_uint16`.
 
     Args:
         encoded: uint16, of any shape.
 
     Returns:
-        A tensor of its own on the CPU, with the shape of ``encoded``.
+        A new tensor on the CPU with the shape of ``encoded``.
 
     Raises:
-        OptionError: ``encoded`` is not of uint16.
+        OptionError: ``encoded`` is not uint16.
     """
     import numpy as np
 

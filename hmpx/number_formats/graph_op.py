@@ -28,7 +28,7 @@ from .layouts import Layout
 from .plans import Plan
 from .unpatched import EMPTY_LIKE
 
-#: What dynamo and AOTAutograd trace tensors as.
+#: The classes of tensors that dynamo and AOTAutograd trace.
 _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 
 

@@ -1,7 +1,7 @@
-"""The families of number formats, a module each.
+"""The families of number formats, one module each.
 
-A module of a family has its data, which derive from `CodedFormat` or `NumberFormat`, and its plans,
-which derive from `Plan`; naming the class in `Format` makes it known everywhere.
+A family's module has its formats, derived from `CodedFormat` or `NumberFormat`, and its plans, derived from
+`Plan`. Its class must be listed in `Format`.
 """
 
 from __future__ import annotations

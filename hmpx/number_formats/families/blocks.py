@@ -30,20 +30,20 @@ _MOST_ENCODED: Final = 2048
 class Block(SharedScales):
     """Blocks of elements that share a power of two, as in the OCP Microscaling (MX) specification.
 
-    The shared exponent follows from the block's largest magnitude (amax), is from -127 to 127 (in fixed point
-    from -126), and stored in 8 bits (E8M0). It is never so large that an element times the scale would be infinite.
+    The shared exponent derives from the block's largest magnitude (amax), is from -127 to 127 (in fixed point
+    from -126), and is stored in 8 bits (E8M0). No element times its scale is infinite.
 
     Attributes:
         name: An identifier.
-        element: The format of the elements, divided by their block's scale: a `Float`, or a `Fixed` one as
-            in MXINT8, whose least number is left out so that it is symmetric.
+        element: The format of the elements, divided by their block's scale: a `Float`, or a `Fixed` one
+            as in MXINT8, without its least number, so that it is symmetric.
         size: Elements of a block; the last block of a row may be shorter.
         axis: The axis along which elements form blocks.
-        rule: How the shared exponent is chosen, in torchao's words (ScaleCalculationMode). ``"floor"``: that
-            of amax less that of the largest element, as the OCP specification has it; amax may
-            saturate. ``"rceil"``: the least with which nothing saturates, as Blackwell computes it.
-            ``"ceil"``: as ``"floor"``, of the power of two that is not below amax. ``"even"``: as
-            ``"floor"``, of amax rounded to the element's mantissa bits.
+        rule: How to choose the shared exponent, by torchao's names (ScaleCalculationMode). ``"floor"``: that
+            of amax minus that of the largest element, as in the OCP specification; amax may saturate.
+            ``"rceil"``: the least without saturation, as on Blackwell. ``"ceil"``: like ``"floor"``, for amax
+            rounded up to a power of two. ``"even"``: like ``"floor"``, for amax rounded to the element's
+            mantissa bits.
 
     Example:
         >>> element = hmpx.formats.Float("e2m1", exponent_bits=2, mantissa_bits=1, kind="finite")
@@ -68,7 +68,7 @@ class Block(SharedScales):
                 f"format {self.name}: element must be a Float or Fixed, not {shown(self.element)}; "
                 "get(name) returns a registered one"
             )
-        # Then elements are exact in float32, also divided by their scale and multiplied with it.
+        # Then elements are exact in float32, also divided or multiplied by their scale.
         least = 1 if is_a(self.element, Float) else -1
         if (
             not least <= exponent_of(self.element.max) <= 16
@@ -85,7 +85,7 @@ class Block(SharedScales):
 
     @property
     def bits(self) -> float:
-        """Bits a value, the shared scale's included; codes of elements are whole bytes."""
+        """Bits per value, including the shared scale's; codes of elements are whole bytes."""
         return self.element.bits + 8 / self.size
 
     @property
@@ -100,11 +100,11 @@ class Block(SharedScales):
 
     @property
     def layout(self) -> Layout:
-        """Blocks lie along the axis."""
+        """The layout of blocks along the axis."""
         return Layout("rows", self.axis)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> BlockPlan:
-        """Returns how to round tensors of a binary type that the format fits in."""
+        """Returns the plan for tensors of a binary type that has room for the format."""
         largest = self.element.max
         exponent = exponent_of(largest)
         added = carry(self.rule, largest, self.significand_bits, binary.mantissa)
@@ -137,7 +137,7 @@ class Block(SharedScales):
         return scales
 
     def coding(self, binary: Binary) -> Coding | None:
-        """Returns how kernels code values of a binary type."""
+        """Returns the coding of values of a binary type, for kernels."""
         if binary is FP32 or not isinstance(self.element, Float):
             return super().coding(binary)
         element = self.element.coding(binary, keeps_sign_of_nan=False)

@@ -1,4 +1,4 @@
-"""Custom formats: given by the function that rounds to them."""
+"""Custom formats, defined by a rounding function."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .number_format import NumberFormat, Rounder, check_name
 
 @dataclass(frozen=True)
 class Custom(NumberFormat):
-    """A format that is given by the function that rounds to it, and has nothing else.
+    """A format that is defined by a rounding function alone.
 
     Attributes:
         name: An identifier.
-        quantize: Takes a floating tensor, which it may write to, and returns one of the same shape and
-            dtype. Casting calls it without autograd.
+        quantize: Takes a floating tensor, to which it may write, and returns one of the same shape and
+            dtype. Casts call it without autograd.
 
     Example:
         >>> whole = hmpx.formats.Custom("whole", torch.round)
@@ -58,7 +58,7 @@ class Custom(NumberFormat):
         return found
 
     def check_rounding(self, mode: object, overflow: object) -> None:
-        """Raises `OptionError` if a rounding mode or an overflow behaviour is asked for."""
+        """Raises `OptionError` if a rounding mode or an overflow behaviour is given."""
         super().check_rounding(mode, None)
         for what, is_chosen in (
             ("rounding", mode != "nearest"),

@@ -1,4 +1,4 @@
-"""Exponents: powers of two without sign or zero, as scales of blocks are stored."""
+"""Exponents: powers of two without sign or zero, for the scales of blocks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .number_format import CodedFormat, Figures, check_int, check_name
 
 @dataclass(frozen=True)
 class ExponentPlan(Plan):
-    """Rounds to powers of two: on the bits of float64, of which the mantissa is cut off."""
+    """Rounds to powers of two by cutting off the mantissa in the bits of float64."""
 
     binary: Binary
     mode: str
     least: int  # the bits of the smallest number
     most: int  # the bits of the largest number
-    beyond: int  # the bits of what numbers beyond that become: NaN or the largest
+    beyond: int  # the bits that replace numbers beyond that: NaN or the largest
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of ``x`` rounded."""
+        """Returns ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
         rounded = AND(ADD(bits, self._added(noise)), -(1 << binary.mantissa))
@@ -42,28 +42,27 @@ class ExponentPlan(Plan):
         return rounded.masked_fill_(is_no_power, binary.nan).view(binary.dtype)
 
     def _added(self, noise: Tensor | None) -> Tensor | int:
-        """Returns the number that is added to the mantissa before it is cut off."""
+        """Returns the number to add to the mantissa before it is cut off."""
         place = self.binary.mantissa
         if self.mode == "stochastic":
             assert noise is not None
             return AND(wide(noise), (1 << place) - 1)
         if self.mode == "up":
             return (1 << place) - 1
-        # Between two powers of two the larger one is the even: in units of the smaller it is 2.
+        # Of two adjacent powers of two the larger one is even: in units of the smaller it is 2.
         return 1 << (place - 1) if self.mode in ("nearest", "nearest_away") else 0
 
 
 @dataclass(frozen=True)
 class Exponent(CodedFormat):
-    """Powers of two, without a sign or a zero: a code is the exponent plus the bias, the last one NaN.
+    """Powers of two, without sign or zero: a code is the exponent plus the bias; the last code is NaN.
 
-    Scales of blocks are stored so. Zero and negative numbers become NaN, smaller ones than the
-    smallest become that.
+    For scales of blocks. Zero and negative numbers become NaN; smaller numbers become the smallest.
 
     Attributes:
         name: An identifier.
         bits: Bits of a code.
-        bias: What is added to exponents; None: ``2**(bits - 1) - 1``.
+        bias: The offset of stored exponents; None: ``2**(bits - 1) - 1``.
 
     Example:
         >>> e5m0 = hmpx.formats.Exponent("e5m0", bits=5)
@@ -89,7 +88,7 @@ class Exponent(CodedFormat):
 
     @property
     def exponent_bias(self) -> int:
-        """What is added to exponents."""
+        """The offset of stored exponents."""
         return (1 << (self.bits - 1)) - 1 if self.bias is None else self.bias
 
     @property
@@ -104,20 +103,20 @@ class Exponent(CodedFormat):
 
     allowed_overflow: ClassVar[tuple[Overflow, ...]] = ("nan", "saturate")
     default_overflow: ClassVar[Overflow] = "nan"
-    fits_in_float32 = False  # not the smallest of E8M0, with all its bits
+    fits_in_float32 = False  # the smallest of E8M0 is subnormal there
 
     @property
     def is_exact_in_float32(self) -> bool:
-        """Whether every value is one of float32."""
+        """Whether float32 holds every value exactly."""
         return self.exponent_bias <= 149 and self.max_exponent <= 127
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> ExponentPlan:
-        """Returns how to round tensors of a binary type that the format fits in."""
+        """Returns the plan for tensors of a binary type that has room for the format."""
         least, most = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
         return ExponentPlan(binary, mode, least, most, binary.nan if overflow == "nan" else most)
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of values of the format."""
+        """Returns the codes of the format's values."""
         bits = rounded.to(torch.float64).view(torch.int64)
         codes = SUB(RIGHT(bits, FP64.mantissa), FP64.bias - self.exponent_bias)
         return WHERE(LT(bits, FP64.infinity), codes, (1 << self.bits) - 1)

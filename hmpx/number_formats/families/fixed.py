@@ -28,7 +28,7 @@ _FixedCodes: Final = struct(("bits", ctypes.c_int64), ("scale step", ctypes.c_do
 
 @dataclass(frozen=True)
 class FixedPlan(Plan):
-    """Rounds to fixed point with so many bits after the point, within bounds in units of the last place."""
+    """Rounds to fixed point with a number of fraction bits, within bounds in units of the last place."""
 
     binary: Binary
     mode: str
@@ -39,7 +39,7 @@ class FixedPlan(Plan):
     kernel = "fixed"
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of ``x`` rounded."""
+        """Returns ``x`` rounded."""
         scaled = MUL(x, math.ldexp(1.0, self.fraction))
         if self.mode == "nearest":
             whole = scaled.round_()
@@ -60,7 +60,7 @@ class FixedPlan(Plan):
             is_drawn = GE(SUB(scaled, whole), uniform(noise, self.binary))
             whole = WHERE(is_drawn, ADD(whole, 1.0), whole)
         whole = CLAMP(whole, self.least, self.most).mul_(math.ldexp(1.0, -self.fraction))
-        bits = whole.view(self.binary.integer)  # compilers may take -0 for 0
+        bits = whole.view(self.binary.integer)  # compilers may treat -0 as 0
         return bits.masked_fill_(EQ(whole, 0), 0).view(self.binary.dtype)
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
@@ -75,7 +75,7 @@ class Fixed(CodedFormat):
 
     Attributes:
         name: An identifier.
-        integer_bits: Bits before the point, the sign's included.
+        integer_bits: Bits before the point, including the sign.
         fraction_bits: Bits after it.
 
     Example:
@@ -111,26 +111,26 @@ class Fixed(CodedFormat):
 
     @property
     def min(self) -> float:
-        """The least number, one step further from zero than the largest."""
+        """The least number, one step farther from zero than the largest."""
         return -math.ldexp(1.0, self.integer_bits - 1)
 
     @property
     def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values, and for what rounding adds to them."""
+        """Whether float32 has room for all values and for rounding them."""
         return self.bits <= 25
 
     @property
     def is_exact_in_float32(self) -> bool:
-        """Whether every value is one of float32."""
+        """Whether float32 holds every value exactly."""
         return self.bits <= 25
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FixedPlan:
-        """Returns how to round tensors of a binary type that the format fits in."""
+        """Returns the plan for tensors of a binary type that has room for the format."""
         half = 1 << (self.bits - 1)
         return FixedPlan(binary, mode, self.fraction_bits, -half, half - 1)
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of values of the format, as integers of any width."""
+        """Returns the codes of the format's values, as integers of any width."""
         scaled = MUL(rounded, math.ldexp(1.0, self.fraction_bits))
         codes = scaled.nan_to_num_(nan=0.0).to(torch.int64)
         return codes.bitwise_and_((1 << self.bits) - 1)
@@ -142,5 +142,5 @@ class Fixed(CodedFormat):
         return MUL(signed.to(torch.float64), self.epsilon)
 
     def coding(self, binary: Binary) -> Coding:
-        """Returns how kernels code values of a binary type."""
+        """Returns the coding of values of a binary type, for kernels."""
         return Coding("fixed", _FixedCodes(self.bits, 1.0 / self.epsilon, self.epsilon))

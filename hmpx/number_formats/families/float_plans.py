@@ -1,4 +1,4 @@
-"""Rounding to floats: by addition, or on the bits."""
+"""Rounding to floats, by addition or on the bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LT, MUL, OR, RIGHT, SU
 
 @dataclass(frozen=True)
 class FloatPlan(Plan):
-    """Rounds to floats by an addition: of the power of two that leaves as many bits as wanted."""
+    """Rounds to floats by adding the power of two that leaves the wanted number of bits."""
 
     binary: Binary
     mode: str
@@ -35,7 +35,7 @@ class FloatPlan(Plan):
     kernel = "float"
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of ``x`` rounded."""
+        """Returns ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
         power = AND(bits, binary.infinity)
@@ -59,7 +59,7 @@ class FloatPlan(Plan):
         return OR(found, sign).view(binary.dtype)
 
     def _directed(self, bits: Tensor, whole: Tensor, power: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns magnitudes rounded in another mode, by steps from the nearest even."""
+        """Returns magnitudes rounded in another mode, by steps from nearest-even."""
         binary = self.binary
         magnitude = whole.view(binary.dtype)
         nearest = SUB(ADD(magnitude, power), power)
@@ -93,26 +93,26 @@ class FloatPlan(Plan):
 
 @dataclass(frozen=True)
 class BitsPlan(Plan):
-    """Rounds to floats with the exponents of the type that is computed in: bits are added and cut off."""
+    """Rounds to floats with the exponent range of the compute type, by adding and cutting bits."""
 
     binary: Binary
     mode: str
     unit: int  # the bit of the last place kept
     lowest_unit: int  # the same below the smallest normal number
     max: int  # the bits of the largest number
-    beyond: int  # the bits of what numbers beyond that become: infinity, NaN or the largest
+    beyond: int  # the bits that replace numbers beyond that: infinity, NaN or the largest
     has_negative_zero: bool
 
     kernel = "bits"
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of ``x`` rounded."""
+        """Returns ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
         unit, is_flushed = self.unit, self.lowest_unit > self.unit
         is_plain = self.mode == "nearest" and self.has_negative_zero and not is_flushed
         if is_plain and unit > 1 and self.max + unit == self.beyond == binary.infinity:
-            # Half a unit in the last place less one, and one more if that place is odd: twice as fast.
+            # Adds half a unit in the last place minus one, plus one if that place is odd: twice as fast.
             rounded = RIGHT(bits, unit.bit_length() - 1).bitwise_and_(1)
             rounded = rounded.add_((unit >> 1) - 1).add_(bits).bitwise_and_(-unit)
             is_nan = ones_if_positive(AND(bits, binary.magnitude).sub_(binary.infinity), binary)
@@ -163,7 +163,7 @@ def _bounded(plan: FloatPlan | BitsPlan, bits: Tensor, whole: Tensor, rounded: T
         return CLAMP(rounded, max=plan.max)
     is_over = GT(rounded, plan.max)
     if plan.mode not in ("nearest", "nearest_away", "stochastic"):
-        # What is rounded towards zero ends at the largest number; only infinity is beyond.
+        # Towards zero, numbers stop at the largest; only infinity is beyond.
         goes_beyond = EQ(whole, plan.binary.infinity)
         if plan.mode != "toward_zero":
             goes_beyond = OR(goes_beyond, may_grow(bits, plan.mode))

@@ -1,4 +1,4 @@
-"""Floats: binary floating point with a sign bit, in the variants that hardware has."""
+"""Floats: binary floating point with a sign bit, in the variants of hardware."""
 
 from __future__ import annotations
 
@@ -24,16 +24,12 @@ Kind: TypeAlias = Literal["ieee", "p3109", "fn", "fnuz", "finite"]
 class _Traits(NamedTuple):
     """The traits of a kind of floats."""
 
-    overflows: tuple[
-        Overflow, ...
-    ]  # what may become of values beyond the largest; the default first
+    overflows: tuple[Overflow, ...]  # the supported overflow behaviours; the default first
     has_negative_zero: bool  # if not, its code is the only NaN
     may_be_powers: (
         bool  # may have no mantissa bits: the codes with the largest exponent are numbers
     )
-    reserved: (
-        int  # codes from the last one down that are no numbers, if the exponent is not reserved
-    )
+    reserved: int  # how many of the last codes are not numbers, if the exponent is not reserved
 
 
 _KINDS: Final[dict[str, _Traits]] = {
@@ -54,16 +50,16 @@ class Float(CodedFormat):
         exponent_bits: Width of the exponent field.
         mantissa_bits: Width of the fraction field; the leading 1 is not stored. 0 only in the kinds
             ``"fnuz"`` and ``"finite"``.
-        bias: What is added to exponents in the exponent field; None: ``2**(exponent_bits - 1) - 1``, for
-            ``"fnuz"`` and ``"p3109"`` one more.
+        bias: The offset of the exponent field; None: ``2**(exponent_bits - 1) - 1``, for ``"fnuz"`` and
+            ``"p3109"`` one more.
         kind: ``"ieee"``: the largest exponent field holds infinities and NaNs. ``"p3109"``: as in the
-            draft of IEEE P3109, the largest code is infinity, and there is no -0, whose code is the
-            only NaN. ``"fn"``: no infinities, NaN is the code with all bits set. ``"fnuz"``: no
-            infinities, no -0, whose code is the only NaN. ``"finite"``: neither infinities nor NaN.
-        subnormals: Whether an exponent field of 0 holds numbers below the smallest normal one, or
-            zero only.
-        overflow: What becomes of values beyond the largest: ``"inf"``, ``"nan"`` or ``"saturate"``;
-            None: the kind's own.
+            draft of IEEE P3109, the largest code is infinity, and the code of -0 is the only NaN.
+            ``"fn"``: no infinities, NaN is the code with all bits set. ``"fnuz"``: no infinities, and the
+            code of -0 is the only NaN. ``"finite"``: neither infinities nor NaN.
+        subnormals: Whether an exponent field of 0 encodes numbers below the smallest normal one, or only
+            zero.
+        overflow: How values beyond the largest are handled: ``"inf"``, ``"nan"`` or ``"saturate"``;
+            None: the kind's default.
 
     Example:
         >>> e3m2 = hmpx.formats.Float("e3m2", exponent_bits=3, mantissa_bits=2, kind="finite")
@@ -105,7 +101,7 @@ class Float(CodedFormat):
 
     @property
     def exponent_bias(self) -> int:
-        """What is added to exponents in the exponent field."""
+        """The offset of the exponent field."""
         if self.bias is not None:
             return self.bias
         return (1 << (self.exponent_bits - 1)) - self.has_negative_zero
@@ -156,17 +152,17 @@ class Float(CodedFormat):
 
     @property
     def allowed_overflow(self) -> tuple[Overflow, ...]:
-        """What values beyond the largest may become."""
+        """The supported overflow behaviours."""
         return _KINDS[self.kind].overflows
 
     @property
     def default_overflow(self) -> Overflow:
-        """What they become unless something else is asked for."""
+        """The default overflow behaviour."""
         return self.overflow or _KINDS[self.kind].overflows[0]
 
     @property
     def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values, and for what rounding adds to them."""
+        """Whether float32 has room for all values and for rounding them."""
         lowest, highest, mantissa = self.min_exponent, self.max_exponent, self.mantissa_bits
         if lowest == -126:
             return highest <= 127 and 0 < mantissa <= 23
@@ -174,12 +170,12 @@ class Float(CodedFormat):
 
     @property
     def is_exact_in_float32(self) -> bool:
-        """Whether every value is one of float32."""
+        """Whether float32 holds every value exactly."""
         least = self.min_exponent - (self.mantissa_bits if self.subnormals else 0)
         return self.mantissa_bits <= 23 and self.max_exponent <= 127 and least >= -149
 
     def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
-        """Returns how to round tensors of a floating ``dtype``; None if all its values are the format's."""
+        """Returns the plan for tensors of a floating ``dtype``; None if the format has all its values."""
         info = torch.finfo(dtype)
         is_kept = (overflow or self.default_overflow) == "inf" and (
             self.subnormals
@@ -191,7 +187,7 @@ class Float(CodedFormat):
         return None if is_kept else super().plan(dtype, mode, overflow)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FloatPlan | BitsPlan:
-        """Returns how to round tensors of a binary type that the format fits in."""
+        """Returns the plan for tensors of a binary type that has room for the format."""
         most, place = self.max, binary.mantissa
         beyond = {"inf": math.inf, "nan": math.nan, "saturate": most}[overflow]
         if self.min_exponent == 1 - binary.bias:
@@ -269,7 +265,7 @@ class Float(CodedFormat):
 
         Args:
             binary: The type.
-            keeps_sign_of_nan: Whether that of a NaN is its code's, where the format has both.
+            keeps_sign_of_nan: Whether the code of a NaN keeps its sign, if the format has both.
         """
         mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
         is_lifted = self.min_exponent > 1 - binary.bias
@@ -293,16 +289,16 @@ class Float(CodedFormat):
             special.last,
             -1 if self.has_negative_zero else binary.sign,
         )
-        # A subnormal step is 0 where the processor takes subnormals for that.
+        # A subnormal step is 0 if the processor flushes subnormals.
         is_normal = step == 0 or step >= math.ldexp(1.0, 1 - binary.bias)
         return Coding("float", spec, can_decode=is_normal)
 
 
 class _SpecialCodes(NamedTuple):
-    """Codes without a sign: of infinity, or all ones; of NaN, and whether the sign is kept and turned."""
+    """Codes without sign: of infinity, or all ones; of NaN, and whether its sign is kept and flipped."""
 
     infinity: int
     nan: int
     keeps_sign: bool
     flips_sign: bool
-    last: int  # codes above are NaN, but for infinity
+    last: int  # codes above are NaN, except infinity

@@ -25,7 +25,7 @@ Same = TypeVar("Same", bound="NumberFormat")
 
 _MOST_NAME: Final = 100
 
-#: Formats of up to so many bits are decoded by a table of all their values.
+#: Formats of up to this number of bits are decoded by a table of all their values.
 _TABLED: Final = 16
 
 
@@ -40,7 +40,7 @@ class NumberFormat:
 
     @functools.cached_property
     def derived(self) -> dict[Any, Any]:
-        """Objects made for this format elsewhere: freed with it, and not copied."""
+        """Cached objects of other modules for this format: freed with it, and not copied."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -50,30 +50,30 @@ class NumberFormat:
 
     @property
     def own_function(self) -> Rounder | None:
-        """The function that rounds to it, where that is the user's own."""
+        """The user's rounding function, or None."""
         return None
 
     @property
     def layout(self) -> Layout | None:
-        """Which values are rounded together; None if each is rounded by itself."""
+        """The values that are rounded together; None if each is rounded separately."""
         return None
 
     @property
     def block_axis(self) -> int | None:
-        """The axis that `layout` depends on; None if it depends on none."""
+        """The axis of `layout`, or None."""
         layout = self.layout
         return None if layout is None or layout.kind == "whole" else layout.axis
 
     def along(self: Same, axis: int) -> Same:
-        """Returns the same format with values rounded together along another axis.
+        """Returns the format with values rounded together along another axis.
 
-        Ops pass the axis that they reduce over. Made once for each axis.
+        Ops pass the axis over which they reduce. Cached for each axis.
 
         Args:
-            axis: As the `block_axis` of a format that has one; any other format is returned as it is.
+            axis: The new `block_axis`; formats without one are returned unchanged.
 
         Raises:
-            OptionError: The format can't have that axis.
+            OptionError: The format does not support that axis.
 
         Example:
             >>> hmpx.formats.get("mxfp4_e2m1").along(0).axis
@@ -91,31 +91,31 @@ class NumberFormat:
 
     @property
     def allowed_overflow(self) -> tuple[Overflow, ...]:
-        """What values beyond the largest may become."""
+        """The supported overflow behaviours."""
         return ("saturate",)
 
     @property
     def default_overflow(self) -> Overflow:
-        """What they become unless something else is asked for."""
+        """The default overflow behaviour."""
         return "saturate"
 
     @property
     def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values, and for what rounding adds to them."""
+        """Whether float32 has room for all values and for rounding them."""
         return True
 
     @property
     def is_exact_in_float32(self) -> bool:
-        """Whether every value is one of float32."""
+        """Whether float32 holds every value exactly."""
         return True
 
     def check_rounding(self, mode: object, overflow: object) -> None:
-        """Raises `OptionError` if the format can't be rounded to in this way."""
+        """Raises `OptionError` if the format does not support this rounding or overflow."""
         arguments.choice("rounding", mode, ROUNDING_MODES, spellings("rounding"))
         self.check_overflow(overflow)
 
     def check_overflow(self, overflow: object) -> None:
-        """Raises `OptionError` if the format can't have an overflow behaviour."""
+        """Raises `OptionError` if the format does not support an overflow behaviour."""
         allowed = self.allowed_overflow
         if overflow is not None and (not is_a(overflow, str) or overflow not in allowed):
             raise OptionError(
@@ -124,17 +124,17 @@ class NumberFormat:
             )
 
     def check_scale(self, scale: object, x: Tensor) -> None:
-        """Raises `OptionError` if the values of ``x`` can't be rounded by these scales."""
+        """Raises `OptionError` if these scales don't fit ``x``."""
         raise OptionError(f"format {self.name} has no scales to be given; a Scaled format has")
 
     def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
-        """Returns how to round tensors of a floating ``dtype``; None if nothing is to do."""
+        """Returns the plan for tensors of a floating ``dtype``; None if rounding changes nothing."""
         binary = FP64 if dtype is torch.float64 or not self.fits_in_float32 else FP32
         chosen: Overflow = overflow or self.default_overflow  # type: ignore[assignment]  # checked
         return self.plan_in(binary, mode, chosen)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
-        """Returns how to round tensors of a binary type that the format fits in."""
+        """Returns the plan for tensors of a binary type that has room for the format."""
         raise NotImplementedError
 
 
@@ -149,7 +149,7 @@ class Figures(NamedTuple):
 
 
 class MeasuredFormat(NumberFormat):
-    """A number format that has figures and codes."""
+    """A number format with figures and codes."""
 
     @property
     def _figures(self) -> Figures:
@@ -157,12 +157,12 @@ class MeasuredFormat(NumberFormat):
 
     @property
     def significand_bits(self) -> int:
-        """Most bits of a number's significand, the leading 1 included; of a normal element's in blocks."""
+        """The most significand bits of a number, including the leading 1; in blocks, of a normal element."""
         return self._figures.significand_bits
 
     @property
     def epsilon(self) -> float:
-        """The distance from 1 to the next larger number, or the least between neighbours; of elements in blocks."""
+        """The distance from 1 to the next number, or the least between neighbours; in blocks, of elements."""
         return self._figures.epsilon
 
     @property
@@ -184,27 +184,27 @@ class MeasuredFormat(NumberFormat):
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code, of formats that share scales those of an element's."""
+        """Bits of a code; with shared scales, of an element's code."""
         raise NotImplementedError
 
     def encoded(
         self, values: Tensor, rounded: Tensor, binary: Binary
     ) -> Tensor | tuple[Tensor, ...]:
-        """Returns the codes of ``values``, which are ``rounded``; both are of the type ``binary``."""
+        """Returns the codes of ``values``, given also ``rounded``; both are of the type ``binary``."""
         raise NotImplementedError
 
     def decoded(self, codes: Any) -> Tensor:
-        """Returns the values of what `encoded` returns, in float32 or float64; else raises `OptionError`."""
+        """Returns the values of a result of `encoded`, in float32 or float64; else raises `OptionError`."""
         raise NotImplementedError
 
     def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
-        """Returns the plan in the type of ``dtype`` by which a kernel finds codes, if there is one."""
+        """Returns the plan, in the type of ``dtype``, with which a kernel encodes, or None."""
         is_wide = dtype is torch.float64
         plan = self.plan(dtype, mode, overflow) if is_wide or self.is_exact_in_float32 else None
         return plan if plan is not None and plan.binary.dtype is dtype else None
 
     def coding(self, binary: Binary) -> Coding | None:
-        """Returns how kernels code values of a binary type; None if there are no such kernels."""
+        """Returns the coding of values of a binary type, for kernels; None if there are no such kernels."""
         return None
 
 
@@ -223,7 +223,7 @@ class CodedFormat(MeasuredFormat):
         return self.bits
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of values of the format, as integers of any width."""
+        """Returns the codes of the format's values, as integers of any width."""
         raise NotImplementedError
 
     def values_of(self, codes: Tensor) -> Tensor:
@@ -231,13 +231,13 @@ class CodedFormat(MeasuredFormat):
         raise NotImplementedError
 
     def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of values of the format, which are of the type ``binary``."""
+        """Returns the codes of the format's values, which are of the type ``binary``."""
         return self.codes_of(rounded, binary).to(code_dtype(self.bits))
 
     def decoded(self, codes: Any) -> Tensor:
-        """Returns the values of codes; raises `OptionError` if these are not integers."""
+        """Returns the values of codes; raises `OptionError` if they are not integers."""
         check_codes(codes, self.name)
-        # A graph can't hold the table.
+        # A graph can't contain the table.
         is_traced = torch.compiler.is_dynamo_compiling() or type(codes) not in PLAIN_TENSORS
         if self.bits > _TABLED or is_traced:
             return self._narrow_values(codes.to(torch.int64))
@@ -256,7 +256,7 @@ class CodedFormat(MeasuredFormat):
 
 
 def code_dtype(bits: int) -> torch.dtype:
-    """Returns the dtype that holds codes of so many bits."""
+    """Returns the dtype for codes of this number of bits."""
     if bits <= 8:
         return torch.uint8
     if bits <= 16:
@@ -304,5 +304,5 @@ def listed(names: Iterable[str]) -> str:
 
 
 def hint(value: object, candidates: Iterable[str], others: Mapping[str, str] | None = None) -> str:
-    """Returns which of the candidates may have been meant, as the end of a message."""
+    """Returns a suggestion among the candidates, as the end of a message."""
     return suggestion(str.__str__(value), candidates, others) if is_a(value, str) else ""

@@ -1,4 +1,4 @@
-"""Elements that share scales which follow from their largest magnitude."""
+"""Elements that share scales derived from their largest magnitude."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Granularity: TypeAlias = "Literal['tensor', 'row', 'column'] | int | tuple[int, 
 AmaxRule: TypeAlias = Literal["max", "most_recent"]
 ScaleFormat: TypeAlias = Literal["float32", "e8m0", "e4m3"]
 
-#: Which amax of a history scales; the default first.
+#: The amax of a history that determines the scale; the default first.
 _AMAX_RULES: Final[tuple[AmaxRule, ...]] = ("max", "most_recent")
 
 #: The largest margin.
@@ -47,37 +47,36 @@ class Scaled(SharedScales):
     """Elements that share scales: a value is an element times its scale, rounded to float32.
 
     A scale is the largest magnitude of the values that share it (amax), divided by the element's
-    largest, so that the one becomes the other; as DeepSeek-V3's kernels and torchao's
-    ``_choose_scale_float8`` and ``nvfp4_quantize`` have it. Values are divided by their scale in their
-    own precision, rounded to elements, beyond the largest saturated, and multiplied again.
+    largest, so that amax becomes the largest element, as in DeepSeek-V3's kernels and torchao's
+    ``_choose_scale_float8`` and ``nvfp4_quantize``. Values are divided by their scale in their own
+    precision, rounded to elements, saturated beyond the largest, and multiplied by the scale.
 
-    - Values that share their scale with infinity or NaN become NaN, all of them.
-    - Zeros stay zeros: a scale is never below ``2**-126``, that of a tensor with e4m3 scales never below
-      ``2**-121``, and an e4m3 scale never below ``2**-6``, so that its reciprocal exists; what is far
-      below that becomes zero.
+    - All values that share their scale with infinity or NaN become NaN.
+    - Zeros stay zeros: a scale is at least ``2**-126``, that of a tensor with e4m3 scales at least
+      ``2**-121``, and an e4m3 scale at least ``2**-6``, so that its reciprocal exists. Values far below
+      that become zero.
     - float64 beyond float32's largest number saturates.
 
     Attributes:
         name: An identifier.
-        element: The format of the elements: a `Float`, a `Fixed` one, whose least number is left out so
-            that it is symmetric, or a `Table`.
-        granularity: What shares a scale: ``"tensor"``: all values. ``"row"``: those of a vector along the
-            axis. ``"column"``: those with the same place on the axis. ``n``: n neighbours along the
-            axis, the last of which may be fewer. ``(m, n)``: n neighbours along the axis and m along the
-            last axis, or along the last but one if the axis is the last.
+        element: The format of the elements: a `Float`, a `Fixed` one without its least number, so that it
+            is symmetric, or a `Table`.
+        granularity: The values that share a scale. ``"tensor"``: all values. ``"row"``: those of a vector
+            along the axis. ``"column"``: those with the same index on the axis. ``n``: n neighbours along
+            the axis; the last group may be smaller. ``(m, n)``: n neighbours along the axis and m along the
+            last axis, or along the second last if the axis is the last.
         scale_format: ``"float32"``; ``"e8m0"``: powers of two from ``2**-126`` to ``2**127``; or
             ``"e4m3"``: numbers from ``2**-6`` to 448.
-        rule: How powers of two are chosen, as in `Block`; None: ``"rceil"``, the smallest by which nothing
-            saturates, which is also what TransformerEngine does to float32 scales. For ``"e8m0"`` only.
-        tensor_scale: Scales in e4m3 are divided by one of the whole tensor in float32, its amax by the
-            largest element and by 448, as in NVFP4. For ``"e4m3"`` only.
-        axis: The axis; of no account for ``"tensor"``.
-        history: Ops of a conversion scale by the amaxes of so many training steps that have ended (delayed
-            scaling); None: by the amax of the tensor at hand, as `quantize` always does. For ``"tensor"``
-            only.
-        amax_rule: Which amax of the history: ``"max"``, the largest; or ``"most_recent"``. None:
+        rule: How to choose powers of two, as in `Block`; None: ``"rceil"``, the smallest without
+            saturation, as in TransformerEngine's float32 scales. For ``"e8m0"`` only.
+        tensor_scale: Scales in e4m3 are divided by one of the whole tensor in float32: its amax divided by
+            the largest element and by 448, as in NVFP4. For ``"e4m3"`` only.
+        axis: The axis; ignored for ``"tensor"``.
+        history: How many ended training steps determine the scales of a conversion's ops (delayed
+            scaling); None: the tensor's own amax does, as always in `quantize`. For ``"tensor"`` only.
+        amax_rule: The amax to use: ``"max"``, the largest of the history; or ``"most_recent"``. None:
             ``"max"``. With a history only.
-        margin: That amax is multiplied by ``2**margin``. With a history only.
+        margin: The amax is multiplied by ``2**margin``. With a history only.
 
     Example:
         >>> int4 = hmpx.formats.Fixed("int4", integer_bits=4, fraction_bits=0)
@@ -128,7 +127,7 @@ class Scaled(SharedScales):
         object.__setattr__(self, "amax_rule", self._checked_history(what))
 
     def _checked_history(self, what: str) -> AmaxRule | None:
-        """Returns which amax of its history it scales by, checked; None if it has no history."""
+        """Returns the checked rule for the amax of a history; None without a history."""
         rule: AmaxRule | None = None
         if self.amax_rule is not None:
             rule = arguments.choice(f"{what}: amax_rule", self.amax_rule, _AMAX_RULES)
@@ -153,7 +152,7 @@ class Scaled(SharedScales):
 
     @property
     def bits(self) -> float:
-        """Bits a value; blocks' scales are included, others are too few to count."""
+        """Bits per value, including blocks' scales; other scales are negligible."""
         if isinstance(self.granularity, str):
             return self.element.bits
         height, width = self._tile
@@ -187,13 +186,13 @@ class Scaled(SharedScales):
 
     @property
     def scale_limits(self) -> tuple[float, float]:
-        """The least and the largest scale: of the tensor if it has one, else of blocks."""
-        most = Fraction(FLOAT32_MOST) / Fraction(self.largest)  # then no value becomes infinite
+        """The least and the largest scale: of the tensor if it has one, or else of blocks."""
+        most = Fraction(FLOAT32_MOST) / Fraction(self.largest)  # keeps values finite
         if self.scale_format == "e8m0":
             return 2.0**-126, math.ldexp(1.0, min(127 - exponent_of(self.largest), 127))
         if self.scale_format == "float32":
             return 2.0**-126, FP32.floor(min(most, Fraction(FLOAT32_MOST)))
-        if self.tensor_scale:  # and no reciprocal of a product of both scales
+        if self.tensor_scale:  # also the reciprocal of the product of both scales
             return 2.0**-121, FP32.before(FP32.floor(min(most / 448, Fraction(2) ** 117)))
         return E4M3_LEAST, E4M3_MOST
 
@@ -201,7 +200,7 @@ class Scaled(SharedScales):
 
     @property
     def layout(self) -> Layout:
-        """Which values share scales."""
+        """The values that share scales."""
         if isinstance(self.granularity, tuple):
             return Layout("tiles", self.axis)
         if self.granularity == "tensor":
@@ -209,7 +208,7 @@ class Scaled(SharedScales):
         return Layout("columns" if self.granularity == "column" else "rows", self.axis)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> ScaledPlan:
-        """Returns how to round tensors of a binary type that the format fits in."""
+        """Returns the plan for tensors of a binary type that has room for the format."""
         largest, (height, width) = self.largest, self._tile
         return ScaledPlan(
             *(binary, mode, self.element_plan(binary, mode), self.layout.kind, width, height),
@@ -221,15 +220,14 @@ class Scaled(SharedScales):
     # --- scales --------------------------------------------------------------------------------
 
     def amax(self, x: Tensor) -> Tensor:
-        """Returns the largest magnitudes of the values that share a scale, as a history keeps them.
+        """Returns the largest magnitudes of the values that share a scale, as in histories.
 
         Args:
             x: As for `quantize`.
 
         Returns:
-            float32. Of no dimensions for ``"tensor"`` and with ``tensor_scale``; otherwise of x's shape,
-            but along each axis as many as there are scales. NaN for what holds infinity or NaN; 0 for
-            nothing.
+            float32. 0-dim for ``"tensor"`` and with ``tensor_scale``; otherwise x's shape, with each axis
+            reduced to its number of scales. NaN for values with infinity or NaN; 0 for empty tensors.
 
         Raises:
             OptionError: ``x`` lacks the axis, or is not a dense floating tensor.
@@ -257,13 +255,13 @@ class Scaled(SharedScales):
             return layout.from_rows(found if layout.kind == "whole" else found.squeeze(-1), shape)
 
     def scale(self, amax: Tensor) -> Tensor:
-        """Returns the scales for largest magnitudes, in float32; what `quantize` takes as ``scale``.
+        """Returns the scales for largest magnitudes, in float32, for the ``scale`` of `quantize`.
 
         Args:
-            amax: float32, as `amax` returns it, or the largest of several such.
+            amax: A float32 result of `amax`, or the largest of several.
 
         Raises:
-            OptionError: ``amax`` is not of float32.
+            OptionError: ``amax`` is not float32.
 
         Example:
             >>> format = hmpx.formats.get("nvfp4")
@@ -281,12 +279,12 @@ class Scaled(SharedScales):
         return self._shape(shape, self._layout_of_scales)
 
     def check_scale(self, scale: object, x: Tensor) -> None:
-        """Raises `OptionError` if the values of ``x`` can't be rounded by these scales."""
+        """Raises `OptionError` if these scales don't fit ``x``."""
         check_scales(scale, self.scale_shape(x.shape), self.name)
 
     @property
     def _layout_of_scales(self) -> Layout:
-        """The layout of those scales that are given."""
+        """The layout of given scales."""
         return Layout("whole") if self.tensor_scale else self.layout
 
     # --- codes ---------------------------------------------------------------------------------
@@ -297,7 +295,7 @@ class Scaled(SharedScales):
         return "(codes, scales, the tensor's scale)" if self.tensor_scale else "(codes, scales)"
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scales of values of a shape; the tensor's not included."""
+        """Returns the shape of the scales of values of a shape, without the tensor's."""
         return self._shape(shape, self.layout)
 
     def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
@@ -318,7 +316,7 @@ class Scaled(SharedScales):
 
 
 def _checked_granularity(what: str, value: Any) -> Granularity:
-    """Returns what shares a scale, checked."""
+    """Returns the checked granularity."""
     if is_a(value, str) and value in _GRANULARITIES:
         return str.__str__(value)  # type: ignore[return-value]  # one of these
     if is_a(value, (tuple, list)):

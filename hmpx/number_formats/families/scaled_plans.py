@@ -96,7 +96,7 @@ class ScaledPlan(Plan):
     is_whole: ClassVar[bool] = True
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of rows rounded."""
+        """Returns rows rounded."""
         return self.round_by(x, noise, None)
 
     def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -214,7 +214,7 @@ class ScaledPlan(Plan):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether there is a kernel for these elements and this mode."""
+        """Whether a kernel supports these elements and this mode."""
         is_small = isinstance(self.element, TablePlan) and len(self.element.values) <= _SMALL_TABLE
         is_known = isinstance(self.element, FloatPlan | FixedPlan)
         return super().has_kernel and (is_known or (is_small and self.mode == "nearest"))
@@ -278,7 +278,7 @@ class BlockPlan(ScaledPlan):
     is_whole: ClassVar[bool] = False
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of rows rounded."""
+        """Returns rows rounded."""
         if x.numel() == 0:
             return x.clone()
         blocks = self.split(x)

@@ -40,7 +40,7 @@ class SharedScales(MeasuredFormat):
 
         @property
         def layout(self) -> Layout:
-            """Which values share scales."""
+            """The values that share scales."""
 
         @property
         def parts(self) -> str:
@@ -78,7 +78,7 @@ class SharedScales(MeasuredFormat):
     # --- codes ---------------------------------------------------------------------------------
 
     def coding(self, binary: Binary) -> Coding | None:
-        """Returns how kernels code values of a binary type."""
+        """Returns the coding of values of a binary type, for kernels."""
         if binary is not FP32:
             return None
         # `encoded` finds elements by their products with scales in float32, which must differ then.

@@ -55,7 +55,7 @@ class TablePlan(Plan):
     kernel_binaries = (FP32,)
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of ``x`` rounded."""
+        """Returns ``x`` rounded."""
         values = self._constant("values", x)
         index = self.index(x)
         rounded = taken(values, index)
@@ -176,17 +176,17 @@ class Table(CodedFormat):
 
     @property
     def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values, and for what rounding adds to them."""
+        """Whether float32 has room for all values and for rounding them."""
         return max(map(abs, self.values)) <= torch.finfo(torch.float32).max
 
     @property
     def is_exact_in_float32(self) -> bool:
-        """Whether every value is one of float32."""
+        """Whether float32 holds every value exactly."""
         limit = torch.finfo(torch.float32).max
         return all(abs(value) <= limit and to_float32(value) == value for value in self.values)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TablePlan:
-        """Returns how to round tensors of a binary type that the format fits in."""
+        """Returns the plan for tensors of a binary type that has room for the format."""
         values = self.values if binary is FP64 else tuple(map(to_float32, self.values))
         return TablePlan(binary, mode, values, _thresholds(values, binary, mode))
 
@@ -199,7 +199,7 @@ class Table(CodedFormat):
         return nearest.index(WHERE(NE(rounded, rounded), 0.0, rounded))
 
     def coding(self, binary: Binary) -> Coding:
-        """Returns how kernels code values of a binary type."""
+        """Returns the coding of values of a binary type, for kernels."""
         count = 1 << self.bits
         kind = ctypes.c_float if binary is FP32 else ctypes.c_double
         values = (kind * count)(*self.values, *(math.nan,) * (count - len(self.values)))
@@ -207,7 +207,7 @@ class Table(CodedFormat):
         return Coding("table", spec, can_encode=binary is FP32, memory=values)
 
     def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
-        """Returns the plan in the type of ``dtype`` by which a kernel finds codes, if there is one."""
+        """Returns the plan, in the type of ``dtype``, with which a kernel encodes, or None."""
         if mode == "stochastic":
             return None
         if dtype is not torch.float32 or not self.fits_in_float32 or self.is_exact_in_float32:

@@ -47,11 +47,11 @@ class TaperedPlan(Plan):
     parity: int  # makes the place above the mantissa as odd as a code that ends there
 
     def cut(self, scaled: Tensor) -> Tensor:
-        """Returns how many bits of numbers a code has no room for; of their bits less those of 1."""
+        """Returns how many low bits a code drops; takes the numbers' bits minus those of 1.0."""
         raise NotImplementedError
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of ``x`` rounded."""
+        """Returns ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
         whole = AND(bits, binary.magnitude)
@@ -108,7 +108,7 @@ class PositPlan(TaperedPlan):
     kernel = "posit"
 
     def cut(self, scaled: Tensor) -> Tensor:
-        """Returns how many bits of numbers a code has no room for; of their bits less those of 1."""
+        """Returns how many low bits a code drops; takes the numbers' bits minus those of 1.0."""
         places = self.binary.mantissa + self.es
         length = CLAMP(_folded(RIGHT(scaled, places)), max=self.bits - 3)
         return length.add_(places + 3 - self.bits)
@@ -128,7 +128,7 @@ class TakumPlan(TaperedPlan):
     kernel_binaries = (FP64,)
 
     def cut(self, scaled: Tensor) -> Tensor:
-        """Returns how many bits of numbers a code has no room for; of their bits less those of 1."""
+        """Returns how many low bits a code drops; takes the numbers' bits minus those of 1.0."""
         mantissa = self.binary.mantissa
         return ADD(_length_of(RIGHT(scaled, mantissa)), mantissa + _HEADER - self.bits)
 
@@ -143,7 +143,7 @@ class Tapered(CodedFormat):
     default_overflow: ClassVar[Overflow] = "nan"  # of infinities; numbers always saturate
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of values of the format."""
+        """Returns the codes of the format's values."""
         bits = rounded.view(binary.integer)
         whole = AND(bits, binary.magnitude)
         codes = self._coded(SUB(whole, binary.bias << binary.mantissa), binary.mantissa)
@@ -214,16 +214,16 @@ class Posit(Tapered):
 
     @property
     def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values, and for what rounding adds to them."""
+        """Whether float32 has room for all values and for rounding them."""
         return self.bits - 3 - self.es <= 22 and self.max_exponent <= 125
 
     @property
     def is_exact_in_float32(self) -> bool:
-        """Whether every value is one of float32."""
+        """Whether float32 holds every value exactly."""
         return self.bits - 3 - self.es <= 23 and self.max_exponent <= 126
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> PositPlan:
-        """Returns how to round tensors of a binary type that the format fits in."""
+        """Returns the plan for tensors of a binary type that has room for the format."""
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
         # Above the exponent field, as odd as the end of the longest regimes, bits - 3 and 2 - bits: of
         # numbers above 1 they end in 0, of others in 1.
@@ -257,7 +257,7 @@ class Posit(Tapered):
         return ADD(LEFT(regime, places), LEFT(rest, SUB(places, left)))
 
     def coding(self, binary: Binary) -> Coding:
-        """Returns how kernels code values of a binary type."""
+        """Returns the coding of values of a binary type, for kernels."""
         spec = integers(self.bits, self.es, self.max_exponent)
         return Coding("posit", spec, can_decode=self.bits <= binary.mantissa + 2)
 
@@ -299,7 +299,7 @@ class Takum(Tapered):
     fits_in_float32 = is_exact_in_float32 = False
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TakumPlan:
-        """Returns how to round tensors of a binary type that the format fits in."""
+        """Returns the plan for tensors of a binary type that has room for the format."""
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
         last = binary.infinity - (overflow != "saturate")
         parity = (
