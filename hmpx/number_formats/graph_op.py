@@ -1,7 +1,7 @@
-"""Rounding as one op of a graph: torch.compile takes seconds less than for the dozen ops it is made of.
+"""Rounding as one op of a graph: torch.compile is seconds faster than with the dozen ops that compose it.
 
-On the CPU, where the compiled kernels run it; elsewhere compilers fuse the ops, which then cost less
-than reading memory once more. Exported programs hold the ops, too: they run where hmpx is not installed.
+For the CPU, where the compiled kernels run it. Elsewhere compilers fuse the ops, which costs less than
+another pass over memory. Exported programs also contain the ops, since they run without hmpx.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _shaped(x: Tensor, plan: str, keys: Tensor | None) -> Tensor:
     return EMPTY_LIKE(x)
 
 
-#: Takes a tensor, `text_of` its plan, and the keys of noise.
+#: Takes a tensor, the plan as text (`text_of`), and the keys of noise.
 OP: Final = own_operator("rounded(Tensor x, str plan, Tensor? keys) -> Tensor", _shaped)
 
 
 def run_by(run: Callable[[Tensor, str, tuple[int, int]], Tensor]) -> None:
-    """Has the op run by a function of (tensor, `text_of` its plan, keys of noise)."""
+    """Sets the implementation of the op: a function of (tensor, the plan as text, keys of noise)."""
 
     def rounded(x: Tensor, plan: str, keys: Tensor | None) -> Tensor:
         first, second = (0, 0) if keys is None else keys.tolist()
@@ -51,7 +51,7 @@ def run_by(run: Callable[[Tensor, str, tuple[int, int]], Tensor]) -> None:
 
 
 def read(text: str) -> tuple[tuple[Any, ...], Layout | None]:
-    """Returns the `Plan.constants`, and the layout, that `text_of` has written."""
+    """Returns the `Plan.constants` and the layout from the text of `text_of`."""
     constants, layout = json.loads(text)
     return _tuples(constants), None if layout is None else Layout(*layout)
 
@@ -61,18 +61,18 @@ def _tuples(value: Any) -> Any:
 
 
 def text_of(plan: Plan, layout: Layout | None) -> str:
-    """Returns a plan and its layout as text, which a graph holds."""
+    """Returns a plan and its layout as text, for graphs."""
     return json.dumps((plan.constants(), None if layout is None else (layout.kind, layout.axis)))
 
 
 def is_taken(x: Tensor) -> bool:
-    """Whether a graph that torch.compile traces takes the op for ``x``."""
+    """Whether a graph that torch.compile traces uses the op for ``x``."""
     return type(x) in _TRACED and x.device.type == "cpu" and is_compiled()
 
 
 @run_when_traced
 def is_compiled() -> bool:
-    """Whether torch.compile traces, and nothing that has no rule for the op takes part."""
+    """Whether torch.compile is tracing, without transforms that have no rule for the op."""
     return (
         HAS_OPERATORS
         and tracing_context() is not None

@@ -1,4 +1,4 @@
-"""Layouts: which values of a tensor are rounded together, and how they become rows."""
+"""Layouts: the values of a tensor that are rounded together, and their arrangement as rows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Kind: TypeAlias = Literal["rows", "columns", "tiles", "whole"]
 
 
 class Grid(NamedTuple):
-    """How a tensor without memory between its elements lies there: as ``[..., rows, mid, columns]``.
+    """The memory layout of a tensor without gaps: ``[..., rows, mid, columns]``.
 
     Attributes:
-        rows: See above; values that share a scale may lie in several of them.
+        rows: See above; values that share a scale may be in several rows.
         mid: Elements between rows that belong together, in units of columns.
-        columns: Elements that are neighbours.
-        is_across: The axis of the layout is that of the rows, not of the columns.
+        columns: Adjacent elements.
+        is_across: The axis of the layout is the rows', not the columns'.
     """
 
     rows: int
@@ -31,26 +31,25 @@ class Grid(NamedTuple):
     is_across: bool
 
 
-#: For values that are rounded one by one.
+#: For values that are rounded separately.
 NO_GRID: Final = Grid(1, 1, 1, False)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the values that are rounded together lie in a tensor.
+    """The positions in a tensor of values that are rounded together.
 
     Attributes:
-        kind: ``"rows"``: along the axis, in all of it or in parts. ``"columns"``: all that have the same
-            place on the axis. ``"tiles"``: along the axis and one more, the last but one or the last.
-            ``"whole"``: all of them.
-        axis: The axis; of no account for ``"whole"``.
+        kind: ``"rows"``: along the axis, all of it or parts. ``"columns"``: all with the same index on the
+            axis. ``"tiles"``: along the axis and another one, the last or the second last. ``"whole"``: all.
+        axis: The axis; ignored for ``"whole"``.
     """
 
     kind: Kind
     axis: int = -1
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """Returns ``x`` as rows: the axis last, or first for columns; perhaps a view. Checks the axis."""
+        """Returns ``x`` as rows: the axis last, or first for columns; may be a view. Checks the axis."""
         if self.kind == "whole":
             return x.reshape(-1)
         if x.dim() == 0:
@@ -66,7 +65,7 @@ class Layout:
         return MOVEDIM(x, (self.other(x.dim()), self.axis), (-2, -1))
 
     def from_rows(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns rows as a tensor of the shape that they had; perhaps a view."""
+        """Returns rows as a tensor of the original shape; may be a view."""
         if not shape or self.kind == "whole":
             return rows.reshape(shape)
         if self.kind == "columns":
@@ -81,11 +80,11 @@ class Layout:
 
     @property
     def takes_strides(self) -> bool:
-        """Whether there is a grid whatever the order of the axes in memory."""
+        """Whether there is a grid for any order of the axes in memory."""
         return self.kind in ("rows", "whole")
 
     def grid(self, x: Tensor) -> Grid:
-        """Returns the grid of a tensor without memory between its elements. Checks the axis.
+        """Returns the grid of a tensor without gaps in memory. Checks the axis.
 
         It must be contiguous, unless the layout `takes_strides`.
         """

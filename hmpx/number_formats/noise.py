@@ -1,4 +1,4 @@
-"""Random bits for stochastic rounding, and the keys that a call draws of torch's random numbers."""
+"""Random bits for stochastic rounding, and the keys that a call draws from torch's generator."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .unpatched import AND, EMPTY, EMPTY_LIKE, LEFT, MUL, OR, RANDINT, RIGHT, XO
 
 Key: TypeAlias = "int | Tensor"
 
-#: Of a call that needs none.
+#: For calls that need none.
 NO_KEYS: Final = (0, 0)
 
 
 def draw_keys(generator: torch.Generator | None) -> tuple[int, int]:
-    """Returns two numbers of 32 bits, for one call."""
+    """Returns two 32-bit numbers for one call."""
     device = "cpu" if generator is None else generator.device
     drawn = EMPTY(1, dtype=torch.int64, device=device)
     try:
@@ -31,13 +31,13 @@ def draw_keys(generator: torch.Generator | None) -> tuple[int, int]:
 
 
 def traced_keys(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Returns two numbers of 32 bits in an int64 tensor on the device of ``x``, for one call.
+    """Returns two 32-bit numbers for one call, in an int64 tensor on the device of ``x``.
 
-    Under `torch.vmap` there are two for each mapped item, so that noise differs.
+    Under `torch.vmap` each mapped item has its own, so that noise differs.
     """
     if transforms() is None:
         return _drawn(x, generator, ())
-    mapped = EMPTY_LIKE(x, dtype=torch.bool)  # mapped as x is, and without tangents
+    mapped = EMPTY_LIKE(x, dtype=torch.bool)  # mapped like x, and without tangents
     return _apply(mapped, generator, ())
 
 
@@ -49,7 +49,7 @@ def _drawn(x: Tensor, generator: torch.Generator | None, batch: tuple[int, ...])
 
 
 class _Keys(torch.autograd.Function):
-    """Draws keys outside torch.vmap, which refuses random ops."""
+    """Draws keys outside torch.vmap, which rejects random ops."""
 
     drawn_as = "keys"
 
@@ -59,7 +59,7 @@ class _Keys(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keeps nothing."""
+        """Saves nothing."""
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -72,10 +72,10 @@ _apply: Callable[..., Tensor] = _Keys.apply
 
 def random_bits(numel: int, start: int, keys: tuple[Key, Key], device: torch.device) -> Tensor:
     """Returns ``numel`` random int32, hashes of (index from ``start`` on, keys); keys are int32."""
-    # An index has 32 bits, as many as an element of the result.
+    # An index has 32 bits, like an element of the result.
     index = torch.arange(numel, dtype=torch.int64, device=device).to(torch.int32)
     index = index.add_((start + 2**31) % 2**32 - 2**31)
-    key = keys[0]  # one for each item that torch.vmap maps; the index is not mapped
+    key = keys[0]  # one per item of torch.vmap; the index is not mapped
     mixed = XOR(index, key) if isinstance(key, Tensor) else index.bitwise_xor_(key)
     mixed = mixed.bitwise_xor_(RIGHT(mixed, 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     mixed = mixed.bitwise_xor_(keys[1])
@@ -84,7 +84,7 @@ def random_bits(numel: int, start: int, keys: tuple[Key, Key], device: torch.dev
 
 
 def uniform(noise: Tensor, binary: Binary) -> Tensor:
-    """Returns numbers above 0 and up to 1, as many different ones as the type holds exactly."""
+    """Returns numbers above 0 and up to 1, in the finest steps that the type holds exactly."""
     if binary.mantissa == 23:
         steps = RIGHT(noise, 8).bitwise_and_(0xFFFFFF).add_(1)
         return MUL(steps.to(binary.dtype), 2.0**-24)
@@ -93,6 +93,6 @@ def uniform(noise: Tensor, binary: Binary) -> Tensor:
 
 
 def wide(noise: Tensor) -> Tensor:
-    """Returns int64 whose halves are both the noise: for more random bits than 32."""
+    """Returns int64 with the noise in both halves, for more than 32 random bits."""
     low = AND(noise.to(torch.int64), 0xFFFFFFFF)
     return OR(LEFT(low, 32), low)

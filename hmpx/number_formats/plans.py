@@ -1,4 +1,4 @@
-"""How values of one binary type are rounded to one format and coded, in torch ops or by a kernel."""
+"""Plans: rounding and coding of values of one binary type to one format, by torch ops or a kernel."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PLANS: Final[dict[str, type[Plan]]] = {}
 
 
 class Plan:
-    """How to round to one format: exact, on any device, and traceable.
+    """Rounds to one format: exact, on any device, and traceable.
 
-    Made once for a format, a rounding mode and a binary type to compute in. Families derive frozen
-    dataclasses whose fields are numbers, strings, tuples of them, and other plans. They work on the
-    bits, since compilers elide round-trip casts.
+    Created once per format, rounding mode and compute type. Families derive frozen dataclasses whose
+    fields are numbers, strings, tuples of them, and other plans. They work on bits, since compilers elide
+    round-trip casts.
 
     Attributes:
         kernel: The name of the compiled kernel in ``rounding_kernels.c``; None if it has none.
-        kernel_binaries: The types that it is compiled for.
-        is_by_row: How a value is rounded depends on its neighbours in the last dimension.
+        kernel_binaries: The types for which it is compiled.
+        is_by_row: The rounding of a value depends on its neighbours in the last dimension.
         is_whole: It may depend on all other values.
     """
 
@@ -41,7 +41,7 @@ class Plan:
 
         @property
         def binary(self) -> Binary:
-            """The type that it computes in."""
+            """The compute type."""
 
         @property
         def mode(self) -> str:
@@ -60,22 +60,22 @@ class Plan:
         raise NotImplementedError
 
     def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor | None) -> Tensor:
-        """As `round`, by given scales in float32, laid out as ``x`` is; for plans that have scales."""
+        """Like `round`, by given scales in float32, in the layout of ``x``; for plans with scales."""
         raise NotImplementedError
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether `round_by` is given one scale of the whole tensor, which the kernel takes, too."""
+        """Whether `round_by` gets one scale of the whole tensor, which the kernel also accepts."""
         return False
 
     @property
     def mode_number(self) -> int:
-        """The rounding mode, as the kernels take it."""
+        """The kernels' number of the rounding mode."""
         return ROUNDING_MODES.index(self.mode)
 
     @property
     def has_kernel(self) -> bool:
-        """Whether there is a kernel for this type and mode."""
+        """Whether a kernel supports this type and mode."""
         return self.kernel is not None and self.binary in self.kernel_binaries
 
     @property
@@ -84,16 +84,16 @@ class Plan:
         return f"{self.kernel}_f{self.binary.width}"
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the ctypes object that the kernel reads, for a tensor's grid; None if it can't do it."""
+        """Returns the ctypes object for the kernel, for a tensor's grid; None if unsupported."""
         raise NotImplementedError
 
     @functools.cached_property
     def compiled(self) -> calls.Kernel | None:
-        """The kernel that rounds; None if there is none."""
+        """The kernel that rounds, or None."""
         return calls.kernel(self)
 
     def constants(self) -> tuple[Any, ...]:
-        """Returns the plan as numbers, strings and tuples, which compilers take for constants."""
+        """Returns the plan as numbers, strings and tuples, which compilers treat as constants."""
         values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
         return type(self).__name__, *map(_constant, values)
 
@@ -105,7 +105,7 @@ def _constant(value: Any) -> Any:
 
 
 def plan_of(kind: str, mantissa: int, *rest: Any) -> Plan:
-    """Returns the plan whose `Plan.constants` these are."""
+    """Returns the plan with these `Plan.constants`."""
     made = [
         plan_of(*each) if isinstance(each, tuple) and each[0] in _PLANS else each for each in rest
     ]
@@ -114,14 +114,14 @@ def plan_of(kind: str, mantissa: int, *rest: Any) -> Plan:
 
 @dataclass(frozen=True)
 class Coding:
-    """How kernels make codes of values of one binary type, or values of codes.
+    """How kernels encode values of one binary type, and decode codes.
 
     Attributes:
-        kernel: The kind of codes, by whose name the decoding kernel goes.
+        kernel: The kind of codes, which names the decoding kernel.
         spec: The kernel's ``KIND_codes``.
-        can_encode: Whether there is a kernel that makes such codes.
-        can_decode: Whether there is one that reads them.
-        memory: What the spec points to.
+        can_encode: Whether there is an encoding kernel.
+        can_decode: Whether there is a decoding kernel.
+        memory: The memory to which the spec points.
     """
 
     kernel: str
@@ -138,5 +138,5 @@ def struct(*groups: tuple[str, Any]) -> Any:
 
 
 def integers(*numbers: int) -> Any:
-    """Returns numbers as kernels take them; those beyond 63 bits are taken for their lowest 64."""
+    """Returns numbers for kernels; of those beyond 63 bits, the lowest 64."""
     return (ctypes.c_int64 * len(numbers))(*(ctypes.c_int64(number).value for number in numbers))

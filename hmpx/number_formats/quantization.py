@@ -25,28 +25,28 @@ def quantize(
 ) -> Tensor:
     """Returns ``x`` rounded to a number format, in the same shape and dtype.
 
-    Rounds once: float64 is not rounded to float32 first. Where ``x``'s dtype lacks values of the
-    format (float16 numbers in bfloat16), the result is rounded to that dtype, too. NaN stays NaN,
-    even if the format has none. Gradients pass unchanged, as if nothing had been rounded. Where
-    every value of the dtype is one of the format, ``x`` itself is returned, as by `Tensor.to`.
+    Rounds once: float64 is not rounded to float32 first. If ``x``'s dtype lacks values of the format
+    (float16 numbers in bfloat16), the result is also rounded to that dtype. NaN stays NaN, even if the
+    format has none. Gradients are straight-through. If the format has every value of the dtype, ``x``
+    itself is returned, as by `Tensor.to`.
 
     Args:
         x: float32, float64, bfloat16 or float16; on any device; dense, of any strides.
-        format: A format, or what `get` takes for one.
+        format: A format, or an argument of `get`.
         rounding: ``"nearest"`` (ties to even), ``"nearest_away"`` (ties away from zero),
-            ``"toward_zero"``, ``"up"``, ``"down"``, or ``"stochastic"``: to one of the neighbours,
-            by chance in proportion to how near they are.
-        overflow: What becomes of values beyond the largest: ``"saturate"``, ``"inf"`` or ``"nan"``,
-            if the format has them; None: what its standard says.
-        generator: Gives ``"stochastic"`` its seed; None: torch's own. One draw a call.
-        scale: For a `Scaled` format: its scales, such as `Scaled.scale` makes of the largest magnitudes of
-            earlier tensors, instead of those of ``x``; of the shape of `Scaled.amax`. With
-            ``tensor_scale`` the tensor's; blocks have their own even so. What is beyond the largest
-            element saturates, infinities too.
+            ``"toward_zero"``, ``"up"``, ``"down"``, or ``"stochastic"``: to a
+            random neighbour, with probability proportional to nearness.
+        overflow: How values beyond the largest are handled: ``"saturate"``, ``"inf"`` or ``"nan"``, if the
+            format has them; None: by its standard.
+        generator: The seed of ``"stochastic"``; None: torch's own. One draw per call.
+        scale: For a `Scaled` format: scales to use instead of those of ``x``, such as results of
+            `Scaled.scale` for the largest magnitudes of earlier tensors, in the shape of `Scaled.amax`. With
+            ``tensor_scale`` the tensor's scale; blocks still have their own. Values beyond the largest
+            element saturate, also infinities.
 
     Raises:
-        OptionError: There is no such format, or it can't be rounded to in this way, or ``x`` is not a
-            tensor of these dtypes, or ``scale`` not as the format has them; or ``HMPX_KERNELS`` is wrong.
+        OptionError: The format is unknown or does not support ``rounding``, ``overflow`` or ``scale``; ``x``
+            is not a tensor of these dtypes; or ``HMPX_KERNELS`` is invalid.
 
     Example:
         >>> x = torch.tensor([1.1, 1000.0])
@@ -60,10 +60,10 @@ def quantize(
     if generator is not None and not isinstance(generator, torch.Generator):
         raise OptionError(f"generator must be a torch.Generator, not {shown(generator)}")
     if torch.compiler.is_dynamo_compiling():
-        run = Rounding(get(format), rounding, overflow)  # its arguments are checked at trace time
-        function: type[_StraightThrough] = _StraightThrough  # dynamo knows no jvp
+        run = Rounding(get(format), rounding, overflow)  # checks its arguments at trace time
+        function: type[_StraightThrough] = _StraightThrough  # dynamo does not support jvp
     elif is_batch(x) and torch.is_grad_enabled() and is_gradient_batch(x):
-        args = format, rounding, overflow, generator  # it hides whether gradients are recorded
+        args = format, rounding, overflow, generator  # batches hide whether gradients are recorded
         return one_of_batch(lambda each: quantize(each, *args, scale=scale), x)
     else:
         run, function = rounding_of(get(format), rounding, overflow), _ForwardToo
@@ -78,13 +78,13 @@ def rounder(
     overflow: str | None = None,
     generator: torch.Generator | None = None,
 ) -> Rounder:
-    """Returns the function that rounds a tensor as `quantize` does, but has no gradient.
+    """Returns a function that rounds a tensor like `quantize`, without gradients.
 
-    Made once and called often: nothing is looked up by name in a call.
+    For many calls: it does not look up names in a call.
 
     Raises:
-        OptionError: There is no such format, or it can't be rounded to in this way; or
-            ``HMPX_KERNELS`` is wrong.
+        OptionError: The format is unknown, or does not support ``rounding`` or ``overflow``; or
+            ``HMPX_KERNELS`` is invalid.
     """
     run = rounding_of(get(format), rounding, overflow)
     if generator is None:
@@ -93,12 +93,12 @@ def rounder(
 
 
 def rounds_nothing(format: Format) -> bool:
-    """Whether every value of float32 is one of the format."""
+    """Whether the format has every float32 value."""
     return format.own_function is None and format.plan(torch.float32, "nearest", None) is None
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounds; gradients pass."""
+    """Rounds, with straight-through gradients."""
 
     drawn_as = "cast"
 
@@ -113,7 +113,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keeps nothing."""
+        """Saves nothing."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -121,7 +121,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _ForwardToo(_StraightThrough):
-    """The same, in forward mode, too."""
+    """The same, also in forward mode."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Formats by name: those that come with hmpx, and those that users register."""
+"""Formats by name: built-in ones and those that users register."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .families import (
 )
 from .vocabulary import meaning, name_of, plain, said_of
 
-#: TVM's custom types have codes from here on, below are its own; a code is one byte.
+#: Type codes of TVM's custom types start here; lower ones are TVM's own. A code is one byte.
 _FIRST_CODE: Final = 129
 _LAST_CODE: Final = 255
 
-#: TVM's spelling: with the bits, and with lanes, which mean nothing here.
+#: TVM's spelling: with the bits, and with lanes, which are ignored.
 _CUSTOM: Final = re.compile(r"custom\[(\w{1,100})\]([0-9]{1,4})(?:x[0-9]{1,4})?")
 
 _E4M3FN: Final = Float("float8_e4m3fn", 4, 3, kind="fn")
@@ -135,16 +135,16 @@ FORMATS_BY_NAME: Final = Registry(_Known(_SHIPPED, {}))
 
 @exclusive
 def register(format: Format, code: int | None = None) -> None:
-    """Makes a format known by its name.
+    """Registers a format under its name.
 
     Registering an equal format again, with the same code, does nothing.
 
     Args:
         format: The format.
-        code: A type code, 129 to 255, as TVM's custom types have; hmpx only keeps it unique.
+        code: A type code, 129 to 255, as in TVM's custom types; hmpx only checks that it is unique.
 
     Raises:
-        OptionError: ``format`` is not a format, or its name or code is another's.
+        OptionError: ``format`` is not a format, or its name or code is taken.
 
     Example:
         >>> hmpx.formats.register(hmpx.formats.Posit("posit10", bits=10, es=2))
@@ -181,7 +181,7 @@ def register(format: Format, code: int | None = None) -> None:
 
 
 def without(name: str) -> _Known:
-    """Returns the known formats without one that was registered; raises `OptionError` if it was not."""
+    """Returns the known formats without a registered one; raises `OptionError` if it is not registered."""
     name = arguments.text("name", name, "the name of a format")
     if name in _SHIPPED:
         raise OptionError(f"format {name} comes with hmpx and can't be unregistered")
@@ -195,15 +195,15 @@ def without(name: str) -> _Known:
 
 
 def get(name: str | torch.dtype | Format) -> Format:
-    """Returns the format of that name; a format is returned as it is.
+    """Returns the format of that name; a format is returned unchanged.
 
     Args:
-        name: Such as ``"posit16_1"``, or ``"custom[posit16_1]16"`` as TVM spells it; a name that people
-            use for one format, such as ``"e4m3"`` or ``"half"``, see docs/formats.md; or a dtype of
-            torch, numpy or ml_dtypes.
+        name: Such as ``"posit16_1"``, or ``"custom[posit16_1]16"`` in TVM's spelling; a common name of
+            one format, such as ``"e4m3"`` or ``"half"``, see docs/formats.md; or a dtype of torch, numpy or
+            ml_dtypes.
 
     Raises:
-        OptionError: No format has that name, or several may be meant.
+        OptionError: The name is unknown or ambiguous.
 
     Example:
         >>> hmpx.formats.get("posit16_1")
@@ -235,7 +235,7 @@ def get(name: str | torch.dtype | Format) -> Format:
 
 
 def canonical(name: str) -> str:
-    """Returns the registered name that a name stands for; any other name as it is."""
+    """Returns the registered name for a name; unknown names unchanged."""
     formats = FORMATS_BY_NAME.value.formats
     if name in formats:
         return name
@@ -244,7 +244,7 @@ def canonical(name: str) -> str:
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of all formats: first those that come with hmpx.
+    """Returns the names of all formats, built-in ones first.
 
     Example:
         >>> "float8_e4m3fn" in hmpx.formats.names()

@@ -1,7 +1,7 @@
-"""Rounding tensors to one format in one way: the routes by which that is done.
+"""Rounds tensors to one format with fixed options, by kernels, torch ops or in graphs.
 
-Plans are run by compiled kernels on the CPU, else by torch ops, for any floating dtype, strides and
-device. Autograd is for `quantization`.
+Compiled kernels run plans on the CPU, else torch ops, for any floating dtype, strides and device.
+`quantization` adds autograd.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .noise import NO_KEYS, Key, draw_keys, random_bits, traced_keys
 from .plans import Plan, plan_of
 from .unpatched import CONTIGUOUS, EMPTY_LIKE
 
-#: Elements of a part: intermediate results stay in the cache, and calls take little of the time.
+#: Elements of a part: intermediate results fit into the cache, and the overhead of calls is small.
 _CACHED: Final = 131072
 
 
 class Rounding:
-    """Rounds to one format in one way; plans and kernels are made once for each dtype."""
+    """Rounds to one format with fixed options; plans and kernels are created once per dtype."""
 
     __slots__ = ("_plans", "encoders", "format", "layout", "mode", "overflow")
 
@@ -49,7 +49,7 @@ class Rounding:
     def __call__(
         self, x: Tensor, generator: torch.Generator | None = None, scale: Tensor | None = None
     ) -> Tensor:
-        """Returns ``x`` rounded; records no gradient. Takes and raises what `quantize` does."""
+        """Returns ``x`` rounded, without gradients. Arguments and errors are those of `quantize`."""
         if scale is not None:
             self.format.check_scale(scale, x)
         if torch.compiler.is_dynamo_compiling():
@@ -105,11 +105,11 @@ class Rounding:
 
 
 def rounding_of(format: Format, mode: str, overflow: str | None) -> Rounding:
-    """Returns what rounds to a format in one way, made once for each; raises `OptionError` if none can."""
+    """Returns the cached `Rounding` for a format and options; raises `OptionError` if unsupported."""
     found: Rounding | None
     try:
         found = format.derived.get((Rounding, mode, overflow))
-    except TypeError:  # no hash, so no string either
+    except TypeError:  # unhashable, so not a string
         found = None
     if found is None:
         format.check_rounding(mode, overflow)
@@ -124,21 +124,21 @@ def rounding_of(format: Format, mode: str, overflow: str | None) -> Rounding:
 def _constants_of(
     format: Format, mode: str, overflow: str | None, dtype: torch.dtype
 ) -> tuple[Any, ...]:
-    """Returns the plan that dynamo traces as constants, none if nothing is to do."""
+    """Returns the plan that dynamo traces as constants; empty if rounding changes nothing."""
     plan = rounding_of(format, mode, overflow).plan(dtype)
     return () if plan is None else plan.constants()
 
 
 @run_when_traced
 def _text_of(format: Format, mode: str, overflow: str | None, dtype: torch.dtype) -> str:
-    """Returns the plan and the layout that a graph's op reads."""
+    """Returns the plan and the layout as text, for a graph's op."""
     plan = rounding_of(format, mode, overflow).plan(dtype)
     assert plan is not None
     return graph_op.text_of(plan, format.layout)
 
 
 def has_own_memory(x: Tensor) -> bool:
-    """Whether kernels may read the memory of ``x``: no mode or transform is to see it."""
+    """Whether kernels may read the memory of ``x``: no mode or transform needs to see the call."""
     return (
         x.is_cpu
         and type(x) in PLAIN_TENSORS
@@ -163,7 +163,7 @@ def check_dense(x: Tensor) -> None:
 def _rounded(
     x: Tensor, plan: Plan, layout: Layout | None, keys: tuple[int, int], scale: Tensor | None = None
 ) -> Tensor:
-    """Returns ``x``, which is on the CPU and has memory of its own, rounded by a kernel or torch ops."""
+    """Returns ``x``, on the CPU and with its own memory, rounded by a kernel or torch ops."""
     if not is_in_memory(x):
         x = EMPTY_LIKE(x).copy_(x.detach())
     kernel = plan.compiled
@@ -195,14 +195,14 @@ def _run(  # noqa: PLR0917  # for speed
 def _laid_out(
     x: Tensor, plan: Plan, layout: Layout | None, keys: tuple[int, int], given: float | None
 ) -> Tensor:
-    """Returns ``x`` rounded by a kernel, in other strides or another dtype than it wants."""
+    """Returns ``x`` rounded by a kernel that needs other strides or another dtype."""
     is_placed = plan.mode == "stochastic" or not (layout is None or layout.takes_strides)
     if is_placed and not x.is_contiguous():
-        # An element's noise depends on its place, not on strides.
+        # An element's noise depends on its index, not on strides.
         return EMPTY_LIKE(x).copy_(_laid_out(CONTIGUOUS(x), plan, layout, keys, given))
     if plan.binary.dtype is x.dtype:
         source, target = x, EMPTY_LIKE(x)
-        if target.stride() != x.stride():  # there is memory between its elements
+        if target.stride() != x.stride():  # its memory has gaps
             source = target.copy_(x)
     else:
         source = target = CAST[plan.binary.dtype](x)
@@ -220,7 +220,7 @@ def _by_traceable_ops(
     generator: torch.Generator | None,
     scale: Tensor | None,
 ) -> Tensor:
-    """Returns ``x`` rounded by torch ops on the whole of it: traceable, on any device."""
+    """Returns ``x`` rounded as a whole by torch ops: traceable, on any device."""
     x = x.detach()
     keys: tuple[Key, Key] = NO_KEYS
     if plan.mode == "stochastic":
@@ -236,7 +236,7 @@ def _by_traceable_ops(
 def _by_ops(
     x: Tensor, plan: Plan, layout: Layout | None, keys: tuple[int, int], scale: Tensor | None
 ) -> Tensor:
-    """Returns ``x`` rounded by torch ops, in parts where it can be."""
+    """Returns ``x`` rounded by torch ops, in parts if possible."""
     work = CAST[plan.binary.dtype](x)
     rows = CONTIGUOUS(work if layout is None else layout.to_rows(work))
     first, second = (key - 2**32 if key >= 2**31 else key for key in keys)
@@ -253,7 +253,7 @@ def _from_rows(rows: Tensor, layout: Layout | None, x: Tensor) -> Tensor:
 
 
 def _as_laid_out(found: Tensor, x: Tensor) -> Tensor:
-    """Returns ``found`` with the strides of ``x``, and no view: autograd lets nobody write to such views."""
+    """Returns ``found`` with the strides of ``x``, not as a view: autograd refuses writes to such views."""
     if found.stride() == x.stride() or (x.is_contiguous() and found.is_contiguous()):
         return found.detach()
     return EMPTY_LIKE(x).copy_(found)

@@ -1,7 +1,6 @@
-"""Torch's functions as they are where nothing is patched: op lists may hold any of them.
+"""Torch's unpatched functions: op lists may name any of them.
 
-Methods that end in "_" may be listed, too, but in-place ops keep their tensor's dtype whatever the
-lists say.
+Methods that end in "_" need no copy here: in-place ops keep their tensor's dtype for any list.
 """
 
 from __future__ import annotations
@@ -25,5 +24,5 @@ CLONE, CONTIGUOUS = unpatched(torch.Tensor.clone, torch.Tensor.contiguous)
 
 
 def taken(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the values at an index of any shape; faster than torch.take, for which vmap has no rule."""
+    """Returns the values at an index of any shape; faster than torch.take, which lacks a rule for vmap."""
     return SELECT(values, 0, index.reshape(-1)).view(index.shape)

@@ -1,6 +1,6 @@
-"""What formats, rounding modes and overflows are called; names that stand for others, and hints.
+"""Names of formats, rounding modes and overflow behaviours: aliases and hints.
 
-The data is ``vocabulary.ini``. Which formats are registered is asked elsewhere, and outranks it.
+The data is ``vocabulary.ini``. Registered names override it.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ if TYPE_CHECKING:
 
 Overflow: TypeAlias = Literal["inf", "nan", "saturate"]
 
-#: What values beyond the largest may become.
+#: The overflow behaviours.
 OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "nan", "saturate")
 
 #: In the order of the compiled kernels' numbers.
 ROUNDING_MODES: Final = ("nearest", "toward_zero", "up", "down", "nearest_away", "stochastic")
 
-#: Steps of the longest history of amaxes.
+#: The most steps in a history of amaxes.
 MOST_STEPS: Final = 65536
 
 #: No name in ``vocabulary.ini`` is longer.
 _MOST_CHARACTERS: Final = 100
 
-#: The modules that dtypes are written with.
+#: Module prefixes of dtypes.
 _PREFIXES: Final = ("torch.", "ml_dtypes.", "numpy.", "np.", "jnp.", "tl.")
 
 
 def is_format(value: object) -> TypeGuard[Format]:
     """Whether ``value`` is a number format of any family; imports none of them."""
-    families: Any = sys.modules.get(f"{__package__}.families")  # who has a format has imported them
+    families: Any = sys.modules.get(
+        f"{__package__}.families"
+    )  # a format exists only if they are imported
     classes = getattr(families, "FORMATS", None)
     return classes is not None and is_a(value, classes)
 
 
 def spellings(section: str) -> Mapping[str, str]:
-    """Returns a section of the data: a name as people write it -> its meaning."""
+    """Returns a section of the data: a name that people use -> its meaning."""
     return _data()[section]
 
 
@@ -55,7 +57,7 @@ def _data() -> Mapping[str, Mapping[str, str]]:
 
 
 def plain(name: str) -> str:
-    """Returns a name as the data spells it: ``"e4m3fn"`` for ``"torch.E4M3FN"``; ``""`` for a long one."""
+    """Returns a name in the data's spelling: ``"e4m3fn"`` for ``"torch.E4M3FN"``; ``""`` for a long one."""
     if len(name) > _MOST_CHARACTERS:
         return ""
     name = name.strip().lower()
@@ -66,12 +68,12 @@ def plain(name: str) -> str:
 
 @run_when_traced
 def meaning(name: str) -> str | None:
-    """Returns the format that a plain name stands for, if for one: ``"float16"`` for ``"half"``."""
+    """Returns the format with this plain name, if it is unambiguous: ``"float16"`` for ``"half"``."""
     return spellings("means").get(name)
 
 
 def said_of(name: str) -> str:
-    """Returns which formats a name may stand for, or other advice, as the end of a message."""
+    """Returns the formats that a name may mean, or other advice, as the end of a message."""
     either = spellings("either").get(plain(name))
     if either is not None:
         return f"; did you mean {' or '.join(map(repr, either.split()))}?"
@@ -80,7 +82,7 @@ def said_of(name: str) -> str:
 
 
 def name_of(value: object) -> str | None:
-    """Returns the name that stands for a format: text, or a dtype of torch, numpy or ml_dtypes.
+    """Returns the format name in ``value``: text, or a dtype of torch, numpy or ml_dtypes.
 
     Returns:
         None for anything else.
@@ -89,7 +91,7 @@ def name_of(value: object) -> str | None:
         return str.__str__(value)
     if is_a(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    numpy: Any = sys.modules.get("numpy")  # who has a dtype of it has imported it
+    numpy: Any = sys.modules.get("numpy")  # its dtypes exist only if it is imported
     if numpy is not None and is_a(value, numpy.dtype):
         return str(value.name)  # type: ignore[attr-defined]
     if numpy is not None and isinstance(value, type) and issubclass(value, numpy.generic):

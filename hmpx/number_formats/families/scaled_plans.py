@@ -1,4 +1,4 @@
-"""Rounding by scales that follow from the largest magnitudes: of any kind, and powers of two as in MX."""
+"""Rounding by scales derived from the largest magnitudes: any scales, and powers of two as in MX."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .float_plans import BitsPlan, FloatPlan
 from .floats import Float
 from .tables import TablePlan
 
-#: How elements are rounded.
+#: The plans of elements.
 Element: TypeAlias = FloatPlan | BitsPlan | FixedPlan | TablePlan
 
 FLOAT32_MOST: Final = float(torch.finfo(torch.float32).max)
@@ -52,10 +52,10 @@ E4M3_MOST: Final = 448.0
 E4M3: Final = Float("e4m3", 4, 3, kind="fn")
 _E4M3_PLAN: Final = E4M3.plan_in(FP32, "nearest", "saturate")
 
-#: As the kernel numbers them; "mx": e8m0 as blocks have it, with ``2**-127``.
+#: In the kernel's order; "mx" is e8m0 in blocks, with ``2**-127``.
 _SCALE_FORMATS: Final = ("float32", "e8m0", "e4m3", "mx")
 
-#: Values of the largest table that the kernel takes.
+#: Values of the largest table that the kernel supports.
 _SMALL_TABLE: Final = 16
 
 
@@ -78,17 +78,17 @@ class ScaledPlan(Plan):
 
     binary: Binary
     mode: str
-    element: Element  # how elements are rounded, divided by their scale
-    kind: Kind  # how the values that share a scale lie in rows
-    size: int  # how many of a row share a scale; 0 for all
-    height: int  # how many rows do, of tiles
+    element: Element  # rounds elements divided by their scale
+    kind: Kind  # the layout of values that share a scale
+    size: int  # how many values of a row share a scale; 0 for all
+    height: int  # how many rows of a tile share a scale
     scale_format: str  # or "mx" in a BlockPlan
     has_tensor_scale: bool  # scales are divided by one of the whole tensor
     largest: float  # the largest magnitude of an element
     least_scale: float  # of the tensor if it has one, else of blocks
     most_scale: float
     max_exponent: int  # of `largest`
-    carry: int  # added to the bits of a magnitude before its exponent is taken
+    carry: int  # added to the bits of a magnitude before its exponent is read
 
     kernel = "scaled"
     kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32,)
@@ -100,7 +100,7 @@ class ScaledPlan(Plan):
         return self.round_by(x, noise, None)
 
     def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor | None) -> Tensor:
-        """Returns the values of rows rounded, by a given scale of the whole tensor or given scales."""
+        """Returns rows rounded, by a given scale of the whole tensor or by given scales."""
         if x.numel() == 0:
             return x.clone()
         blocks, tensor_scale = self.split(x), None
@@ -120,21 +120,21 @@ class ScaledPlan(Plan):
                 scale = MUL(tensor_scale, block_scale)
                 divisor = DIV(RECIPROCAL(tensor_scale), block_scale)
         elements = self.elements(blocks, by(blocks, CAST[self.binary.dtype](divisor)), noise)
-        # A value is a number of float32, whatever it is computed in.
+        # Values are float32 numbers in any compute type.
         values = MUL(CAST[torch.float32](elements), scale)
         return CAST[self.binary.dtype](self.join(values, x))
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether `round_by` is given one scale of the whole tensor."""
+        """Whether `round_by` gets one scale of the whole tensor."""
         return self.has_tensor_scale or self.kind == "whole"
 
     # --- scales --------------------------------------------------------------------------------
 
     def amax(self, blocks: Tensor) -> Tensor:
-        """Returns the largest magnitudes in the last dimension, kept, as float32.
+        """Returns the largest magnitudes in the last dimension, with keepdim, as float32.
 
-        NaN where there is infinity or NaN; at most float32's largest number.
+        NaN for rows with infinity or NaN; at most float32's largest number.
         """
         binary = self.binary
         most = AMAX(AND(blocks.view(binary.integer), binary.magnitude), -1, True)
@@ -156,7 +156,7 @@ class ScaledPlan(Plan):
         return _E4M3_PLAN.round(scale, None) if is_coarse else scale
 
     def block_scale(self, blocks: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        """Returns the scales of blocks: [..., 1], the tensor's not included."""
+        """Returns the scales of blocks: [..., 1], without the tensor's."""
         amax = self.amax(blocks)
         if tensor_scale is None:
             return self.scale(amax)
@@ -168,7 +168,7 @@ class ScaledPlan(Plan):
     def elements(self, blocks: Tensor, scaled: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the elements: ``blocks``, divided by their scale to ``scaled``, and rounded."""
         if self.mode in ("up", "down"):
-            # What the division has flushed to zero was not zero.
+            # Restores nonzero values that the division has flushed to zero.
             binary = self.binary
             bits, least = blocks.view(binary.integer), (binary.bias - 126) << binary.mantissa
             is_lost = LT(AND(scaled.view(binary.integer), binary.magnitude), least)
@@ -180,7 +180,7 @@ class ScaledPlan(Plan):
     # --- blocks --------------------------------------------------------------------------------
 
     def split(self, x: Tensor) -> Tensor:
-        """Returns rows in blocks, [..., values of a block]; what is missing is filled with zeros."""
+        """Returns rows in blocks, [..., values of a block], padded with zeros."""
         if self.kind == "whole":
             return x
         if not self.size:
@@ -196,7 +196,7 @@ class ScaledPlan(Plan):
         return MOVEDIM(x.reshape(*x.shape[:-2], *tiled), -3, -2).flatten(-2)
 
     def join(self, blocks: Tensor, like: Tensor) -> Tensor:
-        """Returns blocks as the rows that `split` has split."""
+        """Returns blocks as rows again: the inverse of `split`."""
         if self.kind == "whole":
             return blocks
         if not self.size:
@@ -208,7 +208,7 @@ class ScaledPlan(Plan):
         return tiles.flatten(-4, -3).flatten(-2)[..., : like.shape[-2], :length]
 
     def _block_of(self, x: Tensor) -> tuple[int, int]:
-        """Returns the rows and columns of a block: not more than there are, which would be filled up."""
+        """Returns the rows and columns of a block, limited to those present, to avoid padding."""
         height = min(self.height, max(x.shape[-2], 1)) if self.kind == "tiles" else 1
         return height, min(self.size, max(x.shape[-1], 1))
 
@@ -247,7 +247,7 @@ class ScaledPlan(Plan):
         return spec
 
     def _tile(self, grid: Grid) -> tuple[int, int]:
-        """Returns how many rows and columns of the grid share a scale."""
+        """Returns the number of rows and columns of the grid that share a scale."""
         rows, _, columns, is_across = grid
         if self.kind == "columns":
             return rows, 1 if is_across else columns
@@ -256,7 +256,7 @@ class ScaledPlan(Plan):
         return height, min(width, columns)
 
     def _places(self, grid: Grid) -> tuple[int, int, int, int]:
-        """Returns the distance of outer parts, rows, mids and columns where `to_rows` lays them out."""
+        """Returns the strides of outer parts, rows, mids and columns in the result of `to_rows`."""
         rows, mid, columns, is_across = grid
         if is_across:
             return rows * mid * columns, 1, rows * columns, rows
@@ -271,7 +271,7 @@ class ScaledPlan(Plan):
 
 @dataclass(frozen=True)
 class BlockPlan(ScaledPlan):
-    """Rounds elements that share powers of two, whose exponents are found in the type that is computed in."""
+    """Rounds elements that share powers of two; exponents are computed in the compute type."""
 
     kernel = "block"
     kernel_binaries = (FP32, FP64)
@@ -283,7 +283,7 @@ class BlockPlan(ScaledPlan):
             return x.clone()
         blocks = self.split(x)
         exponent, is_bad = self._exponents(blocks)
-        if isinstance(self.element, FixedPlan):  # 2**-127, which may be flushed, is no divisor
+        if isinstance(self.element, FixedPlan):  # 2**-127 may be flushed, so it can't be a divisor
             scaled = DIV(blocks, self._power(exponent))
         else:
             scaled = MUL(blocks, self._power(exponent.neg()))
@@ -291,12 +291,12 @@ class BlockPlan(ScaledPlan):
         return self.join(MUL(self.elements(blocks, scaled, noise), scale), x)
 
     def block_scale(self, blocks: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        """Returns the scales of blocks: [..., 1], in the type that is computed in."""
+        """Returns the scales of blocks: [..., 1], in the compute type."""
         exponent, is_bad = self._exponents(blocks)
         return self._power(exponent).masked_fill_(is_bad, math.nan)
 
     def _exponents(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the shared exponents, and whether a block holds infinity or NaN: [..., n, 1]."""
+        """Returns the shared exponents, and whether a block contains infinity or NaN: [..., n, 1]."""
         binary = self.binary
         most = AMAX(AND(blocks.view(binary.integer), binary.magnitude), -1, True)
         carried = ADD(most, self.carry) if self.carry else most
@@ -314,12 +314,12 @@ class BlockPlan(ScaledPlan):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether there is a kernel for these elements and this type."""
+        """Whether a kernel supports these elements and this type."""
         return isinstance(self.element, FloatPlan) or self.binary is FP32
 
     @property
     def symbol(self) -> str:
-        """The kernel's function in the compiled library: for float32 that of scaled elements."""
+        """The kernel's function in the compiled library; for float32, that of scaled elements."""
         return "scaled_f32" if self.binary is FP32 else super().symbol
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
@@ -340,5 +340,5 @@ class BlockPlan(ScaledPlan):
 
 
 def _divided(amax: Tensor, number: float) -> Tensor:
-    """Returns magnitudes divided by a number: by a tensor, since some devices multiply with inverses."""
+    """Returns magnitudes divided by a number, as a tensor: some devices multiply by the inverse of numbers."""
     return DIV(amax, EMPTY_LIKE(amax).fill_(number))

@@ -1,4 +1,4 @@
-"""Formats whose elements share scales: their codes, and by which rule powers of two follow from magnitudes."""
+"""Formats whose elements share scales: their codes, and the rules for powers of two."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .tables import Table
 
 Rule: TypeAlias = Literal["floor", "rceil", "ceil", "even"]
 
-#: How the shared exponent follows from the largest magnitude, as torchao's ScaleCalculationMode has it.
+#: The rules for the shared exponent, with the names of torchao's ScaleCalculationMode.
 RULES: Final[tuple[Rule, ...]] = ("floor", "rceil", "ceil", "even")
 
 
 class SharedScales(MeasuredFormat):
-    """A format whose elements share scales; its codes are those of the elements and of the scales."""
+    """A format whose elements share scales; its codes are those of elements and scales."""
 
     if TYPE_CHECKING:
 
@@ -60,15 +60,15 @@ class SharedScales(MeasuredFormat):
         return check_shape(scales, self.scales_shape(shape), self.name)
 
     def element_plan(self, binary: Binary, mode: str) -> Element:
-        """Returns how to round values that are divided by their scale."""
+        """Returns the plan for values divided by their scale."""
         element = self.element
-        if isinstance(element, Table):  # its values are those of float32
+        if isinstance(element, Table):  # its values are float32 numbers
             element = replace(element, values=tuple(map(to_float32, element.values)))
         plan = element.plan_in(binary, mode, "saturate")
         return replace(plan, least=-plan.most) if isinstance(plan, FixedPlan) else plan
 
     def exact_plan(self, dtype: torch.dtype) -> ScaledPlan:
-        """Returns the plan to the nearest."""
+        """Returns the plan for rounding to nearest."""
         if torch.compiler.is_dynamo_compiling():
             return plan_of(*_constants_of(self, dtype))  # type: ignore[return-value]
         if ("exact", dtype) not in self.derived:
@@ -81,7 +81,7 @@ class SharedScales(MeasuredFormat):
         """Returns the coding of values of a binary type, for kernels."""
         if binary is not FP32:
             return None
-        # `encoded` finds elements by their products with scales in float32, which must differ then.
+        # `encoded` finds elements by their float32 products with scales, which must differ.
         element = self.element
         if isinstance(element, Float):
             coding = element.coding(FP32, keeps_sign_of_nan=False)
@@ -93,7 +93,7 @@ class SharedScales(MeasuredFormat):
         return Coding("scaled", coding.spec, differ, can_decode, coding.memory)
 
     def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, ...]:
-        """Returns the codes of the elements, those of the scales, and the tensor's scale if it has one."""
+        """Returns the codes of elements and scales, and the tensor's scale if it has one."""
         plan, layout, shape = self.exact_plan(binary.dtype), self.layout, values.shape
         rows, scales_shape = layout.to_rows(rounded), self.scales_shape(shape)
         tensor_scale = None
@@ -106,7 +106,7 @@ class SharedScales(MeasuredFormat):
             nothing = torch.zeros(scales_shape, dtype=torch.float32, device=values.device)
             block_scale = plan.scale(_by_block(nothing, layout))
         scale = block_scale if tensor_scale is None else MUL(tensor_scale, block_scale)
-        # The product was rounded to float32, so that the quotient is only near an element.
+        # The product was rounded to float32, so the quotient is only near an element.
         exact = DIV(CAST[torch.float64](plan.split(rows)), CAST[torch.float64](scale))
         elements = self.element_plan(FP64, "nearest").round(exact, None)
         elements = elements.masked_fill_(NE(elements, elements), math.nan)  # of one sign
@@ -120,7 +120,7 @@ class SharedScales(MeasuredFormat):
         return (codes, scales) if tensor_scale is None else (codes, scales, tensor_scale)
 
     def decoded(self, codes: Any) -> Tensor:
-        """Returns the values of what `encoded` returns, in float32; else raises `OptionError`."""
+        """Returns the values of a result of `encoded`, in float32; else raises `OptionError`."""
         layout, plan = self.layout, self.exact_plan(torch.float32)
         if not isinstance(codes, tuple | list) or len(codes) != 2 + plan.has_tensor_scale:
             raise OptionError(f"format {self.name}: decode takes {self.parts}")
@@ -143,7 +143,7 @@ class SharedScales(MeasuredFormat):
         codes = self.check_shape(codes, shape)
         if scale_format == "e4m3":
             return E4M3.decoded(codes)
-        if scale_format == "mx":  # 2**-127, which float32 has as a subnormal number only
+        if scale_format == "mx":  # 2**-127 is subnormal in float32
             power = LEFT(ADD(codes.to(torch.int64), FP64.bias - 127), FP64.mantissa)
             powers = power.view(torch.float64)
         else:
@@ -152,7 +152,7 @@ class SharedScales(MeasuredFormat):
 
 
 def _by_block(scales: Tensor, layout: Layout) -> Tensor:
-    """Returns scales as they are multiplied with blocks."""
+    """Returns scales in a shape for products with blocks."""
     rows = layout.to_rows(scales)
     return rows if layout.kind == "whole" else rows.unsqueeze(-1)
 
@@ -174,7 +174,7 @@ def check_scales(scales: object, shape: tuple[int, ...], name: str) -> Tensor:
 
 
 def check_shape(scales: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    """Returns scales; raises `OptionError` if they are of another shape."""
+    """Returns scales; raises `OptionError` if they have another shape."""
     if tuple(scales.shape) != shape:
         raise OptionError(
             f"format {name}: scales must be of shape {shape}, not {tuple(scales.shape)}"
@@ -188,13 +188,13 @@ def exponent_of(largest: float) -> int:
 
 
 def carry(rule: str, largest: float, significand_bits: int, mantissa: int) -> int:
-    """Returns the number added to the bits of the largest magnitude before its exponent is taken.
+    """Returns the number to add to the bits of the largest magnitude before its exponent is read.
 
-    Of the element: ``largest`` and ``significand_bits``; of the type that is computed in: ``mantissa`` bits.
+    ``largest`` and ``significand_bits`` are the element's; ``mantissa`` is the compute type's.
     """
     ones = (1 << mantissa) - 1
     if rule == "ceil":
         return ones
-    if rule == "rceil":  # one more where the mantissa is above that of the largest number
+    if rule == "rceil":  # one more if the mantissa is above the largest number's
         return ones - int((math.frexp(largest)[0] * 2 - 1) * (1 << mantissa))
     return 1 << (mantissa - significand_bits) if rule == "even" else 0

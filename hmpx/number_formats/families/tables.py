@@ -1,4 +1,4 @@
-"""Tables: formats that are given by their values."""
+"""Tables: formats defined by their values."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .number_format import CodedFormat, Figures, check_name
 
 _MOST_VALUES: Final = 65536
 
-#: Up to so many values of a table are compared one by one.
+#: Tables of up to this number of values are searched one by one.
 _SMALL_TABLE: Final = 16
 
-#: By so many upper bits the values of a larger one are found: sign, exponent and 3 to 9 more.
+#: Larger tables are indexed by upper bits: sign, exponent and 3 to 9 more.
 _SHIFTS: Final = tuple(32 - upper for upper in range(12, 19))
 
 #: The kernels' ``table_codes``, ``table_entry`` and ``table_spec``.
@@ -44,7 +44,7 @@ _TableSpec: Final = struct(
 
 @dataclass(frozen=True)
 class TablePlan(Plan):
-    """Rounds to the nearest of given values: by thresholds, the largest numbers rounded to the lower value."""
+    """Rounds to given values, by thresholds: the largest numbers that round to the lower neighbour."""
 
     binary: Binary
     mode: str
@@ -67,11 +67,11 @@ class TablePlan(Plan):
         return WHERE(NE(x, x), x, rounded)
 
     def index(self, x: Tensor) -> Tensor:
-        """Returns the index of each rounded value; the lower one if the mode is stochastic."""
+        """Returns the index of each rounded value; in stochastic mode, the lower neighbour's."""
         return BUCKETIZE(CONTIGUOUS(x), self._constant("thresholds", x))
 
     def _constant(self, name: str, like: Tensor) -> Tensor:
-        """Returns values or thresholds in the dtype to compute in, on the device of ``like``."""
+        """Returns values or thresholds in the compute dtype, on the device of ``like``."""
         numbers, dtype = getattr(self, name), self.binary.dtype
 
         def make(device: torch.device) -> Tensor:
@@ -90,9 +90,9 @@ class TablePlan(Plan):
         return bisect_left(_thresholds(self.values, self.binary, "nearest"), 0.0)
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the kernel's ``table_spec``: values and thresholds, and where to look for a number's.
+        """Returns the kernel's ``table_spec``: values, thresholds, and an index.
 
-        None if values are so near each other that this would take too much memory.
+        None if close values would make the index too large.
         """
         count, shift = len(self.values), 0
         entries: list[tuple[float, int]] = []
@@ -116,7 +116,7 @@ class TablePlan(Plan):
 
 @dataclass(frozen=True)
 class Table(CodedFormat):
-    """A format that is given by its values; a code is a value's index.
+    """A format defined by its values; a code is a value's index.
 
     Attributes:
         name: An identifier.
@@ -132,13 +132,13 @@ class Table(CodedFormat):
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Checks the values, and makes them a tuple; raises `OptionError`."""
+        """Checks the values and converts them to a tuple; raises `OptionError`."""
         check_name(self.name)
         what = f"format {self.name}: values"
         given = arguments.items(what, self.values, "a sequence of numbers")
         try:
             values = tuple([float(value) for value in given])
-        except Exception:  # raised by whatever calls itself a number
+        except Exception:  # raised by a number-like object
             raise OptionError(f"{what} must be numbers, not {shown(self.values)}") from None
         if not 2 <= len(values) <= _MOST_VALUES:
             raise OptionError(
@@ -212,7 +212,7 @@ class Table(CodedFormat):
             return None
         if dtype is not torch.float32 or not self.fits_in_float32 or self.is_exact_in_float32:
             return super().coded_plan(dtype, mode, overflow)
-        # Which float32 are above a threshold is known by the largest one that is not.
+        # The largest float32 not above a threshold separates those above it.
         floors = tuple(FP32.floor(Fraction(each)) for each in _thresholds(self.values, FP64, mode))
         plan = TablePlan(FP32, mode, tuple(map(to_float32, self.values)), floors)
         zero_index = bisect_left(_thresholds(self.values, FP64, "nearest"), 0.0)
@@ -231,10 +231,10 @@ def _significant_bits(value: float) -> int:
 
 
 def _thresholds(values: tuple[float, ...], binary: Binary, mode: str) -> tuple[float, ...]:
-    """Returns between neighbours the largest number that is rounded to the lower one."""
+    """Returns, for adjacent values, the largest number that rounds to the lower one."""
     found = []
     for index, (low, high) in enumerate(pairwise(values)):
-        # Between neighbours on both sides of zero nothing is nearer to it: there the nearest counts.
+        # Neighbours on both sides of zero have no value between them and zero: there the nearest one is used.
         if mode in ("down", "stochastic") or (mode == "toward_zero" and low >= 0):
             found.append(binary.before(high))
         elif mode == "up" or (mode == "toward_zero" and high <= 0):
@@ -252,12 +252,12 @@ def _thresholds(values: tuple[float, ...], binary: Binary, mode: str) -> tuple[f
 
 
 def _first_and_last(shift: int, thresholds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the least and the largest index of numbers that differ in the lower ``shift`` bits only."""
+    """Returns the least and the largest index of numbers that differ only in the lower ``shift`` bits."""
     upper = torch.arange(1 << (32 - shift), dtype=torch.int64) << shift
     signed = torch.where(upper >= 2**31, upper - 2**32, upper)
     near = signed.to(torch.int32).view(torch.float32)
     far = (signed + ((1 << shift) - 1)).to(torch.int32).view(torch.float32)
-    # Infinity shares its upper bits with NaNs, for which any index will do.
+    # Infinity shares its upper bits with NaNs, for which any index is fine.
     far = torch.where(torch.isnan(far), near, far)
     low, high = torch.minimum(near, far), torch.maximum(near, far)
     first, last = torch.bucketize(low, thresholds), torch.bucketize(high, thresholds)

@@ -1,8 +1,7 @@
-"""Posits and takums: floating point whose precision tapers off.
+"""Posits and takums: floating point with tapered precision.
 
-The further an exponent is from 0, the fewer bits of the mantissa are left in a code. A code is, after its
-sign, a prefix that says in which part of the range a number is, and as many of the number's next bits as
-have room. Families say how many.
+The farther an exponent is from 0, the fewer mantissa bits a code has. After the sign, a code has a
+prefix for the part of the range, and as many of the number's next bits as fit. Families define how many.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, OR, RIGHT, S
 from ..vocabulary import Overflow
 from .number_format import CodedFormat, Figures, check_int, check_name
 
-#: Bits of a takum's code before the characteristic: the sign, its direction and the three of its length.
+#: Bits of a takum's code before the characteristic: the sign, its direction, and three for its length.
 _HEADER: Final = 5
 
 #: Bits of the longest characteristic.
@@ -36,15 +35,15 @@ _RANGE: Final = 255
 
 @dataclass(frozen=True)
 class TaperedPlan(Plan):
-    """Exponent and mantissa of a number are cut where a code leaves no bits for them."""
+    """Rounds by cutting exponent and mantissa to the bits that a code has for them."""
 
     binary: Binary
     mode: str
     bits: int
     least: int  # the bits of the smallest positive number
     most: int  # the bits of the largest number
-    last: int  # the largest bits of a number that doesn't become NaR, thus NaN
-    parity: int  # makes the place above the mantissa as odd as a code that ends there
+    last: int  # the largest bits of a number that doesn't become NaR (NaN)
+    parity: int  # gives the place above the mantissa the parity of a code that ends there
 
     def cut(self, scaled: Tensor) -> Tensor:
         """Returns how many low bits a code drops; takes the numbers' bits minus those of 1.0."""
@@ -88,7 +87,7 @@ class TaperedPlan(Plan):
     def _drawn(
         self, whole: Tensor, rounded: Tensor, unit: Tensor, is_tiny: Tensor, noise: Tensor | None
     ) -> Tensor:
-        """Returns the bits of one of the neighbours, by chance in proportion to how near they are."""
+        """Returns the bits of a random neighbour, with probability proportional to nearness."""
         assert noise is not None
         binary = self.binary
         below = rounded.masked_fill(is_tiny, 0)
@@ -101,7 +100,7 @@ class TaperedPlan(Plan):
 
 @dataclass(frozen=True)
 class PositPlan(TaperedPlan):
-    """Rounds to posits with so many bits of the exponent field."""
+    """Rounds to posits with a given size of the exponent field."""
 
     es: int
 
@@ -138,9 +137,9 @@ class TakumPlan(TaperedPlan):
 
 
 class Tapered(CodedFormat):
-    """A format whose precision tapers off; negative numbers are two's complements, the lowest code is NaR."""
+    """A format with tapered precision; negative numbers are two's complements, the lowest code is NaR."""
 
-    default_overflow: ClassVar[Overflow] = "nan"  # of infinities; numbers always saturate
+    default_overflow: ClassVar[Overflow] = "nan"  # for infinities; numbers always saturate
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         """Returns the codes of the format's values."""
@@ -162,17 +161,17 @@ class Tapered(CodedFormat):
         return values.masked_fill_(EQ(codes, 1 << (self.bits - 1)), math.nan)
 
     def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
-        """Returns the codes of positive numbers, given their bits less those of 1, and how many are mantissa."""
+        """Returns the codes of positive numbers from their bits minus those of 1.0, and the mantissa's size."""
         raise NotImplementedError
 
     def _read(self, codes: Tensor) -> Tensor:
-        """Returns the bits of numbers in float64 less those of 1, given codes without a sign."""
+        """Returns the float64 bits of numbers, minus those of 1.0, from codes without sign."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Posit(Tapered):
-    """A posit as the standard of 2022 has it, which fixes ``es`` at 2; others were in use before.
+    """A posit, as in the 2022 standard, which fixes ``es`` at 2; other sizes were used before.
 
     Attributes:
         name: An identifier.
@@ -225,8 +224,8 @@ class Posit(Tapered):
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> PositPlan:
         """Returns the plan for tensors of a binary type that has room for the format."""
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
-        # Above the exponent field, as odd as the end of the longest regimes, bits - 3 and 2 - bits: of
-        # numbers above 1 they end in 0, of others in 1.
+        # Above the exponent field, with the parity of the longest regimes, bits - 3 and 2 - bits: those of
+        # numbers above 1 end in 0, others in 1.
         parity = 1 << (binary.mantissa + self.es) if self.bits % 2 == 0 else 0
         last = binary.infinity - (overflow != "saturate")
         return PositPlan(binary, mode, self.bits, *limits, last, parity, self.es)
@@ -253,7 +252,7 @@ class Posit(Tapered):
         regime = WHERE(EQ(lead, 1), SUB(run, 1), -run)
         left = CLAMP(highest, min=0)
         rest = AND(codes, SUB(LEFT(1, left), 1))
-        # Exponent bits that were cut off are zeros.
+        # Missing exponent bits are zeros.
         return ADD(LEFT(regime, places), LEFT(rest, SUB(places, left)))
 
     def coding(self, binary: Binary) -> Coding:
@@ -266,13 +265,13 @@ class Posit(Tapered):
 class Takum(Tapered):
     """A linear takum (Hunhold, "Beating Posits at Their Own Game: Takum Arithmetic", 2024).
 
-    After the sign, a bit and three more say how many bits (0 to 7) of the exponent follow, the rest are
-    the mantissa's. Negative numbers are two's complements, 0 is 0, and NaR stands for what is no number.
-    Exponents are from -255 to 254 whatever the width, so float32 has not all values.
+    After the sign, a direction bit and three more give the number of exponent bits (0 to 7); the rest is the
+    mantissa. Negative numbers are two's complements, 0 is 0, and NaR is not a number. Exponents are from
+    -255 to 254 for any width, so float32 does not hold all values.
 
     Attributes:
         name: An identifier.
-        bits: Bits of a code; at least 12, in which every exponent has room.
+        bits: Bits of a code; at least 12, so that every exponent fits.
 
     Example:
         >>> takum12 = hmpx.formats.Takum("takum12", bits=12)
@@ -304,14 +303,14 @@ class Takum(Tapered):
         last = binary.infinity - (overflow != "saturate")
         parity = (
             1 << binary.mantissa
-        )  # as odd as the end of a characteristic, which is that of c + 1
+        )  # the parity of a characteristic's end, which is that of c + 1
         return TakumPlan(binary, mode, self.bits, *limits, last, parity)
 
     def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
         exponent = RIGHT(scaled, mantissa).clamp_(-_RANGE, _RANGE - 1)
         length = _length_of(exponent)
         is_below = LT(exponent, 0)
-        # Of negative exponents the three bits are the complement of the length.
+        # For negative exponents the three bits are the complement of the length.
         header = WHERE(is_below, SUB(_LONGEST, length), ADD(length, _LONGEST + 1))
         left = SUB(self.bits - _HEADER, length)
         characteristic = OR(LEFT(header, length), SUB(exponent, _first(length, is_below)))
@@ -328,12 +327,12 @@ class Takum(Tapered):
 
 
 def _folded(exponent: Tensor) -> Tensor:
-    """Returns k for both k and -k - 1, whose codes have prefixes of the same length."""
+    """Returns k for k and -k - 1, whose codes have prefixes of equal length."""
     return XOR(exponent, RIGHT(exponent, 31))
 
 
 def _length_of(exponent: Tensor) -> Tensor:
-    """Returns how many bits of a takum's code an exponent from -255 to 254 takes: 0 to 7."""
+    """Returns the number of bits, 0 to 7, of an exponent from -255 to 254 in a takum's code."""
     near = ADD(_folded(exponent), 1)  # the bits of c are those of c + 1 without the leading one
     length = GE(near, 2).to(near.dtype)
     for power in range(2, _LONGEST + 1):
@@ -342,5 +341,5 @@ def _length_of(exponent: Tensor) -> Tensor:
 
 
 def _first(length: Tensor, is_below: Tensor) -> Tensor:
-    """Returns the least exponent that takes so many bits of a takum's code, below 0 or not."""
+    """Returns the least exponent with this number of bits in a takum's code, below 0 or not."""
     return WHERE(is_below, SUB(1, LEFT(2, length)), SUB(LEFT(1, length), 1))

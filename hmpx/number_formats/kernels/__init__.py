@@ -1,7 +1,7 @@
-"""The compiled kernels of this process, from a library that was compiled when hmpx was installed.
+"""The compiled kernels of this process, from a library compiled when hmpx was installed.
 
-Where there is none, torch ops do the same, bit for bit. ``HMPX_KERNELS`` can say otherwise: ``off``, or
-the path of a library of another installation.
+Without it, torch ops give the same results, bit for bit. ``HMPX_KERNELS`` overrides the choice: ``off``, or the
+path of another installation's library.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _BY_CAPABILITY: Final = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels that this process rounds with.
+    """The kernels with which this process rounds.
 
     Attributes:
-        library: The compiled kernels; None where torch ops round.
-        path: Of the library.
+        library: The compiled kernels; None if torch ops round.
+        path: The library's path.
         fault: Why there is none; empty if there is, or if ``HMPX_KERNELS`` is off.
     """
 
@@ -47,10 +47,10 @@ def library(*, is_essential: bool = True) -> ctypes.CDLL | None:
     """Returns the compiled kernels; None if there are none.
 
     Args:
-        is_essential: Whether a warning is due if there are none.
+        is_essential: Whether to warn if there are none.
 
     Raises:
-        OptionError: ``HMPX_KERNELS`` has a value that it can't have, or names an unusable library.
+        OptionError: ``HMPX_KERNELS`` has an invalid value, or names an unusable library.
     """
     found = kernels_in_use()
     if is_essential and found.fault:
@@ -63,7 +63,7 @@ def kernels_in_use() -> Kernels:
     """Returns the kernels of this process, which are chosen once.
 
     Raises:
-        OptionError: As `library` does.
+        OptionError: As for `library`.
     """
     setting = os.environ.get("HMPX_KERNELS", "").strip()
     if setting.lower() in _OFF:
@@ -92,7 +92,7 @@ def _load(path: Path) -> ctypes.CDLL | str:
     try:
         loaded = ctypes.CDLL(str(path))
         version = ctypes.c_char_p.in_dll(loaded, "source_digest").value
-    except (OSError, ValueError) as error:  # ValueError: it has no such symbol
+    except (OSError, ValueError) as error:  # ValueError: a missing symbol
         return printable(str(error))
     if version != digest().encode():
         return f"{path} was compiled from other sources than those of this version of hmpx"

@@ -1,6 +1,6 @@
-"""Calls of the compiled kernels: the table of their arguments, and what each plan and coding calls.
+"""Calls of the compiled kernels: the table of their arguments, and the kernel of each plan and coding.
 
-Also functions of whole tensors that need no format: extremes, and bfloat16 in one pass.
+Also functions of whole tensors without a format: extremes, and bfloat16 in one pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..plans import Coding, Plan
 
 #: (source address, target address, elements, key, key, threads, grid, the tensor's given scale or None).
-#: Those that make codes also take the width of a code in bytes, and the addresses of scales that they write.
+#: Encoders also take the width of a code in bytes, and the addresses of scales to write.
 Kernel: TypeAlias = Callable[..., None]
 
 #: (source address, elements, target address, threads): writes two numbers of float32, the smallest and
@@ -32,10 +32,10 @@ Extremes: TypeAlias = Callable[[int, int, int, int], None]
 #: Grids whose specs are kept for one plan.
 _MOST_GRIDS: Final = 1024
 
-#: Of how many threads the C functions keep a result.
+#: The most threads whose results the C functions keep.
 MOST_THREADS: Final = 64
 
-#: Torch runs smaller work on one thread, too.
+#: Torch also runs smaller work on one thread.
 THREADED: Final = 32768
 
 _P, _N, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -66,7 +66,7 @@ def _function(library: ctypes.CDLL, name: str, kind: str) -> Any:
 
 
 def threads_for(count: int) -> int:
-    """Returns how many threads work on so many elements."""
+    """Returns the number of threads for this number of elements."""
     return 1 if count < THREADED else torch.get_num_threads()
 
 
@@ -74,7 +74,7 @@ def threads_for(count: int) -> int:
 
 
 def _specs_of(make: Callable[[Grid], Any]) -> Callable[[Grid], Any]:
-    """Returns a function that makes the spec for a grid once; a spec is kept while its address is used."""
+    """Returns a function that creates the spec for a grid once; a spec stays alive while its address is used."""
     by_grid: dict[Grid, Any] = {}
 
     def spec_of(grid: Grid) -> Any:
@@ -89,7 +89,7 @@ def _specs_of(make: Callable[[Grid], Any]) -> Callable[[Grid], Any]:
 
 
 def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
-    """Returns what rounds as the plan does, to codes if a coding is given; None if no kernel does."""
+    """Returns the kernel that rounds by the plan, to codes if a coding is given; None if there is none."""
     library = kernels.library()
     if library is None or not plan.has_kernel:
         return None
@@ -119,7 +119,7 @@ def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
         _keep: Any = coding,
     ) -> None:
         spec = spec_of(grid) if only is None else only
-        if scale is not None:  # of this call only
+        if scale is not None:  # for this call only
             spec = type(spec).from_buffer_copy(spec)
             spec.is_given, spec.given = True, scale
         address = ctypes.addressof(spec)
@@ -131,10 +131,10 @@ def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
 def decoder(
     coding: Coding, width: int, make_spec: Callable[[Grid], Any] | None = None
 ) -> Callable[..., None] | None:
-    """Returns what reads codes as values of so many bits; None if no kernel does.
+    """Returns the kernel that decodes to values of this number of bits; None if there is none.
 
-    It takes (codes' address, values' address, elements, bytes of a code, threads), and, if it is given
-    what makes the specs of shared scales, (codes' address, scales' address, values' address, elements, grid,
+    It takes (codes' address, values' address, elements, bytes of a code, threads), or, with a function for
+    the specs of shared scales, (codes' address, scales' address, values' address, elements, grid,
     bytes of a code, threads, the tensor's scale or 1).
     """
     library = kernels.library()
@@ -174,14 +174,14 @@ def extremes_kernels() -> Mapping[torch.dtype, Extremes]:
 
 
 def largest_magnitude(x: Tensor) -> float | None:
-    """Returns the largest magnitude in a tensor on the CPU with memory of its own; 0 for nothing.
+    """Returns the largest magnitude in a CPU tensor with its own memory; 0 for empty tensors.
 
-    NaN where it holds infinity or NaN. None where there is no kernel for it.
+    NaN if it contains infinity or NaN. None if there is no kernel for it.
     """
     extremes = extremes_kernels().get(x.dtype)
     is_turned = (
         x.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]
-    )  # a matrix, transposed
+    )  # a transposed matrix
     if extremes is None or not (x.is_contiguous() or is_turned) or not is_in_memory(x):
         return None
     count = x.numel()
@@ -196,11 +196,11 @@ def largest_magnitude(x: Tensor) -> float | None:
 
 # --- bfloat16 ----------------------------------------------------------------------------------
 
-# Taken before anything is patched: op lists may name any of them.
+# Read before anything is patched: op lists may name any of them.
 _address, _numel = Tensor.data_ptr, Tensor.numel
 _threads = torch.get_num_threads
 
-#: Elements for each thread, at least; torch gives its own as many.
+#: The least elements per thread, as in torch.
 _GRAIN: Final = 1 << 15
 
 
@@ -225,7 +225,7 @@ class Bfloat16Kernels:
         return target
 
     def multiply(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        """Writes ``x @ weight.T``, with values of ``weight`` rounded to bfloat16; for few rows.
+        """Writes ``x @ weight.T``, with ``weight`` rounded to bfloat16; for few rows.
 
         float32, row by row: x [..., k], weight [n, k], target [..., n].
         """
@@ -245,7 +245,7 @@ class Bfloat16Kernels:
     def scale(self, source: Tensor, factors: Tensor, target: Tensor, values: Tensor) -> Tensor:
         """Writes ``factors``, times a function of ``source``, to ``target``, which may be one of these.
 
-        All are bfloat16, but the function's values at all 65,536 numbers are float32.
+        All are bfloat16, except the function's values at all 65,536 numbers, which are float32.
         """
         count = _numel(source)
         self._scaled(
@@ -256,12 +256,12 @@ class Bfloat16Kernels:
 
 
 def _shares(count: int) -> int:
-    """Returns how many threads are worth it."""
+    """Returns the number of threads for this number of elements."""
     return 1 if count < 2 * _GRAIN else min(_threads(), count // _GRAIN)
 
 
 @functools.cache
 def bfloat16_kernels() -> Bfloat16Kernels | None:
-    """Returns the kernels; None if there are none."""
+    """Returns the kernels, or None."""
     library = kernels.library(is_essential=False)
     return None if library is None else Bfloat16Kernels(library)

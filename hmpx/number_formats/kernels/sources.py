@@ -7,16 +7,16 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-#: The file that is compiled.
+#: The file to compile.
 SOURCE: Final = Path(__file__).with_name("rounding_kernels.c")
 
-#: All files that the kernels are made of.
+#: All source files of the kernels.
 SOURCES: Final = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 
 
 @functools.cache
 def digest() -> str:
-    """Returns a digest that changes when kernels are called in another way, or give other values."""
+    """Returns a digest that changes when the kernels' interface or results change."""
     found = hashlib.sha256()
     for path in SOURCES:
         content = path.read_bytes()
