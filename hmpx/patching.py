@@ -256,7 +256,7 @@ class Draft:
         """Drafts that ``applied`` are undone, newest first.
 
         Returns:
-            The patches on top of which somebody else has patched; their slots are left as they are.
+            The patches below somebody else's patches; their slots stay unchanged.
         """
         covered, values = [], self._values
         for done in reversed(applied):
@@ -310,7 +310,7 @@ def undo(applied: Sequence[Applied]) -> list[Change]:
     """Undoes all of ``applied``, newest first, or nothing.
 
     Returns:
-        The patches on top of which somebody else has patched; their slots are left as they are.
+        The patches below somebody else's patches; their slots stay unchanged.
     """
     draft = Draft()
     covered = draft.undo(applied)

@@ -78,7 +78,7 @@ def exclusive(function: _F) -> _F:
 
 
 def eventually(function: Callable[_P, None]) -> Callable[_P, None]:
-    """Runs ``function`` as `exclusive` does, or later in a thread of its own if `LOCK` stays taken.
+    """Runs ``function`` as `exclusive` does, or later in a separate thread if `LOCK` stays taken.
 
     For calls during an import or a compilation: the thread that holds `LOCK` may wait for their locks.
     """

@@ -169,7 +169,7 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
         return None
     facts, policy = plan.facts, plan.decision.cast_policy
     target = written(plan, args, kwargs)
-    # The tensor written to keeps its dtype, whatever the lists say.
+    # The tensor written to keeps its dtype for any policy.
     if target is not None and not rounds_into_out(plan, args, kwargs):
         if facts.promotes or not isinstance(target, Tensor):  # lists of tensors have many dtypes
             return None

@@ -47,8 +47,9 @@ class Lacking:
     """The missing low-precision kernels of one op.
 
     Attributes:
-        only: Name of the argument that must be true, or have the value after it, for kernels to be
-            missing; ``uncoalesced`` for calls on sparse tensors with equal indices; empty for all calls.
+        only: Name of the argument that must be true, or have the value after it, if kernels are missing
+            for some calls only; ``uncoalesced`` for calls on sparse tensors with equal indices; empty for
+            all calls.
     """
 
     always: frozenset[Place] = frozenset()  # no call runs there

@@ -66,7 +66,7 @@ def canonical(name: str, prefixes: Container[str], names: Container[str]) -> str
     if parts[:2] == ["torch", "ops"]:
         if len(parts) not in (4, 5):
             return None
-        # torch binds some of its own operators itself, as torch.quantized_lstm
+        # torch binds some of its operators itself, such as torch.quantized_lstm
         is_bound = isinstance(names_of(torch).get(parts[3]), OpOverloadPacket)
         return ".".join(parts[:4]) if parts[2] not in _TORCHS or is_bound else None
     if parts[0] == "torch":

@@ -122,7 +122,7 @@ def _has_view(name: str) -> bool:
             and any(map(holds_tensor, arguments))
         ):
             return True
-        if name.endswith("_copy"):  # detach_copy, slice_copy; slice_scatter has the tag, too
+        if name.endswith("_copy"):  # detach_copy, slice_copy; slice_scatter also has the tag
             packet = getattr(torch.ops.aten, name, None)
             op = getattr(packet, schema.overload_name or "default", None)
             if op is not None and torch.Tag.view_copy in op.tags:

@@ -55,7 +55,7 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
     seen: set[int] = set()
     for module in _modules().values():
         yield from in_module(module, replacements, seen)
-    for kind in _subclasses(torch.Tensor):  # torch's own, too
+    for kind in _subclasses(torch.Tensor):  # also torch's own
         yield from _class_patches(kind, replacements, seen)
 
 

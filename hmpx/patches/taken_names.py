@@ -1,7 +1,7 @@
 """Restores names that modules took from torch or numpy while torch was converted.
 
 ``from numpy import *`` and ``apply = Function.apply`` take replacements other than wrappers. Modules of torch
-that are imported while converted take wrappers, too.
+that are imported during a conversion also take wrappers.
 """
 
 from __future__ import annotations

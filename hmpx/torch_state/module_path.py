@@ -57,7 +57,7 @@ class _Modules(list[nn.Module]):
 
 
 class _Running(threading.local):
-    """What is running in a thread.
+    """The state of a thread.
 
     Attributes:
         modules: The running modules.

@@ -22,7 +22,7 @@ Phase = Literal["forward", "recompute", "backward"]
 
 
 class _Here(threading.local):
-    """What is running in a thread.
+    """The state of a thread.
 
     Attributes:
         is_recomputing: A checkpoint reruns its function.

@@ -197,7 +197,7 @@ is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class _Here(threading.local):
-    """What is running in a thread.
+    """The state of a thread.
 
     Attributes:
         is_in_call: An observed call: conversions during it are not the program's.

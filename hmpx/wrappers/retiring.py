@@ -221,7 +221,7 @@ def put_in_use(
 
     Args:
         wrappers: A conversion's wrappers.
-        in_use: Those that are in use already.
+        in_use: Wrappers already in use.
     """
     known = set(map(id, in_use))
     found = [vars(each).get("__hmpx_use__") for each in wrappers if id(each) not in known]

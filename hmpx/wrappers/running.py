@@ -359,7 +359,7 @@ def _selecting(plan: CallPlan, run: Runner) -> Runner:
 
 
 def _rounding_last(plan: CallPlan, run: Runner) -> Runner:
-    """Returns a runner of a Python function that computes in fp32, whatever its ``dtype=``."""
+    """Returns a runner of a Python function that computes in fp32 for any ``dtype=``."""
     names, device_types = plan.site.parameters.names, plan.device_types
     position = names.index("dtype")
 
@@ -375,7 +375,7 @@ def _rounding_last(plan: CallPlan, run: Runner) -> Runner:
 
 
 def _rounding_into_out(plan: CallPlan, run: Runner) -> Runner:
-    """Returns a runner of an op that computes in fp32, whatever the dtype of its ``out=``."""
+    """Returns a runner of an op that computes in fp32 for any dtype of its ``out=``."""
     is_quick = not plan.site.is_python
 
     def run_into_out(
