@@ -54,7 +54,8 @@ class Region:
         is_off: Whether `off` contains `EVERY`.
         opener: The object that opens and closes it, or a weak reference to it.
         outer: The enclosing region.
-        beneath: The casts that were off outside the outermost region, by marks of other threads or graphs.
+        beneath: The casts that were off outside the outermost region, by marks that no region of this
+            thread has set.
         thread: The thread that opened it.
         is_closed: It was left, perhaps in another thread or task.
     """
