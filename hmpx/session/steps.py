@@ -44,11 +44,10 @@ if TYPE_CHECKING:
 
 def has_history(policy: Policy, options: Options) -> bool:
     """Whether an op rounds to a format with amaxes per module."""
-    decided = [*policy.decisions.values()]
-    for section in policy.sections:
-        decided += section.decisions.values()
+    lists = [policy.decisions, *[section.decisions for section in policy.sections]]
+    decided = {id(d): d for each in lists for d in each.values()}  # ops of one line share one
     formats: list[object] = [policy.low_precision_type, options.round_gradients]
-    for decision in decided:
+    for decision in decided.values():
         formats += (decision.dtype, decision.weights, decision.activations, decision.gradients)
     return any(map(compute.has_history, formats))
 

@@ -179,20 +179,20 @@ def test_ops_names_each_policy(directory: Path, capsys: pytest.CaptureFixture[st
     write(directory, "low.txt", "cos\n")
     write(directory, "policy.yaml", "low: [cos]\nfollow: [sin]\n")
     rows = {row[0]: row for row in table(["--policy", "policy.yaml"], capsys)}
-    policies = {name: rows[name][1] for name in ("cos", "sin", "exp", "cat", "layer_norm", "erf")}
+    policies = {name: rows[name][1] for name in ("cos", "sin", "exp", "cat", "batch_norm", "erf")}
     spelt = {"-" if policy is CastPolicy.PASS else policy.name for policy in CastPolicy}
     assert {policy.split()[0] for policy in policies.values()} == spelt
     rows = {row[0]: row for row in table(["--bf16", "low.txt"], capsys)}
     policies = {
         **policies,
-        **{name: rows[name][1] for name in ("cos", "exp", "cat", "layer_norm", "erf")},
+        **{name: rows[name][1] for name in ("cos", "exp", "cat", "batch_norm", "erf")},
     }
     assert policies == {
         "cos": "LOW bf16",
         "sin": "FOLLOW",
         "exp": "FP32",
         "cat": "WIDEST",
-        "layer_norm": "FIRST",
+        "batch_norm": "FIRST",
         "erf": "-",
     }
     assert rows["cos"][2] == "low.txt:1"

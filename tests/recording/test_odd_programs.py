@@ -109,7 +109,6 @@ with hmpx.convert(device_types={"cpu"}, legalize="never"):
     with hmpx.record() as rec:
         compiled = torch.compile(lambda x: torch.mm(x, x.t()).softmax(-1), backend=backend)
         compiled(x)
-    assert not [each for each in sys.meta_path if type(each).__module__.endswith('stance')]
     print(sorted((row.op, row.calls) for row in rec.rows), seen)
     compiled(x)
     print(seen)

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hmpx
 from hmpx import formats
 from hmpx.compute import composition
-from hmpx.freezing import outputs
+from hmpx.tensors import widened
 from hmpx.tensors.dtypes import CAST, ELIGIBLE
 from hmpx.tensors.nested import map_tensors, with_items
 
@@ -160,7 +160,7 @@ def test_frozen_models_return_the_class_that_they_returned(kind: str) -> None:
     """With fp32 in place of bf16."""
     low = [torch.ones(2, dtype=torch.bfloat16), torch.ones(2)]
     before = MAKERS[kind](*low)
-    found = outputs.WidensOutputs()(nn.Identity(), (), before)
+    found = widened(before)
     assert type(found) is type(before)
     assert [item.dtype for item in found] == [torch.float32] * 2
     assert found[1] is low[1]

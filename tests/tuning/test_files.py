@@ -203,7 +203,7 @@ def test_one_function_writes_files() -> None:
     }
     assert found == {
         "reports/files.py",
-        "benchmarking/memory.py",  # /proc
+        "benchmarking/runner.py",  # /proc
         "cli/output.py",  # /dev/null
         "tuning/checking.py",  # what a command prints, and the lock
         "tuning/journal.py",  # appends
