@@ -1,4 +1,4 @@
-"""Draws docs/images/rooms.svg, the rooms of the package, from the layers that import-linter checks.
+"""Draws docs/images/rooms.svg, the packages of hmpx, from the layers that import-linter checks.
 
 python scripts/rooms_picture.py
 """
@@ -32,7 +32,7 @@ STYLE = """\
 
 
 def layers() -> list[list[str]]:
-    """Returns the rooms of each layer, from the top to the bottom."""
+    """Returns the packages of each layer, from the top to the bottom."""
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     (body,) = re.findall(r"^layers = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     return [line.split(" | ") for line in re.findall(r'"(.*)"', body)]
@@ -46,13 +46,13 @@ def picture() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         'aria-labelledby="title" font-size="13" text-anchor="middle" '
         "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\">",
-        '  <title id="title">The rooms of hmpx in layers; imports go downward only</title>',
+        '  <title id="title">The packages of hmpx in layers; imports go downward only</title>',
         f"  <style>\n{STYLE}\n  </style>",
         f'  <rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         f'  <path class="line" d="M24 40V{height - 26}"/>',
         f'  <path class="line" fill="none" d="M19 {height - 32}l5 7 5-7"/>',
         '  <text class="dim" x="14" y="26" text-anchor="start">imports go downward only, '
-        "never between rooms of one line</text>",
+        "never between packages of one line</text>",
     ]
     for index, rooms in enumerate(rows):
         y = 40 + index * (HEIGHT + GAP)
