@@ -134,7 +134,7 @@ class _Inputs:
 
 
 def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
-    """Returns a step factory: it runs the file anew, and calls the function unless that is the step."""
+    """Returns a step factory: it runs the file again, and calls the function unless that is the step."""
     from ..benchmarking import set_seed  # slow to import
 
     is_step = False
@@ -157,7 +157,7 @@ def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
             inputs.refuse()
             if callable(made):
                 return _within(module, made)
-            is_step = True  # and it has run once, so its effects are made anew
+            is_step = True  # and it has run once, so its effects are repeated
             set_seed(seed)
         return _within(*made_anew())
 

@@ -63,7 +63,7 @@ class Notes:
         return self._slots.is_full
 
     def take(self, *, ends_step: bool) -> list[CallRecord | GradientRecord]:
-        """Returns the records with all measurements, and starts anew; waits for devices.
+        """Returns the records with all measurements, and starts over; waits for devices.
 
         At the end of a step they are dropped if all values were finite.
         """
