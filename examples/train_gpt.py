@@ -163,7 +163,7 @@ def main() -> None:
     )
     print(" step  fp32 loss  hmpx loss  difference")
     fp32_losses = [fp32.step() for _ in range(options.steps)]
-    with convert(isVerbose="once" if options.verbose else False) as session:
+    with convert(verbose="once" if options.verbose else False) as session:
         for step, expected in enumerate(fp32_losses, start=1):
             actual = mixed.step()
             if step in (1, options.steps) or step % max(1, options.steps // 10) == 0:
@@ -174,7 +174,7 @@ def main() -> None:
     logger, decisions = logging.getLogger("hmpx"), DecisionLog()
     logger.addHandler(decisions)
     logger.propagate = False
-    with convert(isVerbose="once"):
+    with convert(verbose="once"):
         mixed.step()
     for call, (outcome, reason, *place) in decisions.first.items():
         print(f"  {call:30}  {outcome:8}  {reason:33}  {'  '.join(place)}")

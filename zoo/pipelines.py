@@ -250,7 +250,7 @@ def low_ops(case: Case) -> tuple[str, ...]:
     logger.addHandler(lines)
     logger.propagate = False
     try:
-        with hmpx.convert(device_types={"cpu"}, isVerbose="once"):
+        with hmpx.convert(device_types={"cpu"}, verbose="once"):
             execute(case)
     finally:
         logger.removeHandler(lines)

@@ -105,10 +105,8 @@ def bench(
     for name, ours in _DECIDED.items():
         if name in conversion:
             raise OptionError(f"bench decides {name} itself; it takes {ours} instead")
-    if conversion.get("isVerbose"):
-        raise OptionError(
-            "isVerbose logs while steps are timed, of hmpx's variants only: leave it out"
-        )
+    if conversion.get("verbose") or conversion.get("isVerbose"):
+        raise OptionError("verbose slows down the variants of hmpx, which log; leave it out")
     if session.is_converted():
         raise BenchError(
             "torch is converted already, and fp32 needs it as it is: hmpx.revert() first"

@@ -51,7 +51,7 @@ exit status:
 
 examples:
   hmpx run train.py --epochs 3
-  hmpx run --bf16 my_bf16.txt --verbose-once train.py --epochs 3
+  hmpx run --bf16 my_bf16.txt --verbose train.py --epochs 3
   hmpx run --policy policy.yaml train.py
   hmpx run --report report.html train.py
   hmpx run --watch raise train.py
@@ -65,9 +65,9 @@ examples:
         "cast tensors on these devices, such as cuda; default: the accelerator's, else cpu",
     )
     verbosity = parser.add_mutually_exclusive_group()
-    option(verbosity, "--verbose", "log each call of a listed op")
-    once = "log each distinct decision once, with its reason and line"
-    option(verbosity, "--verbose-once", once)
+    option(verbosity, "--verbose", "log each distinct decision once, with its reason and line")
+    option(verbosity, "--verbose-once", argparse.SUPPRESS, dest="verbose")  # its former name
+    option(verbosity, "--verbose-each", "log every call of a listed op")
     option(verbosity, "--verbose-hmp", "print the lines that HMP printed")
     add_computing_options(parser)
     option(
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_options(options: argparse.Namespace) -> dict[str, Any]:
     """Returns all given options of ``run``, as arguments of `hmpx.convert`."""
-    verbose = "once" if options.verbose_once else "hmp" if options.verbose_hmp else options.verbose
+    verbose = "once" if options.verbose else "hmp" if options.verbose_hmp else options.verbose_each
     types = options.device_types.split(",") if options.device_types else None
     more = only_given(isVerbose=verbose, device_types=types) | computing_options(options)
     tried = os.environ.get(POLICY_VARIABLE)

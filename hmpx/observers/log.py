@@ -38,7 +38,7 @@ LOGGER.addFilter(_escape)
 
 
 def log_observer(verbose: bool | str) -> Observer:
-    """Returns the observer that logs calls for this value of ``isVerbose``."""
+    """Returns the observer that logs calls for this value of ``verbose``."""
     if verbose == "once":
         return VerboseOnceLog()
     return HmpLog() if verbose == "hmp" else VerboseLog()

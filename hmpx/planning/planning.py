@@ -22,7 +22,7 @@ from .sharding import ShardGroup
 from .steps import Optimizer, Program, Run, parsed_optimizer, raise_explained
 
 #: Arguments of `convert` that `plan` rejects: it logs no calls, and has its own argument for the device.
-_REFUSED: Final = ("isVerbose", "device_types")
+_REFUSED: Final = ("verbose", "isVerbose", "device_types")
 
 
 def plan(

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 def convert(
     bf16_file_path: str | os.PathLike[str] = "",
     fp32_file_path: str | os.PathLike[str] = "",
-    isVerbose: bool | str = False,  # noqa: N803  # HMP's name
+    isVerbose: bool | str | None = None,  # noqa: N803  # HMP's name
     *too_many: NoReturn,  # arguments in HMP's old order get an error with their names
+    verbose: bool | str | None = None,
     fp16_file_path: str | os.PathLike[str] = "",
     opt_level: str = "O1",
     low_precision_type: LowType | str = torch.bfloat16,
@@ -57,9 +58,10 @@ def convert(
     Args:
         bf16_file_path: Ops that run in ``low_precision_type``; ``""`` for the shipped list.
         fp32_file_path: Ops that run in float32; ``""`` for the shipped list.
-        isVerbose: True logs each call, ``"once"`` each distinct decision. Both also log the functions that
-            torch models stored before the conversion, which stay uncast. ``"hmp"`` prints HMP's lines.
+        isVerbose: HMP's name for ``verbose``.
         *too_many: Not used: pass other arguments by name.
+        verbose: ``"once"`` logs each distinct decision, True each call. Both also log the functions that
+            torch models stored before the conversion, which stay uncast. ``"hmp"`` prints HMP's lines.
         fp16_file_path: Ops that always run in float16, whatever ``low_precision_type`` is.
         opt_level: ``"O1"`` follows the lists; ``"O2"`` runs GEMMs and convolutions in
             ``low_precision_type`` and every other op in float32.

@@ -28,12 +28,12 @@ def checked(given: Mapping[str, Any]) -> Request:
     if given["too_many"]:
         first = [given[name] for name in ("bf16_file_path", "fp32_file_path", "isVerbose")]
         raise OptionError(_too_many((*first, *given["too_many"])))
-    is_verbose = _verbosity(given["isVerbose"])
+    verbose = _verbosity(given["verbose"], given["isVerbose"])
     options = Options.checked(given)
     found_types = parse_device_types(given["device_types"])
     made, is_logged = made_policy(given)
     _check_effect(options, made)
-    return made, found_types, options, is_verbose or is_logged
+    return made, found_types, options, verbose or is_logged
 
 
 def _check_effect(options: Options, policy: Policy) -> None:
@@ -55,14 +55,19 @@ def _check_effect(options: Options, policy: Policy) -> None:
 _EXPECTED: Final = "True, False, 'once' or 'hmp'"
 
 
-def _verbosity(value: object) -> bool | str:
+def _verbosity(verbose: object, of_hmp: object) -> bool | str:
+    if verbose is not None and of_hmp is not None:
+        raise OptionError("isVerbose is HMP's name for verbose: give one of the two")
+    name, value = ("verbose", verbose) if of_hmp is None else ("isVerbose", of_hmp)
+    if value is None:
+        return False
     if is_a(value, str):
-        name = str.__str__(value)
-        if name in ("once", "hmp"):
-            return name
+        text = str.__str__(value)
+        if text in ("once", "hmp"):
+            return text
     elif is_a(value, (bool, int)) and value in (0, 1):
         return bool(value)
-    raise OptionError(f"isVerbose must be {_EXPECTED}, not {shown(value)}")
+    raise OptionError(f"{name} must be {_EXPECTED}, not {shown(value)}")
 
 
 #: HMP's original order of arguments.

@@ -352,7 +352,7 @@ def test_a_number_format_has_no_autocast() -> None:
         ({"device": "meta"}, "one that steps can run on here, .*cpu, not 'meta'"),
         ({"seed": 2**32}, "seed must be at most 4294967295"),
         ({"legalize": "fast"}, "it takes variants instead"),
-        ({"isVerbose": True}, "isVerbose logs while steps are timed"),
+        ({"verbose": True}, "verbose slows down"),
         ({"lists": "hmpp"}, "hmpp"),
     ],
 )
