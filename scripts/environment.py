@@ -48,9 +48,11 @@ def prepare(extra: str) -> None:
     stamp = VENV / f"installed-{extra}.txt"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == state:
         return
-    print(f"Installing torch and hmpx[{extra}] into {VENV}", flush=True)
-    install = [program("python"), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS)]
-    run([*install, "torch"])  # by itself, so that nothing else has a say in which torch it is
+    install = [program("python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    install += ["-c", str(CONSTRAINTS)]
+    print(f"Installing torch into {VENV}, once: some minutes, 1.5 GB (step 1 of 2)", flush=True)
+    run([*install, "torch"])  # by itself, so that no other package decides which torch it is
+    print(f"Installing hmpx[{extra}] (step 2 of 2)", flush=True)
     run([*install, "-e", f"{ROOT}[{extra}]"])
     stamp.write_text(state, encoding="utf-8")
 
