@@ -241,25 +241,6 @@ def test_an_accumulate_dtype_is_no_matter_of_legalization(
 COMBINATIONS = [(None, FP32), (FP32, None), (FP32, BF16), (FP64, FP16), (BF16, FP32)]
 
 
-@pytest.mark.parametrize(("accumulate", "output"), COMBINATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_0dim_input_counts_as_any_other(
-    kind: str, accumulate: torch.dtype | None, output: torch.dtype | None
-) -> None:
-    """FOLLOW stays low beside a low scalar only; LOW and FP32 cast it."""
-    calls = {"mul": lambda a, b: torch.mul(a, b), "add": lambda a, b: b + a}
-    policy = {"lists": "none", kind: [line(op, accumulate, output) for op in calls]}
-    for dtypes in ((BF16, FP32), (FP32, BF16), (FP32, FP32), (BF16, BF16)):
-        pair = [tensor(*s, dtype=d) for s, d in zip([(), (4, 4)], dtypes, strict=True)]
-        expected = {
-            op: by_hand(op, pair, KINDS[kind], accumulate, output, call=call)
-            for op, call in calls.items()
-        }
-        with hmpx.convert(policy=policy, legalize="never"):
-            for op, call in calls.items():
-                torch.testing.assert_close(call(*pair), expected[op], rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(("accumulate", "output"), [*COMBINATIONS, (None, "input")])
 @pytest.mark.parametrize("kind", [*KINDS, "widest"])
 def test_float64_without_dimensions_counts_as_a_number(
@@ -658,29 +639,6 @@ def test_under_torch_compile(backend: str, keeps_casts: bool) -> None:
     assert same(actual, expected), described(actual, expected)
 
 
-@pytest.mark.parametrize(("accumulate", "output"), [(FP64, FP32), (None, FP64), (FP32, FP16)])
-def test_dtypes_under_torch_compile_are_those_of_eager(
-    accumulate: torch.dtype | None, output: torch.dtype
-) -> None:
-    """For every op at once."""
-    torch._dynamo.reset()
-    policy = {"lists": "none", "low": [line(op, accumulate, output) for op in OPS]}
-    names = [op for op in OPS if op not in ("nansum", "prod", "cumprod", "addmm")]
-
-    def run(*inputs: Tensor) -> list[Tensor]:
-        left, results = list(inputs), []
-        for op in names:
-            count = len(OPS[op][0])
-            results.append(OPS[op][1](*left[:count]))
-            left = left[count:]
-        return results
-
-    inputs = [t.detach() for op in names for t in inputs_for(op, (FP32,))]
-    with hmpx.convert(policy=policy):
-        results = torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
-    assert {r.dtype for r in results} == {output}
-
-
 def test_under_vmap_grad_and_checkpoint() -> None:
     """The function transforms and recomputation give what they give on casts by hand."""
     a, b = tensor(3, 4, 4), tensor(3, 4, 4, seed=1)
@@ -712,49 +670,3 @@ def test_under_vmap_grad_and_checkpoint() -> None:
 def _by_hand_3d(a: Tensor, b: Tensor) -> Tensor:
     product = a.bfloat16().float() @ b.bfloat16().float()
     return product.bfloat16().float().sum(-1).bfloat16()
-
-
-def test_several_low_types_in_one_model() -> None:
-    """A convolution in float16 before a linear layer in bfloat16, forward and backward."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-            self.head = nn.Linear(16, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.conv(x).flatten(1))
-
-    def by_casts(model: Model, x: Tensor) -> Tensor:
-        conv, head = model.conv, model.head
-        x = F.conv2d(x.half(), conv.weight.half(), conv.bias.half()).flatten(1)
-        return F.linear(x.bfloat16(), head.weight.bfloat16(), head.bias.bfloat16())
-
-    torch.manual_seed(0)
-    model, x = Model(), tensor(2, 3, 4, 4)
-    expected = by_casts(model, x)
-    expected.float().square().sum().backward()
-    gradients = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    policy = {"lists": "none", "low": ["conv2d float16", "linear"]}
-    with hmpx.convert(policy=policy, legalize="never"):
-        actual = model(x)
-        actual.float().square().sum().backward()
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
-
-
-def test_the_log_says_what_it_ends_in(caplog: pytest.LogCaptureFixture) -> None:
-    """With the log on the same is computed; the line names the dtype cast to, and the reason."""
-    x = tensor(5, 7)
-    expected = by_hand("sum", [x], CastPolicy.LOW, FP32, FP32)
-    policy = {"lists": "none", "low": ["sum accumulate=float32 output=float32"]}
-    with hmpx.convert(policy=policy, isVerbose="once"), caplog.at_level(logging.INFO, "hmpx"):
-        actual = x.sum(1)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith(
-        "casting  sum(fp32)  to_bf16  LOW by <policy>['low'][0]  at "
-    )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
 import json
 import math
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +19,10 @@ import hmpx
 from hmpx import formats
 from hmpx.compute import delayed
 from hmpx.errors import OptionError
-from hmpx.formats import Fixed, Float, Scaled, Table, quantize
+from hmpx.formats import Float, Scaled, quantize
 from hmpx.integrations import converted_run
 from tests.values import normal
 
-INT8 = Fixed("integer8", 8, 0)
-TERNARY = Table("ternary", (-1.0, 0.0, 1.0))
 E4M3, E5M2 = formats.get("float8_e4m3fn"), formats.get("float8_e5m2")
 assert isinstance(E4M3, Float)
 assert isinstance(E5M2, Float)
@@ -381,63 +376,6 @@ def test_a_checkpoint_carries_the_histories(kept_as: str, monkeypatch: pytest.Mo
         assert lengths == {9}
 
 
-def test_a_copy_that_is_validated_first_does_not_take_the_histories(kept_as: str) -> None:
-    """They are of the model that goes on to be trained."""
-    model = Net()
-    with converted() as session:
-        expected = train(model, steps=range(6))
-        state = session.histories.state_dict()
-    other = Net()
-    with converted() as session:
-        train(other, steps=range(3))
-        before = session.histories.state_dict()
-    copied = copy.deepcopy(other).eval()
-    with converted() as session:
-        session.histories.load_state_dict(before)
-        with torch.no_grad():
-            copied(batch(0))
-        assert train(other, steps=range(3, 6)) == expected[3:]
-        assert session.histories.state_dict() == state
-        with torch.no_grad():
-            alone = copied(batch(0))
-    with converted(), torch.no_grad():
-        assert torch.equal(copied(batch(0)), alone)
-
-
-def test_what_is_only_evaluated_has_nothing_of_a_model_that_is_gone() -> None:
-    """But what was loaded since."""
-    with converted(), torch.no_grad():
-        expected = Net().eval()(batch(0))
-    with converted() as session:
-        train(Net(), steps=range(3))
-        gc.collect()
-        with torch.no_grad():
-            assert torch.equal(Net().eval()(batch(0)), expected)
-        session.histories.load_state_dict(session.histories.state_dict())
-        with torch.no_grad():
-            assert not torch.equal(Net().eval()(batch(0)), expected)
-        state = session.histories.state_dict()
-        train(Net(), steps=range(1))
-        assert all(
-            each["steps"] == state[key]["steps"] + 1
-            for key, each in session.histories.state_dict().items()
-        )
-
-
-def test_a_step_may_end_between_loading_and_the_next_call(kept_as: str) -> None:
-    """A checkpoint that was made before the optimizer's step."""
-    expected_model = Net()
-    with converted() as session:
-        expected_model(batch(0)).sum().backward()
-        before = session.histories.state_dict()
-        session.histories.end_step()
-        expected = expected_model(batch(1))
-    with converted() as session:
-        session.histories.load_state_dict(before)
-        session.histories.end_step()
-        assert torch.equal(Net()(batch(1)), expected)
-
-
 def test_the_plugins_carry_the_histories() -> None:
     """What a framework's checkpoint holds goes on in another run."""
     low = "float8_e4m3fn_delayed"
@@ -521,47 +459,6 @@ def test_models_of_one_class_have_their_own() -> None:
     with converted({"history": None}):
         assert torch.equal(found, heir(x))  # no history yet
     assert {key.partition(":")[0] for key in state} == {"Net", "Net#2"}
-
-
-def test_copies_of_data_parallel_go_on() -> None:
-    """They are new in each forward, and have the histories of the model."""
-    linear = nn.Linear(8, 4)
-    with converted() as session:
-        one_step(session, lambda: linear(batch(0)))
-        for step in (1, 2):
-            copies = [replica_of(linear) for _ in range(2)]
-            one_step(session, *(functools.partial(copy, batch(step)) for copy in copies))
-        state = session.histories.state_dict()
-    assert {key.partition(":")[0] for key in state} == {"Linear"}
-    assert {value["steps"] for value in state.values()} == {3}
-
-
-def replica_of(module: nn.Linear) -> nn.Module:
-    """Returns what torch.nn.DataParallel makes of a module for one forward."""
-    copy = module._replicate_for_data_parallel()
-    copy._parameters = dict(module._parameters)
-    return copy
-
-
-def test_a_wrapped_model_is_the_same() -> None:
-    """torch.compile's wrapper and DDP's count as what they wrap."""
-    linear = nn.Linear(8, 4)
-
-    class DistributedDataParallel(nn.Module):  # which needs no processes
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.module(x)  # type: ignore[no-any-return]
-
-    wrapped = DistributedDataParallel(linear)
-    with converted() as session:
-        one_step(session, lambda: wrapped(batch(0)))
-        one_step(session, lambda: linear(batch(0)))
-        state = session.histories.state_dict()
-    assert {key.partition(":")[0] for key in state} == {"Linear"}
-    assert {value["steps"] for value in state.values()} == {2}
 
 
 def test_calls_of_one_module_share_a_scale() -> None:
@@ -661,60 +558,9 @@ def test_compiled_checkpoints(fresh_dynamo: None) -> None:
         assert session.histories.state_dict() == states
 
 
-@pytest.mark.parametrize("element", [E4M3, INT8, TERNARY], ids=lambda element: element.name)
-def test_all_elements_in_graphs(element: Any, fresh_dynamo: None) -> None:
-    """Stochastic rounding too, which draws its own numbers there."""
-    low = Scaled("any", element, history=2, scale_format="e8m0", rule="floor", margin=1)
-    model, x = nn.Linear(8, 4), batch(0)
-    for rounding in ("nearest", "stochastic"):
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        options: dict[str, Any] = {"low_precision_type": low, "rounding": rounding}
-        with hmpx.convert(policy=None, device_types={"cpu"}, **options) as session:
-            one_step(session, lambda: model(x))
-            with torch.no_grad():
-                found, again, expected = compiled(x), compiled(x), model(x)
-            assert found.isfinite().all()
-            assert torch.equal(found, expected) == (rounding == "nearest")
-            assert torch.equal(found, again) == (rounding == "nearest")
-
-
 def called(model: nn.Module, x: Tensor) -> Tensor:
     """Returns a model's result."""
     return model(x)  # type: ignore[no-any-return]
-
-
-def in_parts(model: Net) -> nn.Module:
-    """Compiles a part of the model."""
-    model.first = torch.compile(model.first, backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
-    return model
-
-
-WAYS: dict[str, Callable[[Net], Callable[[Tensor], Tensor]]] = {
-    "model": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),  # type: ignore[return-value]
-    "function": lambda model: functools.partial(
-        torch.compile(called, backend="aot_eager", fullgraph=True), model
-    ),
-    "part": in_parts,
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_compiled_models_of_one_class_have_their_own(way: str, fresh_dynamo: None) -> None:
-    """Their graphs are the same but for the keys."""
-
-    def results(compile: Callable[[Net], Callable[[Tensor], Tensor]]) -> tuple[Any, ...]:
-        student, teacher = compile(Net()), compile(Net())
-        with converted() as session:
-            for step in range(4):
-                one_step(
-                    session,
-                    lambda step=step: student(batch(step)),  # type: ignore[misc]
-                    lambda step=step: teacher(batch(step) * 64),  # type: ignore[misc]
-                )
-            found = student(batch(9)).tolist(), teacher(batch(9)).tolist()
-            return (*found, session.histories.state_dict())
-
-    assert results(WAYS[way]) == results(lambda model: model)
 
 
 def test_a_compiled_step_ends_a_step(fresh_dynamo: None) -> None:
@@ -763,48 +609,6 @@ def test_zeros_keep_the_last_scale(kept_as: str) -> None:
         assert reference_of(session, "linear:input") == batch(1).abs().max().item()
     with converted({"history": None}):
         assert torch.equal(found, linear(batch(1)))
-
-
-def test_empty_tensors(kept_as: str) -> None:
-    """Nothing to see in them."""
-    linear = nn.Linear(8, 4)
-    with converted() as session:
-        for _ in range(2):
-            one_step(session, lambda: linear(torch.zeros(0, 8)))
-        assert reference_of(session, "linear:input") == 0
-
-
-def test_a_margin_stays_finite(kept_as: str) -> None:
-    """The largest number of float32 times a power of two."""
-    linear = nn.Linear(8, 4)
-    huge = torch.full((2, 8), 3e38)
-    with converted({"history": 2, "margin": 64}) as session:
-        one_step(session, lambda: linear(huge))
-        assert reference_of(session, "linear:input") == torch.finfo(torch.float32).max
-
-
-def test_threads_share_the_histories(kept_as: str) -> None:
-    """What they see at once is folded, none is lost."""
-    linear = nn.Linear(8, 4)
-    scales = [2.0**i for i in range(8)]
-    with converted() as session:
-        for _ in range(5):
-
-            def run(factor: float) -> None:
-                for part in range(20):
-                    linear(batch(part) * factor).sum().backward()
-
-            threads = [threading.Thread(target=run, args=(factor,)) for factor in scales]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            session.histories.end_step()
-        state = session.histories.state_dict()
-    most = max((batch(part) * max(scales)).abs().max().item() for part in range(20))
-    found = next(value for key, value in state.items() if ":input:" in key)
-    assert found["amaxes"] == [most] * 4
-    assert found["steps"] == 5
 
 
 def test_batches_and_tangents_are_scaled_by_the_tensor_at_hand() -> None:
@@ -875,13 +679,6 @@ def test_fields_are_checked(fields: dict[str, Any], message: str) -> None:
     """One error each."""
     with pytest.raises(OptionError, match=message):
         scaled(**fields)
-
-
-def test_functions_of_codes_are_refused() -> None:
-    """They would be given codes by another scale than the op's."""
-    low = formats.create_lower_func(lambda codes: codes)
-    with pytest.raises(OptionError, match="codes have the tensor's own scale"):
-        formats.register_op(low, "neg", "float8_e4m3fn_delayed")
 
 
 def test_by_itself_a_format_keeps_nothing() -> None:

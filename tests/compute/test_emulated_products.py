@@ -286,16 +286,6 @@ def test_weights_and_activations_have_formats_of_their_own() -> None:
         same_or_nan(w.detach() @ x.T, quantize(w.detach(), "float8_e4m3fn") @ low_x.T)
 
 
-def test_weights_alone_may_be_in_a_format() -> None:
-    """Beside bfloat16, which is emulated then."""
-    x, w = normal(4, 64), normal(3, 64, seed=1)
-    expected = quantize(x, "bfloat16") @ quantize(w, "mxfp4_e2m1").T
-    with converted("linear bfloat16 weights=mxfp4_e2m1 output=float32"):
-        same_or_nan(F.linear(x, w), expected)
-    with converted("linear weights=mxfp4_e2m1 output=bfloat16"):
-        same_or_nan(F.linear(x, w), expected.bfloat16())
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("gradients", ["", " gradients=float8_e5m2"])
 def test_weights_that_arguments_name_are_told_in_graphs(gradients: str) -> None:
@@ -333,27 +323,6 @@ def test_graphs_in_which_weights_cant_be_told_are_refused() -> None:
             compiled(normal(4, 8))
 
 
-def test_a_decision_names_formats_too() -> None:
-    """By name, as a dtype, or as formats."""
-    said = hmpx.Decision(
-        hmpx.ALLOW,
-        torch.bfloat16,
-        weights="mxfp4_e2m1",
-        activations=torch.bfloat16,
-        gradients="float8_e5m2",
-    )
-    assert said.dtype == said.activations == formats.get("bfloat16")
-    assert said.weights == formats.get("mxfp4_e2m1")
-    policy = hmpx.Policy({"linear": said})
-    assert (
-        hmpx.Policy.from_ops(
-            low=["linear bfloat16 weights=mxfp4_e2m1 activations=bfloat16 gradients=float8_e5m2"]
-        )
-        == policy
-    )
-    assert "weights=mxfp4_e2m1 activations=bfloat16 gradients=float8_e5m2" in str(policy)
-
-
 def test_files_hold_what_lines_and_arguments_do(tmp_path: Path) -> None:
     """At the top for all ops, or on an op's line; written out again they are equal."""
     path = tmp_path / "p.yaml"
@@ -378,12 +347,6 @@ def test_files_hold_what_lines_and_arguments_do(tmp_path: Path) -> None:
         same_or_nan(torch.full((1, 1), 1000.0) @ torch.ones(1, 1), torch.full((1, 1), 448.0))
 
 
-def test_a_format_called_as_a_dtype_survives_a_file() -> None:
-    """As TVM spells custom types."""
-    policy = hmpx.Policy.from_ops(low=["linear"], low_precision_type=formats.get("bfloat16"))
-    assert "custom[bfloat16]16" in policy.to_yaml()
-
-
 def test_overflow_is_an_argument() -> None:
     """Of all formats, unless a line has its own."""
     x = torch.tensor([[1000.0]])
@@ -392,19 +355,6 @@ def test_overflow_is_an_argument() -> None:
     warns = pytest.warns(hmpx.HmpxWarning, match="beyond float8_e5m2")
     with hmpx.convert(low_precision_type="float8_e5m2"), warns:
         same_or_nan(F.linear(x * 1000, torch.ones(1, 1)), torch.tensor([[torch.inf]]))
-
-
-@pytest.mark.parametrize("format", ["float8_e4m3fn", "mxfp8_e4m3"])
-def test_frozen_codes_saturate_as_weights_do(format: str) -> None:
-    """A weight beyond the largest value is stored as that."""
-    model = nn.Linear(4, 4).eval()
-    with torch.no_grad():
-        model.weight.mul_(1e4)
-    with hmpx.convert(low_precision_type=format, overflow="saturate"), torch.no_grad():
-        expected = model(normal(2, 4))
-        hmpx.freeze(model, normal(2, 4), store="codes")
-        same_or_nan(model(normal(2, 4)), expected)
-        assert expected.isfinite().all()
 
 
 # --- wrong options -------------------------------------------------------------------------------
@@ -434,18 +384,6 @@ def test_options_that_do_nothing_are_errors(options: dict[str, Any], message: st
     assert not hmpx.is_converted()
 
 
-def test_options_for_a_rules_formats_are_none() -> None:
-    """A rule may give an op a format that the lists do not."""
-    hmpx.register_rule(
-        "linear", lambda call: hmpx.Decision(hmpx.ALLOW, formats.get("float8_e4m3fn"))
-    )
-    try:
-        with hmpx.convert(overflow="saturate"):
-            same_or_nan(F.linear(torch.tensor([[1e3]]), torch.ones(1, 1)), torch.tensor([[448.0]]))
-    finally:
-        hmpx.unregister_rule("linear")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -469,25 +407,6 @@ def test_wrong_words_on_a_line_are_errors(line: str, message: str) -> None:
     with pytest.raises((hmpx.OpListError, hmpx.OptionError)) as error:
         hmpx.Policy.from_ops(low=[line])
     assert str(error.value).startswith(message)
-
-
-def test_a_files_options_without_formats_are_errors(tmp_path: Path) -> None:
-    """With the file."""
-    path = tmp_path / "p.yaml"
-    path.write_text("rounding: stochastic\nlists: none\nlow: [linear]\n")
-    with pytest.raises(
-        hmpx.PolicyFileError, match="rounding has no effect: no op runs in a number"
-    ):
-        hmpx.load_policy(path)
-
-
-@pytest.mark.parametrize("field", ["weights", "gradients", "rounding"])
-def test_decisions_for_other_policies_have_no_formats(field: str) -> None:
-    """They would do nothing."""
-    with pytest.raises(
-        hmpx.OptionError, match=f"{field} is for ops in low precision, not for those"
-    ):
-        hmpx.Decision(hmpx.DENY, **{field: "nearest" if field == "rounding" else "float8_e5m2"})
 
 
 # --- what composes -------------------------------------------------------------------------------
@@ -521,29 +440,6 @@ def test_calls_that_cant_be_taken_apart_round_gradients_too() -> None:
     torch.testing.assert_close(result, last(x) @ last(w).T, **ORDER)
     torch.testing.assert_close(dx, last(g) @ last(w), **ORDER)
     torch.testing.assert_close(dw, torch.einsum("bmn,bmk->nk", last(g), last(x)), **ORDER)
-
-
-def test_codes_are_stored_of_weights_that_are_rounded_for_each_product() -> None:
-    """The line of a training recipe, in inference; a bias stays as it is."""
-    model = nn.Linear(8, 8).eval()
-    line = "linear float8_e4m3fn gradients=float8_e5m2 output=float32"
-    with converted(line), torch.no_grad():
-        expected = model(normal(2, 8))
-        frozen = hmpx.freeze(model, normal(2, 8), store="codes")
-        assert {w.name for w in frozen.weights if w.is_low} == {"weight"}
-        same_or_nan(model(normal(2, 8)), expected)
-
-
-def test_gaudis_json_holds_formats_too(tmp_path: Path) -> None:
-    """On lines, and at the top."""
-    path = tmp_path / "gaudi_config.json"
-    path.write_text(
-        '{"hmp_bf16_ops": ["linear output=bfloat16"], "low_precision_type": "float8_e4m3fn", '
-        '"round_gradients": "float8_e5m2", "overflow": "saturate"}'
-    )
-    said = hmpx.load_policy(path)["linear"]
-    assert (said.dtype, said.output_dtype) == (formats.get("float8_e4m3fn"), torch.bfloat16)
-    assert (said.gradients, said.overflow) == (formats.get("float8_e5m2"), "saturate")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by torch.func's import
@@ -584,21 +480,6 @@ def test_exported_programs_hold_the_rounding(line: str) -> None:
         expected = model(normal(2, 40))
         program = torch.export.export(model, (normal(2, 40),))
     same_or_nan(program.module()(normal(2, 40)), expected)
-
-
-def test_a_function_of_ones_own_gets_rounded_factors() -> None:
-    """Along the dimension that the op sums over."""
-    seen = []
-    formats.register(formats.Block("own_blocks", formats.get("float4_e2m1fn"), size=4))
-    try:
-        formats.register_op(lambda a, b: seen.append((a, b)) or a @ b, "matmul", "own_blocks")
-        a, b = normal(2, 8), normal(8, 3, seed=1)
-        with converted("matmul own_blocks"):
-            a @ b
-        kind = formats.get("own_blocks")
-        same_or_nan(seen, [(quantize(a, kind), quantize(b, kind.along(0)))])
-    finally:
-        formats.unregister("own_blocks")
 
 
 # --- overflow ------------------------------------------------------------------------------------

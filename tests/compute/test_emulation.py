@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import hmpx
 from hmpx import formats
 from hmpx.formats import quantize
-from tests import forks
 from tests.values import normal, same_or_nan
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "posit8_1", "mxfp8_e4m3")
@@ -206,17 +205,6 @@ def test_a_call_that_names_its_own_dtype_gets_that(name: str, options: str) -> N
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_low_dtypes_are_raised_first() -> None:
-    """A bf16 input is fp32 afterwards, rounded to the format."""
-    with hmpx.convert(
-        policy=hmpx.Policy.from_ops(low=["relu"], low_precision_type="float8_e4m3fn")
-    ):
-        same_or_nan(
-            F.relu(normal(5).bfloat16()),
-            quantize(F.relu(normal(5).bfloat16().float()), "float8_e4m3fn"),
-        )
-
-
 def test_a_list_line_a_file_and_a_rule_may_name_formats(tmp_path: Path) -> None:
     """One op in one format, another in another, beside a dtype."""
     a = normal(4, 4)
@@ -248,13 +236,6 @@ def test_a_list_line_a_file_and_a_rule_may_name_formats(tmp_path: Path) -> None:
         hmpx.unregister_rule("matmul")
 
 
-def test_tvms_spelling_of_a_custom_type_is_one() -> None:
-    """``custom[posit16_1]16``."""
-    assert hmpx.load_policy(low_precision_type="custom[posit16_1]16") == hmpx.load_policy(
-        low_precision_type="posit16_1"
-    )
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -271,17 +252,6 @@ def test_an_unknown_format_in_a_list_is_an_error(tmp_path: Path, line: str, mess
     assert str(error.value).startswith(f"{path}:2: low_precision_type must be torch.bfloat16 or ")
     assert message in str(error.value) or message == "unknown"
     assert not hmpx.is_converted()
-
-
-def test_accumulate_and_output_dtypes_hold_for_formats() -> None:
-    """Computed in fp64 and returned in bf16, not rounded to the format."""
-    a, format = normal(4, 64), "float8_e4m3fn"
-    expected = quantize(a, format).double().sum(-1).bfloat16()
-    policy = hmpx.Policy.from_ops(
-        low=["sum accumulate=float64 output=bfloat16"], low_precision_type=format
-    )
-    with hmpx.convert(policy=policy):
-        same_or_nan(a.sum(-1), expected)
 
 
 def test_stochastic_rounding_follows_torchs_seed() -> None:
@@ -452,47 +422,6 @@ def test_functions_of_codes_get_codes_of_numbers(
     assert found.item() == code.item()
 
 
-def test_numbers_that_are_no_values_stay_numbers(lowered: None) -> None:
-    """A dimension; and a factor, of which the function may make what it likes."""
-    seen: list[Any] = []
-
-    def note(codes: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append((args, kwargs))
-        return codes
-
-    for op in ("softmax", "cumsum"):
-        formats.register_op(formats.create_lower_func(note), op, "posit16_1")
-    policy = hmpx.Policy.from_ops(low=["softmax", "cumsum"], low_precision_type="posit16_1")
-    with hmpx.convert(policy=policy):
-        torch.softmax(normal(2, 3), -1), torch.cumsum(normal(2, 3), dim=1), F.softmax(normal(2), 0)
-    assert [type(value) for args, kwargs in seen for value in (*args, *kwargs.values())][:2] == [
-        int,
-        int,
-    ]
-    assert not any(
-        isinstance(v, Tensor) for args, kwargs in seen for v in (*args, *kwargs.values())
-    )
-
-
-def test_functions_that_write_to_their_arguments_change_copies(
-    lowered: None, registered: Callable[..., None]
-) -> None:
-    """A format's own function, and one that computes an op: weights and inputs stay as they are."""
-    registered(formats.Custom("in_place", lambda t: t.mul_(0).add_(1)))
-    x, w = normal(4, 8), nn.Parameter(normal(3, 8, seed=1))
-    before = x.clone(), w.detach().clone()
-    with hmpx.convert(low_precision_type="in_place"):
-        same_or_nan(F.linear(x, w).detach(), torch.ones(4, 3))
-    same_or_nan(quantize(x, "in_place"), torch.ones(4, 8))
-    identity = hmpx.Policy.from_ops(low=["add"], low_precision_type="posit16_1")
-    formats.register_op(lambda a, b: a.add_(b), "add", "posit16_1")
-    values = quantize(x, "posit16_1")
-    kept = values.clone()
-    with hmpx.convert(policy=identity):
-        values + values
-    same_or_nan((x, w.detach(), values), (*before, kept))
-
-
 class Library:
     """A function that no compiler can look into: it needs memory, and has a side effect."""
 
@@ -526,13 +455,6 @@ def test_compiled_models_call_registered_functions(lowered: None) -> None:
         )
 
 
-def test_a_function_for_one_device_type_is_for_that_alone(lowered: None) -> None:
-    """Others are computed by torch."""
-    formats.register_op(lambda a, b: a * 0, "add", "posit16_1", device_type="cuda")
-    with hmpx.convert(policy=POSITS):
-        assert (normal(5) + normal(5)).count_nonzero() == 5
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -559,37 +481,6 @@ def test_reflected_operators_swap_their_operands(lowered: None) -> None:
         same_or_nan(2 - value, quantize(2 - value.double(), "posit16_1").float())
         same_or_nan(value - 2, quantize(value.double() - 2, "posit16_1").float())
         same_or_nan(2 / value, quantize(2 / value.double(), "posit16_1").float())
-
-
-def test_a_function_of_another_shape_is_an_error(lowered: None) -> None:
-    """It names the op and the format."""
-    formats.register_op(lambda a, b: a[:1], "add", "posit16_1")
-    with hmpx.convert(policy=POSITS), pytest.raises(hmpx.OptionError) as error:
-        normal(5) + normal(5)
-    assert str(error.value) == "add in posit16_1 returned the shape (1,) instead of (5,)"
-
-
-@pytest.mark.parametrize("name", ["no_such_module:f", "math:nothing", "math", ":"])
-def test_a_function_is_found_by_its_name(name: str) -> None:
-    """Or it is said that there is none."""
-    assert formats.create_lower_func("math:sqrt").function is __import__("math").sqrt
-    with pytest.raises(hmpx.OptionError, match=f"no function '{name}'"):
-        formats.create_lower_func(name)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rounding": "neares"}, "rounding must be one of "),
-        ({"low_precision_type": "float8"}, "low_precision_type must be torch.bfloat16 or "),
-    ],
-)
-def test_wrong_options_are_errors(options: dict[str, Any], message: str) -> None:
-    """Before anything is patched."""
-    with pytest.raises(hmpx.OptionError) as error:
-        hmpx.convert(**options)
-    assert str(error.value).startswith(message)
-    assert not hmpx.is_converted()
 
 
 # --- freezing to codes -------------------------------------------------------------------------
@@ -648,58 +539,6 @@ def test_compiled_models_read_codes() -> None:
             same_or_nan(compiled(normal(5, 8)), expected)
 
 
-def test_a_model_frozen_to_codes_compiles_in_the_process_that_loads_it(tmp_path: Path) -> None:
-    """Which has frozen nothing itself."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
-    with hmpx.convert(low_precision_type="float8_e5m2"), torch.no_grad():
-        expected = model(normal(5, 8))
-        with hmpx.freeze(model, normal(5, 8), store="codes"):
-            torch.save((model, normal(5, 8), expected), tmp_path / "model.pt")
-    (tmp_path / "load.py").write_text(
-        "import torch, hmpx\n"
-        "model, value, expected = torch.load('model.pt', weights_only=False)\n"
-        "assert model[0].weight.dtype is torch.uint8\n"
-        "with hmpx.convert(low_precision_type='float8_e5m2'), torch.no_grad():\n"
-        "    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')\n"
-        "    assert torch.equal(compiled(value), expected)\n"
-    )
-    forks.run("load.py", cwd=tmp_path).check_returncode()
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_products_of_integers_are_the_same_once_weights_are_codes() -> None:
-    """Compiled or not, while such a model is there and afterwards."""
-    a, b = torch.arange(6).int().view(2, 3), torch.arange(12).int().view(3, 4)
-    model = nn.Linear(8, 4).eval()
-
-    def check() -> None:
-        torch._dynamo.reset()
-        compiled = torch.compile(torch.matmul, fullgraph=True, backend="aot_eager")
-        same_or_nan(compiled(a, b), a @ b)
-        assert (a @ b).dtype is torch.int32
-
-    with hmpx.convert(low_precision_type="float8_e5m2"):
-        with hmpx.freeze(model, normal(5, 8), store="codes"):
-            assert model.weight.dtype is torch.uint8
-            check()
-        check()
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_code_refuses_integers_that_are_no_weights() -> None:
-    """As torch does, while some model is frozen to codes and afterwards."""
-    image, model = torch.ones(1, 3, 5, 5, dtype=torch.uint8), nn.Conv2d(3, 4, 3).eval()
-    kernel = torch.ones(4, 3, 3, 3, dtype=torch.uint8)
-    with hmpx.convert(low_precision_type="float8_e4m3fn"):
-        with hmpx.freeze(model, normal(1, 3, 5, 5), store="codes"):
-            with pytest.raises(RuntimeError):
-                torch.compile(model, backend="aot_eager")(image)
-            with pytest.raises(RuntimeError):
-                torch.compile(F.conv2d, backend="aot_eager")(normal(1, 3, 5, 5), kernel)
-        with pytest.raises(RuntimeError):
-            torch.compile(F.conv2d, backend="aot_eager")(normal(1, 3, 5, 5), kernel)
-
-
 @pytest.mark.parametrize("options", [{}, {"store": "codes"}])
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "float32"])
 def test_formats_without_codes_of_their_own_leave_the_weights(
@@ -719,13 +558,6 @@ def test_random_rounding_stores_no_codes() -> None:
     with hmpx.convert(low_precision_type="float8_e4m3fn", rounding="stochastic"):
         frozen = hmpx.freeze(model, normal(5, 8), store="codes")
         assert not any(weight.is_low for weight in frozen.weights)
-
-
-def test_there_are_three_ways_to_store() -> None:
-    """Any other is an error."""
-    with pytest.raises(hmpx.OptionError) as error:
-        hmpx.freeze(nn.Linear(2, 2), normal(2), store="bits")
-    assert str(error.value) == "store must be one of 'dtype', 'prepared', 'codes', not 'bits'"
 
 
 def nested(layout: torch.layout) -> Tensor:
@@ -797,17 +629,6 @@ def test_running_statistics_are_those_of_the_computation(format: str) -> None:
     assert norm.running_mean.dtype is torch.float32
 
 
-def test_gradients_of_rounded_gradients_are_rounded_too() -> None:
-    """A gradient penalty sees the second derivative."""
-    leaf = normal(4, 8, requires_grad=True)
-    weight = normal(8, 3, seed=1)
-    with hmpx.convert(low_precision_type="float8_e5m2", round_gradients=True):
-        (gradient,) = torch.autograd.grad((leaf @ weight).square().sum(), leaf, create_graph=True)
-        (second,) = torch.autograd.grad(gradient.square().sum(), leaf)
-    assert second.count_nonzero() > 0
-    same_or_nan(quantize(second, "float8_e5m2"), second)
-
-
 def test_integers_that_are_no_weights_are_not_taken_for_codes() -> None:
     """Forgetting ``.float()`` is torch's error, not an image of garbage; also once weights are codes."""
     image, model = torch.ones(1, 3, 5, 5, dtype=torch.uint8), nn.Conv2d(3, 4, 3).eval()
@@ -840,20 +661,3 @@ def test_nothing_is_stored_as_codes_where_calls_differ_in_their_format(
         frozen = hmpx.freeze(model, normal(2, 8), store="codes")
         assert not any(weight.is_low for weight in frozen.weights)
         same_or_nan(model(normal(50, 8)), expected)
-
-
-@pytest.mark.parametrize("store", ["codes", "dtype"])
-def test_a_rule_that_is_new_stops_a_frozen_model(store: str) -> None:
-    """It may use the weights in another type; without it the model runs again."""
-    model = nn.Linear(8, 8).eval()
-    low_type = "float8_e4m3fn" if store == "codes" else "bfloat16"
-    with hmpx.convert(low_precision_type=low_type):
-        hmpx.freeze(model, normal(2, 8), store=store)
-        expected = model(normal(2, 8))
-        hmpx.register_rule("linear", lambda call: hmpx.DENY)
-        try:
-            with pytest.raises(hmpx.FreezeError, match="another policy than that in force now"):
-                model(normal(2, 8))
-        finally:
-            hmpx.unregister_rule("linear")
-        same_or_nan(model(normal(2, 8)), expected)

@@ -15,7 +15,6 @@ from torch.autograd.functional import jacobian
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hmpx
-from hmpx import formats
 from hmpx.formats import quantize
 
 from ..values import normal
@@ -67,33 +66,6 @@ def test_parameters_behind_transforms_get_gradients(format: str, round_gradients
         found = [gradient_of(way(), weight) for way in ways]
     for one, other in zip(found, expected, strict=True):
         assert torch.linalg.norm(one - other) < 0.1 * torch.linalg.norm(other)
-
-
-@pytest.mark.parametrize("round_gradients", [False, True])
-@pytest.mark.parametrize("format", FORMATS)
-def test_tangents_pass_where_gradients_are_off(format: str, round_gradients: bool) -> None:
-    """torch.no_grad switches off backward gradients only."""
-    weight, rows = normal(32, 32, seed=1), normal(3, 32, seed=2)
-
-    def function(a: Tensor) -> Tensor:
-        return a @ weight
-
-    expected = by_dual_numbers(function, rows)
-    with converted(format, round_gradients), torch.no_grad():
-        for found in (
-            by_dual_numbers(function, rows),
-            torch.func.jvp(function, (rows,), (rows,))[1],
-            by_dual_numbers(lambda a: formats.quantize(a, format) @ weight, rows),
-        ):
-            assert torch.linalg.norm(found - expected) < 0.1 * torch.linalg.norm(expected)
-
-
-def test_quantize_passes_gradients_to_what_a_transform_maps() -> None:
-    """The values that it rounds depend on a parameter, which the mapped tensor does not tell."""
-    weight = nn.Parameter(normal(4, 4))
-    round_ = functools.partial(formats.quantize, format="float8_e4m3fn")
-    found = gradient_of(torch.vmap(lambda a: round_(a * weight))(torch.ones(3, 4)), weight)
-    assert torch.equal(found, torch.full((4, 4), 3.0))
 
 
 def test_graphs_pass_gradients_to_what_a_transform_maps() -> None:
@@ -182,26 +154,6 @@ def test_batches_of_gradients(name: str, format: str, rounding: str) -> None:
         assert torch.isfinite(many).all()
 
 
-def test_quantize_in_batches_of_gradients() -> None:
-    """What rounds gradients by a hook, first derivatives and second ones."""
-    x = normal(2, 3, requires_grad=True)
-
-    def rounded(tensor: Tensor) -> Tensor:
-        result = tensor * tensor * tensor
-        result.register_hook(lambda g: quantize(g, "float8_e4m3fn_row"))
-        return result
-
-    found, expected = (
-        jacobian(
-            lambda y, way=way: jacobian(rounded, y, create_graph=True, vectorize=way),
-            x,
-            vectorize=way,
-        )
-        for way in (True, False)
-    )
-    assert expected.abs().max() > 1 and torch.equal(found, expected)
-
-
 def test_parameters_are_weights_in_transforms() -> None:
     """Of ops that name no weights: values and gradients are autograd's."""
     model, x = nn.ParameterDict({"w": nn.Parameter(normal(8, 4))}), normal(3, 8, seed=1)
@@ -239,17 +191,3 @@ def test_norms_keep_their_parameters_in_transforms(format: str) -> None:
         whole = torch.stack([F.layer_norm(row, (32,), weight, bias) for row in x])
     assert all(map(torch.equal, found, expected))
     assert torch.equal(rows, whole)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_compiled_transforms_pass_gradients(format: str) -> None:
-    """As uncompiled ones do, inside of transforms and beside them."""
-    weight, rows = nn.Parameter(normal(32, 32, seed=1)), normal(3, 32, seed=2)
-
-    def function(a: Tensor) -> Tensor:
-        return torch.vmap(lambda row: row @ weight)(a) + a @ weight
-
-    with converted(format, round_gradients=False):
-        expected = gradient_of(function(rows), weight)
-        compiled = torch.compile(function, fullgraph=True, backend="eager")
-        torch.testing.assert_close(gradient_of(compiled(rows), weight), expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -184,27 +183,6 @@ def test_checkpoints(use_reentrant: bool) -> None:
         same(gradients(run, used), expected)
 
 
-def test_selective_checkpoints() -> None:
-    """Policies look past hmpx's hooks."""
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    layer = nn.Linear(6, 6)
-    x = normal(5, 6, requires_grad=True)
-
-    def run() -> Tensor:
-        def contexts() -> Any:
-            return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
-
-        return checkpoint(
-            lambda x: layer(layer(x).sin()), x, use_reentrant=False, context_fn=contexts
-        )
-
-    with converted(True):
-        expected = gradients(run, [x, *layer.parameters()])
-    with converted(False):
-        same(gradients(run, [x, *layer.parameters()]), expected)
-
-
 def test_double_backward() -> None:
     """Gradients of gradients reach the parameter, too."""
     weight = nn.Parameter(normal(8, 6, seed=1))
@@ -275,34 +253,6 @@ def test_outer_hooks_are_given_the_parameter() -> None:
             same(gradients(lambda: layer(x), [x, *layer.parameters()]), expected)
 
 
-def test_a_frozen_parameter_that_was_swapped_is_an_error() -> None:
-    """As in float32: its values are another tensor's."""
-    weight = nn.Parameter(normal(6, 8), requires_grad=False)
-    other = nn.Parameter(normal(6, 8, seed=1), requires_grad=False)
-    x = normal(5, 6, requires_grad=True)
-    with converted(False):
-        result = x @ weight
-        torch.utils.swap_tensors(weight, other)
-        with pytest.raises(RuntimeError, match="swapped for another"):
-            result.sum().backward()  # type: ignore[no-untyped-call]
-
-
-def test_parameters_of_inference_mode_run_in_low_precision() -> None:
-    """They have no versions: the casts of these are kept."""
-    with torch.inference_mode():
-        weight = nn.Parameter(normal(8, 6), requires_grad=False)
-    x = normal(5, 6, requires_grad=True)
-    found = []
-    for keep in (True, False):
-        with converted(keep), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            found.append(
-                (F.linear(x, weight).grad_fn.name(), gradients(lambda: F.linear(x, weight), [x]))
-            )
-    assert found[0][0] == found[1][0]
-    same(found[1][1], found[0][1])
-
-
 def test_parameters_that_are_distributed() -> None:
     """Views of a DTensor can't be made by strides: the casts of these are kept."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -318,33 +268,6 @@ def test_parameters_that_are_distributed() -> None:
         same([each.full_tensor() for each in found[1]], [each.full_tensor() for each in found[0]])
     finally:
         distributed.destroy_process_group()
-
-
-def test_outer_hooks_that_give_back_a_part_of_larger_memory_in_low_precision() -> None:
-    """The cast is that part itself, which does not begin where its memory does."""
-    weight = nn.Parameter(normal(8, 6).bfloat16().float())
-    x = normal(5, 6, requires_grad=True)
-    memory = torch.zeros(200, dtype=BF16)
-    ends = [7]
-
-    def pack(tensor: Tensor) -> tuple[int, torch.Size]:
-        begin = ends[-1]
-        ends.append(begin + tensor.numel())
-        memory[begin : ends[-1]] = tensor.detach().reshape(-1)
-        return begin, tensor.shape
-
-    def unpack(packed: tuple[int, torch.Size]) -> Tensor:
-        begin, shape = packed
-        return memory[begin : begin + shape.numel()].view(shape)
-
-    def run() -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return F.linear(x, weight)
-
-    with converted(True):
-        expected = gradients(lambda: F.linear(x, weight), [x])
-    with converted(False):
-        same(gradients(run, [x])[1], expected[1])
 
 
 def test_nothing_is_held_once_the_graph_is_gone() -> None:
@@ -417,28 +340,6 @@ def test_attention_to_another_sequence(tmp_path: Path) -> None:
         assert low_matrices(run, {(48, 16)}) == 0
 
 
-def test_nothing_changes_without_gradients() -> None:
-    """Inference has nothing to keep."""
-    layer = nn.Linear(6, 8)
-    x = normal(5, 6)
-    with converted(True), torch.no_grad():
-        expected = layer(x)
-    with converted(False), torch.inference_mode():
-        same(layer(x).clone(), expected)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("keep", ["auto", False])
-def test_traces_hold_the_call_and_no_sizes(keep: str | bool) -> None:
-    """As where casts are kept."""
-    layer, x = nn.Linear(256, 256), normal(300, 256)
-    graphs = []
-    for each in (True, keep):
-        with converted(each):
-            graphs.append([n.kind() for n in torch.jit.trace(layer, x).graph.nodes()])
-    assert graphs[0] == graphs[1]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str) -> None:
@@ -470,36 +371,6 @@ def test_exported_programs_hold_for_all_sizes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_for_all_sizes_compiles_once() -> None:
-    layer, graphs = nn.Linear(128, 192), []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> object:
-        graphs.append(graph)
-        return graph
-
-    with converted("auto"):
-        compiled = torch.compile(layer, backend=backend, dynamic=True)
-        for rows in (300, 16, 5000):
-            compiled(normal(rows, 128))
-    assert len(graphs) == 1
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("keep", ["auto", False])
-def test_compiled_products_of_a_weight_and_a_number(keep: str | bool) -> None:
-    """The number, a tensor without dimensions, is all that is beside the weight."""
-    weight, factor = nn.Parameter(normal(160, 128)), torch.tensor(2.0, requires_grad=True)
-    x = normal(300, 128, requires_grad=True)
-    found = []
-    for each in (True, keep):
-        torch.compiler.reset()
-        with converted(each, lists="hmp"):
-            compiled = torch.compile(lambda: F.linear(x, weight * factor), backend="aot_eager")
-            found.append(gradients(compiled, [x, weight, factor]))
-    same(found[1], found[0])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_compiled_graphs_that_write_to_a_weight(is_trained: bool) -> None:
     """The backward would cast what was written: these casts are kept."""
@@ -517,23 +388,6 @@ def test_compiled_graphs_that_write_to_a_weight(is_trained: bool) -> None:
         with converted(keep):
             found.append(gradients(torch.compile(run, backend="aot_eager"), [x, weight]))
     same(found[1], found[0])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # torch's own
-@pytest.mark.parametrize("legalize", ["never", "always"])
-def test_compiled_backward_of_an_uncompiled_forward(legalize: str) -> None:
-    """Compiled autograd traces what is kept."""
-    layer = nn.Linear(6, 8)
-    x = normal(5, 6, requires_grad=True)
-    with converted(False, legalize=legalize):
-        expected = gradients(lambda: layer(x), [x, *layer.parameters()])
-        with torch.no_grad():
-            layer.weight.mul_(1)  # a version that a tensor of the trace does not have
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-            same(gradients(lambda: layer(x), [x, *layer.parameters()]), expected)
 
 
 @pytest.mark.parametrize("value", ["no", None, 2, 0.5])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -132,20 +131,6 @@ def test_results_may_be_written_to_by_what_learns(name: str, is_frozen: bool) ->
         assert y.requires_grad
 
 
-@pytest.mark.parametrize(
-    "name", ["linear, one row", "linear, few rows", "linear, many rows", "conv2d"]
-)
-def test_parameters_that_stand_for_negated_values(name: str, computed_by: str) -> None:
-    """Their memory holds others."""
-    module, shape = CASES[name]
-    layer, x = copy.deepcopy(module), normal(*shape)
-    with torch.no_grad():
-        layer.weight = nn.Parameter(torch._neg_view(layer.weight.detach()))
-        expected = by_hand(layer, x, BF16)
-        with convert():
-            torch.testing.assert_close(layer(x), expected, rtol=0.01, atol=0.01)
-
-
 def test_a_row_beside_weights_that_are_not_numbers(computed_by: str) -> None:
     """Whatever bits stand for NaN; numbers that round to infinity; and no trace of one in other outputs."""
     layer, x = nn.Linear(163, 131), normal(2, 163)
@@ -158,47 +143,6 @@ def test_a_row_beside_weights_that_are_not_numbers(computed_by: str) -> None:
             actual = layer(x)
     assert expected.isfinite().sum(1).tolist() == [126, 126]
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=1e-3, equal_nan=True)
-
-
-@pytest.mark.parametrize("computed_by", ["kernels"], indirect=True)
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize(("features", "outputs"), [(300, 1_030), (60_000, 5), (140_000, 1)])
-def test_a_row_on_several_threads(
-    features: int, outputs: int, threads: int, computed_by: str
-) -> None:
-    """Each output is computed by one of them, in one order, whether there are many or few."""
-    layer, x = nn.Linear(features, outputs), normal(2, features)
-    before = torch.get_num_threads()
-    try:
-        with torch.no_grad(), convert():
-            torch.set_num_threads(1)
-            expected = layer(x)
-            torch.set_num_threads(threads)
-            assert torch.equal(layer(x), expected)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_where_native_kernels_are_fast_for_a_row_weights_are_not_cast_first(
-    rows: int, computed_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Read once by compiled kernels, where there are any; frozen ones are for native kernels."""
-    is_cast = scratch.bfloat16_kernels() is None
-    monkeypatch.setattr(legalization, "known_capability", fast_for_a_row)
-    layer, x = nn.Linear(160, 128).eval(), normal(rows, 160)
-    low = copy.deepcopy(layer).bfloat16()
-    with torch.no_grad():
-        expected, native = by_hand(layer, x, BF16), low(x.bfloat16())
-        with hmpx.convert(device_types={"cpu"}):
-            with torch.profiler.profile(record_shapes=True) as profile:
-                actual = layer(x)
-            hmpx.freeze(layer, x, outputs="keep")
-            frozen = layer(x)
-    copied = [each.input_shapes[0] for each in profile.events() if each.name == "aten::copy_"]
-    assert copied and ([128, 160] in copied) is is_cast
-    torch.testing.assert_close(actual, expected, rtol=0.01, atol=1e-3)
-    assert torch.equal(frozen, native)
 
 
 #: Ways to call a linear layer of 160 x 128 with up to two rows.
@@ -268,16 +212,6 @@ def test_modes_may_keep_what_they_see(is_frozen: bool) -> None:
         assert torch.equal(kept, copied)
 
 
-def test_much_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_MOST", 1 << 15)
-    monkeypatch.setattr(scratch, "_thread", threading.local())
-    layer = nn.Linear(160, 1_280).bfloat16()
-    with torch.no_grad(), convert():
-        for _ in range(2):
-            layer(normal(400, 160).bfloat16())
-    assert scratch._thread.memory.numel() <= 1 << 15
-
-
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_parameters_and_inputs_stay_as_they_are(mode: str) -> None:
     layer, x = nn.Linear(160, 128), normal(600, 160)
@@ -314,12 +248,6 @@ def test_errors_are_torchs() -> None:
                 function(*arguments)
             with convert(), pytest.raises(expected.type):
                 function(*arguments)
-
-
-def test_float64_beside_fp32_weights_is_left_to_torch() -> None:
-    conv = nn.Conv2d(48, 64, 3)
-    with torch.no_grad(), convert():
-        assert conv.double()(normal(1, 48, 5, 5).double()).dtype is torch.float64
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 40])

@@ -19,7 +19,6 @@ import hmpx
 from hmpx import Policy
 from hmpx.compute.legalize import convolutions, linears
 from hmpx.compute.legalize import scratch as temporaries
-from hmpx.number_formats import bfloat16_kernels
 from tests.compute.keeping import Keeping
 from tests.values import normal, same
 
@@ -264,37 +263,6 @@ def test_results_may_be_written_to(shape: tuple[int, ...], computed: list[bool])
     assert all(computed)
 
 
-@pytest.mark.parametrize("most", [0, 100, 500])
-def test_what_does_not_fit_is_new(most: int, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are those with memory for all."""
-    layer, data = kind.layer(), kind.data()
-
-    def gradients() -> list[Tensor]:
-        with low():
-            for _ in range(3):
-                output = layer(data)
-                found = torch.autograd.grad(output.float().square().sum(), layer.parameters())
-        return [output, *found]
-
-    expected = gradients()
-    monkeypatch.setattr(temporaries, "_MOST", most)
-    monkeypatch.setattr(temporaries._thread, "memory", None)
-    same(gradients(), expected, check_stride=True)
-    assert temporaries._thread.memory.numel() == most
-
-
-def test_no_two_calls_share_memory() -> None:
-    """Though one begins before the other has ended."""
-    for _ in range(2):
-        outer = temporaries.Temporaries(torch.device("cpu"))
-        kept = outer.widen(torch.ones(64, dtype=BF16))
-        inner = temporaries.Temporaries(torch.device("cpu"))
-        inner.widen(torch.zeros(64, dtype=BF16))
-        inner.free()
-        same(kept, torch.ones(64), check_stride=True)
-        outer.free()
-
-
 def test_calls_from_within(kind: Kind) -> None:
     """A hook of a gradient that calls the layer, and a call that fails half-way."""
     layer, data = kind.layer(), kind.data().requires_grad_()
@@ -461,13 +429,6 @@ def test_other_convolutions_are_left_to_others(
     assert True not in computed
 
 
-def test_tensors_of_two_devices_are_left_to_others(computed: list[bool]) -> None:
-    """Not copied in silence."""
-    with low():
-        F.conv2d(normal(2, 4, 9, 8), nn.Parameter(torch.empty(6, 4, 3, 3, device="meta")))
-    assert computed == [False]
-
-
 def test_shapes_that_do_not_fit_have_the_error_of_torch() -> None:
     """And a bias of another length, too."""
     layer = nn.Linear(16, 24)
@@ -511,19 +472,6 @@ def test_reused_casts_have_the_gradients_of_others(name: str) -> None:
         assert not any(t is layer.weight for t in packed) or name == "linear"
 
 
-def test_backward_twice_and_freed_graphs(kind: Kind) -> None:
-    """As of any op."""
-    layer = kind.layer()
-    with low():
-        loss = layer(kind.data()).sum()
-    loss.backward(retain_graph=True)
-    once = layer.weight.grad.clone()
-    loss.backward()
-    same(layer.weight.grad, once * 2, check_stride=True)
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
 def test_threads(kind: Kind) -> None:
     """Each has memory of its own."""
     layers = [kind.layer(n) for n in (2, 6, 16)]
@@ -551,77 +499,6 @@ def test_threads(kind: Kind) -> None:
             same(actual, expected[index], check_stride=True)
 
 
-def test_small_linear_layers_are_left_to_others(
-    computed: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the elements of input or output, whichever has more."""
-    monkeypatch.setattr(linears, "_LEAST", 9 * 24)
-    with low():
-        nn.Linear(16, 24)(normal(9, 16))
-        nn.Linear(24, 16)(normal(9, 24))
-        nn.Linear(16, 23)(normal(9, 16))
-    assert computed == [True, True, False]
-
-
-def test_weights_of_the_other_low_type_are_rounded_in_the_backward_as_in_the_forward() -> None:
-    """Values of float16 that bfloat16 does not have."""
-    weight = nn.Parameter(normal(24, 16).to(FP16))
-    x = normal(9, 16).requires_grad_()
-    with low():
-        F.linear(x, weight).sum().backward()
-    expected = reround(torch.ones(9, 24) @ weight.detach().to(BF16).float())
-    same(x.grad, expected)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_rounding_in_one_pass_gives_the_same(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By compiled kernels, which there may be or not."""
-    compiled = bfloat16_kernels()
-    if compiled is None:
-        pytest.skip("hmpx was installed without a C compiler")
-    rounded: list[int] = []
-
-    class Noting:
-        def round(self, source: Tensor, target: Tensor) -> Tensor:
-            rounded.append(source.numel())
-            return compiled.round(source, target)
-
-    x, layer = normal(9, 16).requires_grad_(), nn.Linear(16, 24)
-    layer.weight.data[0, :3] = torch.tensor([float("inf"), float("nan"), 1e-40])
-    found: list[list[Tensor]] = []
-    for kernels in (Noting, lambda: None):
-        monkeypatch.setattr(temporaries, "bfloat16_kernels", kernels)
-        with low(dtype=dtype):
-            y = layer(x)
-            gradients = torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
-        found.append([y.detach(), *gradients])
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-        assert torch.equal(a.isnan(), b.isnan())
-    # The weight and the bias in the forward; in the backward the weight, and the gradients of both.
-    sizes = [16 * 24, 24] * 2 + [16 * 24]
-    assert sorted(rounded) == (sorted(sizes) if dtype is BF16 else [])
-
-
-def test_a_large_layer_takes_its_parameters_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no cast of the weight is made, whose gradient would have to be cast back."""
-    given: list[torch.dtype] = []
-    forward = linears.Linear.forward
-
-    def noting(ctx: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        given.extend([x.dtype, weight.dtype, rest[0].dtype])
-        return forward(ctx, x, weight, *rest)
-
-    monkeypatch.setattr(linears.Linear, "forward", staticmethod(noting))
-    with low():
-        nn.Linear(16, 24)(normal(9, 16))
-    with low(reuse_casts=True):
-        nn.Linear(16, 24)(normal(9, 16))
-    assert given == [BF16, FP32, FP32, BF16, BF16, BF16]
-
-
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_in_inference_give_what_those_in_training_do(name: str) -> None:
     """In kept memory too, fp32 and low inputs, whatever is kept by whoever else."""
@@ -640,23 +517,3 @@ def test_convolutions_in_inference_give_what_those_in_training_do(name: str) -> 
                 outputs.append(function(inputs[0], weight=inputs[1], bias=inputs[2]))
     for output in outputs:
         same(output, expected, check_stride=True)
-
-
-def test_convolutions_in_inference_in_forward_mode_and_under_modes() -> None:
-    """Tangents are not lost, and nothing that a mode keeps is written to."""
-    weight, mode = normal(6, 4, 3, 3, seed=1), Keeping()
-    data, tangent = normal(2, 4, 9, 8), normal(2, 4, 9, 8, seed=2)
-    with low(), torch.no_grad():
-        plain = F.conv2d(data, weight)
-        with mode:
-            F.conv2d(data, weight)
-            F.conv2d(tangent, weight)
-        with torch.autograd.forward_ad.dual_level() as _:
-            dual = torch.autograd.forward_ad.make_dual(data, tangent)
-            found = torch.autograd.forward_ad.unpack_dual(F.conv2d(dual, weight))
-    same(found.primal, plain, check_stride=True)
-    expected = F.conv2d(reround(tangent), reround(weight)).bfloat16()
-    assert found.tangent is not None
-    same(found.tangent, expected, check_stride=True)
-    for tensor, before in mode.seen:
-        assert torch.equal(tensor, before)

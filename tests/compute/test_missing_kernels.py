@@ -114,16 +114,6 @@ def test_what_opinfo_declares_without_a_kernel_on_cuda_is_known(dtype: torch.dty
     assert not faults
 
 
-def test_what_lacks_kernels_on_the_cpu_is_tried_on_cuda() -> None:
-    """Where OpInfo says nothing of the op, or of the arguments that need a decomposition."""
-    declared = {op_name(info) for info in op_db}
-    for name, lacking in missing_kernels.lacking_kernels().items():
-        for dtype in (BF16, FP16):
-            is_partial = ("cpu", dtype) in lacking.sometimes and name not in ops.facts("random")
-            if is_partial or (name not in declared and ("cpu", dtype) in lacking.always):
-                assert ("cuda", dtype) in lacking.always | lacking.sometimes, name
-
-
 @pytest.mark.parametrize("set_name", ["hmp", "hmpx", "o2"])
 def test_the_low_lists_have_kernels_on_cuda(set_name: str) -> None:
     """None of their ops would compute in fp32 there."""
@@ -345,17 +335,6 @@ def callee(function: Callable[..., Any], *, writes: bool = False, random: bool =
 SOMETIMES = Lacking(sometimes=frozenset({("cpu", BF16)}))
 
 
-def test_an_op_that_promotes_keeps_to_the_widest_dtype() -> None:
-    """Its kernel for that is there; a 0-dim tensor does not widen."""
-    lacking = Lacking(always=frozenset({("cpu", BF16)}))
-    promoting = Callee("add", torch.add, ("a", "b"), frozenset(), False, False, promotes=True)
-    add = missing_kernels.completed(promoting, lacking)
-    low, wide = torch.ones(3, dtype=BF16), torch.ones(3)
-    assert add(low, wide).dtype is add(wide, low).dtype is FP32
-    assert add(low, wide[0]).dtype is add(low, 2.0).dtype is BF16
-    assert add(low, wide.double()).dtype is torch.float64
-
-
 def test_a_failing_in_place_call_leaves_its_target_as_it_was() -> None:
     """It is computed beside the target, which is written last."""
 
@@ -367,14 +346,6 @@ def test_a_failing_in_place_call_leaves_its_target_as_it_was() -> None:
     with pytest.raises(ValueError, match="half done"):
         missing_kernels.completed(callee(broken, writes=True), SOMETIMES)(target)
     assert target.tolist() == [1, 1, 1]
-
-
-def test_what_is_written_to_is_found_by_its_keyword() -> None:
-    """``self`` in schemas is ``input`` in calls."""
-    target = torch.full((3,), -1.0, dtype=FP16)
-    with hmpx.convert(policy=Policy({})):
-        torch.rrelu_(input=target, lower=0.5, upper=0.5)
-    assert target.tolist() == [-0.5] * 3
 
 
 def test_random_numbers_are_drawn_once() -> None:
@@ -624,52 +595,6 @@ def test_the_sparse_inputs_gradients_are_fp32() -> None:
         (sparse @ dense).sum().backward()
     assert sparse.grad is not None and sparse.grad.dtype is FP32
     assert dense.grad is not None and dense.grad.dtype is BF16
-
-
-def test_names_of_sparse_products_resolve() -> None:
-    """Each can stand in a list."""
-    assert ops.resolve("sparse.mm") == "_sparse_mm"
-    assert ops.resolve("torch.sparse.sampled_addmm") == "sparse_sampled_addmm"
-    assert [ops.resolve(name) for name in ("spmm", "dsmm", "hsmm", "saddmm")] == [
-        "mm",
-        "mm",
-        "hspmm",
-        "sspaddmm",
-    ]
-
-
-def _with_a_rule() -> dict[str, object]:
-    hmpx.register_rule("linalg_inv", lambda call: hmpx.ALLOW)
-    return {}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict,
-        lambda: {"isVerbose": True},
-        lambda: {"isVerbose": "once"},
-        lambda: {"policy": {"low": ["linalg_inv"]}},
-        lambda: {"policy": {"low": ["linalg_inv"]}, "isVerbose": True},
-        lambda: {"policy": {"sections": [{"ndim": 3, "low": ["linalg_inv"]}]}},
-        _with_a_rule,
-    ],
-    ids=["unlisted", "unlisted, log", "unlisted, once", "listed", "listed, log", "section", "rule"],
-)
-@pytest.mark.parametrize(
-    "region", [hmpx.disable_casts, lambda: torch.autocast("cpu", enabled=False)]
-)
-def test_it_holds_where_casts_are_off(
-    region: Callable[[], Any], options: Callable[[], dict[str, Any]]
-) -> None:
-    """Whoever decides the op otherwise, and whether or not calls are logged."""
-    x = (torch.eye(3) * 2).bfloat16()
-    try:
-        with hmpx.convert(**options()), region():
-            assert torch.equal(torch.linalg.inv(x), (torch.eye(3) / 2).bfloat16())
-    finally:
-        if options is _with_a_rule:
-            hmpx.unregister_rule("linalg_inv")
 
 
 @pytest.mark.parametrize("name", ["laguerre_polynomial_l", "zeta"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import threading
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ from torch.func import functional_call, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import hmpx
-from hmpx import torch_internals
 from hmpx.compute.legalize import convolutions
-from hmpx.torch_internals import blocked_convolutions
 from tests.values import normal
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -113,26 +110,6 @@ def test_results_are_those_of_weights_that_are_raised(name: str, dtype: torch.dt
         assert (difference > 0).float().mean().nan_to_num() < 0.01
 
 
-def test_a_weight_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the sizes of inputs."""
-    module, x = (
-        nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 1)),
-        normal(1, 8, 9, 9),
-    )
-    raised: list[torch.Size] = []
-    widen = convolutions.widen
-
-    def noting(tensor: Tensor) -> Tensor:
-        raised.append(tensor.shape)
-        return widen(tensor)
-
-    monkeypatch.setattr(convolutions, "widen", noting)
-    with torch.no_grad(), convert(), freeze(module, x, store="prepared"):
-        for rows, size in ((1, 9), (4, 9), (1, 5), (1, 9)):
-            module(normal(rows, 8, size, size))
-    assert raised == [(16, 8, 3, 3), (8, 16, 1, 1)]
-
-
 def test_writes_and_moves_are_seen() -> None:
     module, x = nn.Conv2d(8, 16, 3, bias=False), normal(1, 8, 9, 9)
     with torch.no_grad(), convert(), freeze(module, x, store="prepared"):
@@ -206,65 +183,6 @@ def test_copies_are_frozen_models_without_it() -> None:
         for copied in (copy.deepcopy(module), torch.load(buffer, weights_only=False)):
             torch.testing.assert_close(copied(x), expected, rtol=0.01, atol=0.01)
             assert kept(copied) == 0
-
-
-def test_compiled_models_are_as_ever() -> None:
-    module, x = (
-        nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(784, 4)),
-        normal(1, 8, 9, 9),
-    )
-    with torch.no_grad(), convert():
-        with freeze(module, x):
-            expected = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
-        with freeze(module, x, store="prepared"):
-            module(x)
-            assert torch.equal(
-                torch.compile(module, backend="aot_eager", fullgraph=True)(x), expected
-            )
-
-
-def test_threads_share_it() -> None:
-    module, x = nn.Conv2d(8, 16, 3), normal(1, 8, 9, 9)
-    results: list[Tensor] = []
-    with torch.no_grad(), convert(), freeze(module, x, store="prepared"):
-
-        def run() -> None:
-            with torch.no_grad():
-                results.extend(module(x) for _ in range(20))
-
-        threads = [threading.Thread(target=run) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(results) == 80
-    assert all(torch.equal(each, results[0]) for each in results)
-
-
-@pytest.mark.parametrize("how", ["switched off", "not as expected"])
-@pytest.mark.filterwarnings("ignore:TF32 acceleration")
-def test_without_layouts_the_values_are_kept_as_they_are(
-    how: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    module, x = nn.Conv2d(8, 16, 3), normal(1, 8, 9, 9)
-    if how == "not as expected":
-        monkeypatch.setattr(blocked_convolutions, "_convolve", lambda *args: args[0])
-        blocked_convolutions._is_as_expected.cache_clear()
-        request.addfinalizer(blocked_convolutions._is_as_expected.cache_clear)
-    flags = torch.backends.mkldnn.flags(enabled=how != "switched off")
-    with flags, torch.no_grad(), convert():
-        with freeze(module, x):
-            expected = module(x)
-        with freeze(module, x, store="prepared"):
-            assert torch.equal(module(x), expected)
-            assert kept(module) == 1
-
-
-def test_layouts_are_as_expected_here() -> None:
-    assert [torch_internals.can_be_laid_out(n) for n in (1, 2, 3)] == [
-        False,
-        *[torch.backends.mkldnn.is_available()] * 2,
-    ]
 
 
 def test_a_layer_that_is_called_with_other_settings() -> None:

@@ -103,21 +103,6 @@ def test_parameters_can_be_swapped(slot: str, name: str, store: str) -> None:
 
 @pytest.mark.parametrize("store", ["dtype", "prepared"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_modules_move_by_swapping(name: str, store: str) -> None:
-    layer, x = LAYERS[name]()
-    frozen = hmpx.freeze(layer, x, store=store)
-    layer(x)
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        layer.float()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    torch.testing.assert_close(layer(x), by_hand(layer, x), atol=0.02, rtol=0.01)
-    frozen.undo(strict=False)
-
-
-@pytest.mark.parametrize("store", ["dtype", "prepared"])
-@pytest.mark.parametrize("name", LAYERS)
 def test_inference_tensors_are_raised_each_time(name: str, store: str) -> None:
     """Their writes are not counted."""
     with torch.inference_mode():
@@ -128,14 +113,3 @@ def test_inference_tensors_are_raised_each_time(name: str, store: str) -> None:
         expected = by_hand(layer, x)
         assert not torch.allclose(before, expected, atol=0.02)
         torch.testing.assert_close(layer(x), expected, atol=0.02, rtol=0.01)
-
-
-def test_memory_of_a_prepared_weight_is_nobody_elses_until_it_is_thawed() -> None:
-    """Else other weights could come to lie there."""
-    layer, x = convolution()
-    with hmpx.freeze(layer, x, store="prepared"):
-        layer(x)
-        size, address = layer.weight.shape, layer.weight.data_ptr()
-        layer.weight.data = torch.zeros(size, dtype=torch.bfloat16)
-        others = [torch.ones(size, dtype=torch.bfloat16) for _ in range(20)]
-        assert address not in [each.data_ptr() for each in others]

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from tests.ops.test_selecting import Largest
@@ -139,38 +138,6 @@ def test_what_adds_nothing_up_is_left_to_torch() -> None:
     assert largest.bytes < target.nbytes
     assert target[0].tolist() == [1, 1]
     assert table.grad is not None and table.grad.is_sparse
-
-
-@pytest.mark.parametrize("name", ["index_select", "embedding_bag", "grid_sample"])
-def test_a_checkpoint_recomputes_its_values(name: str) -> None:
-    """What is computed where gradients are recorded is what is computed where they are not, bit by bit."""
-    torch.manual_seed(0)
-    x = torch.randn(3, 3, 5, 5).to(BF16).requires_grad_()
-    grid = (torch.rand(3, 4, 4, 2) * 2 - 1).to(BF16)
-    calls: dict[str, Callable[[Tensor], Tensor]] = {
-        "index_select": lambda x: x.index_select(0, ROWS[:3] % 2),
-        "embedding_bag": lambda x: F.embedding_bag(ROWS.view(2, 2) % 5, x[0, 0]),
-        "grid_sample": lambda x: F.grid_sample(x, grid, align_corners=False),
-    }
-    seen = []
-
-    def noted(x: Tensor) -> Tensor:
-        seen.append(calls[name](x))
-        return seen[-1] * 2
-
-    with hmpx.convert(policy={"lists": "none"}):
-        checkpoint(noted, x, use_reentrant=True).sum().backward()
-    assert torch.equal(*seen)
-
-
-def test_observers_see_the_programs_calls_alone() -> None:
-    """And nothing that finds the rows of a large table."""
-    table = torch.ones(1 << 16, 4, dtype=BF16, requires_grad=True)
-    with hmpx.convert(), hmpx.record() as record, hmpx.watch():
-        for x in (table, table * 1, table[:8]):
-            (x[HUB[:3]] + x[HUB[:3], HUB[:3]][:, None]).sum().backward()
-        table.index_select(0, HUB[:3])
-    assert {group.key[0] for group in record.by_op()} == {"add", "mul", "sum", "index_select"}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

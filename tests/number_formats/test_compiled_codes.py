@@ -12,7 +12,6 @@ from torch import Tensor
 from hmpx import formats
 from hmpx.formats import Fixed, Float, Posit, Scaled, Table, get, quantize
 from hmpx.number_formats import ROUNDING_MODES, CodedFormat
-from hmpx.number_formats import kernels as kernel_library
 
 from .test_quantize import NF4, SQUARES, assert_same, find_library, name_of, use
 
@@ -25,10 +24,6 @@ CODED = [
     *(Float("biased", 4, 3, bias=-20), Posit("posit3_0", 3, 0), Posit("posit25_2", 25, 2)),
     *(Posit("posit32_2", 32, 2), Posit("posit6_4", 6, 4)),
 ]
-SHARING = (
-    *("mxfp8_e4m3", "mxint8", "nvfp4", "nf4", "int8_row", "int4_block128"),
-    *("float8_e4m3fn_row", "float8_e4m3fn_block128x128"),
-)
 EVERY_16_BITS = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
 
 
@@ -118,20 +113,6 @@ def test_values_of_every_code(format: object, monkeypatch: pytest.MonkeyPatch) -
             monkeypatch, format, lambda own, given=given: formats.decode(given, own)
         )
         assert_same(actual, expected, given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp4_e2m1"])
-def test_values_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every code of a scale."""
-    scales = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(256, 1).repeat(1, 8)
-    codes = torch.arange(65536, dtype=torch.int32).to(torch.uint8).view(256, 256)
-    for axis, shape in ((-1, (256, 256)), (1, (256, 256)), (0, (256, 256))):
-        format = dataclasses.replace(get(name), axis=axis)
-        given = (codes.view(shape), scales) if axis else (codes.t(), scales.t())
-        actual, expected = both(
-            monkeypatch, format, lambda own, given=given: formats.decode(given, own)
-        )
-        assert_same(actual, expected, codes)  # type: ignore[arg-type]
 
 
 LAYOUTS = {
@@ -229,45 +210,6 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert torch.equal(actual, wanted)
     finally:
         torch.set_num_threads(before)
-
-
-def test_kernels_run_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither codes nor blocks along another axis are made by torch ops, which are far slower."""
-    assert kernel_library.library() is not None
-    x = torch.randn(64, 96)
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("a torch op")
-
-    across = [dataclasses.replace(get(name), axis=0) for name in SHARING]
-    for format in (*CODED, *across):
-        own = copy.copy(get(format))  # type: ignore[arg-type]
-        if own.bits > 25 or own.name == "finite":  # float32 lacks some of their values
-            continue
-        if isinstance(own, formats.Exponent | formats.Takum):  # no kernel makes their codes
-            continue
-        for name in ("encoded", "decoded", "codes_of", "values_of"):
-            if hasattr(type(own), name):
-                monkeypatch.setattr(type(own), name, refuse)
-        formats.decode(formats.encode(x, own), own)
-        monkeypatch.undo()
-
-
-@pytest.mark.parametrize("name", SHARING)
-def test_any_axis_is_rounded_by_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Along any axis, and of a transposed tensor in place: not by torch ops, which take ten times as long."""
-    x = torch.randn(6, 40, 50)
-    format = get(name)
-    wanted = [quantize(x, dataclasses.replace(format, axis=axis)) for axis in (0, 1, 2)]
-    monkeypatch.setattr(type(format.plan(x.dtype, "nearest", None)), "round", None)
-    for axis, expected in enumerate(wanted):
-        own = dataclasses.replace(format, axis=axis)
-        assert torch.equal(quantize(x, own), expected)
-        moved = dataclasses.replace(format, axis=(axis - 1) % 3)
-        if format.layout.kind == "rows":
-            turned = quantize(x.permute(1, 2, 0), moved)
-            assert torch.equal(turned.permute(2, 0, 1), expected)
-            assert turned.stride() == x.permute(1, 2, 0).stride()
 
 
 @pytest.mark.parametrize("format", ["float8_e4m3fn_row", "nvfp4", "nf4", "mxint8", "column"])

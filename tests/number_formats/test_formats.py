@@ -25,7 +25,6 @@ from hmpx.formats import (
     encode,
     quantize,
 )
-from hmpx.number_formats import rounder
 
 from .posit_reference import Reference, value
 from .test_quantize import NF4, ORACLES, POSITS, Q4_4, SQUARES, bits_of, name_of, random_floats
@@ -236,40 +235,6 @@ def test_blocks_along_an_axis() -> None:
     assert torch.equal(decode((codes, scales), format), quantize(x, format))
     single = encode(torch.tensor(5.0), format)
     assert decode(single, format).item() == quantize(torch.tensor(5.0), format).item()
-
-
-def test_the_same_format_along_another_axis() -> None:
-    """Rounds as the transposed tensor; made once; formats without an axis are themselves."""
-    blocks = Block("deep", Float("e2m1", 2, 1, kind="finite"), size=4, axis=1)
-    turned = blocks.along(0)
-    assert turned == Block("deep", blocks.element, size=4, axis=0)
-    assert turned is blocks.along(0)
-    assert turned.along(1) == blocks == blocks.along(1)
-    assert blocks.along(1) is blocks
-    x = torch.randn(10, 6)
-    assert torch.equal(quantize(x, turned), quantize(x.t().contiguous(), blocks).t())
-    assert rounder(turned) is rounder(blocks.along(0))
-    for format in (
-        *map(formats.get, ("bfloat16", "posit16_1")),
-        Q4_4,
-        NF4,
-        Custom("c", torch.round),
-    ):
-        assert format.along(0) is format.along(-1) is format
-    for axis in (64, None, 1.0):
-        with pytest.raises(OptionError, match="axis must be an integer from -64 to 63"):
-            blocks.along(axis)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["float16", "float8_e4m3fn", "posit16_1", "mxfp8_e4m3"])
-def test_codes_from_other_dtypes(name: str, dtype: torch.dtype) -> None:
-    """The codes are those of the exact values, of any layout; nothing is recorded for gradients."""
-    x = torch.randn(8, 64).to(dtype).t().requires_grad_()
-    found, expected = encode(x, name), encode(x.detach().double().contiguous(), name)
-    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
-    for one, other in pairs:
-        assert torch.equal(one.long(), other.long())  # type: ignore[union-attr]
 
 
 def test_rounding_and_overflow_of_codes() -> None:

@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hmpx
 from hmpx import formats
-from hmpx.formats import Table, get, quantize
-from hmpx.number_formats import graph_op
+from hmpx.formats import Table, quantize
 
 from .test_quantize import assert_same
 
@@ -96,34 +95,6 @@ def test_strides_and_sizes(dynamic: bool) -> None:
             assert actual.stride() == expected.stride()
 
 
-def test_the_op_by_torchs_checks() -> None:
-    """Its schema, its fake kernel, and tracing by AOTAutograd."""
-    for name in ("float8_e4m3fn", "mxfp8_e4m3"):
-        format = get(name)
-        plan = format.plan(torch.float32, "nearest", None)
-        assert plan is not None
-        text = graph_op.text_of(plan, format.layout)
-        for x in (torch.randn(4, 64), torch.randn(64, 4).t(), torch.randn(0, 3)):
-            torch.library.opcheck(OP, (x, text, None))
-        noisy = format.plan(torch.float32, "stochastic", None)
-        assert noisy is not None
-        keys = torch.tensor([1, 2])
-        torch.library.opcheck(OP, (x, graph_op.text_of(noisy, format.layout), keys))
-
-
-def test_plans_survive_as_text() -> None:
-    """Of all formats, modes and overflows: infinities and NaN among their numbers."""
-    from hmpx.number_formats.plans import plan_of
-
-    for name in formats.names():
-        for dtype in (torch.float32, torch.float64):
-            for mode in ("nearest", "up", "stochastic"):
-                plan = get(name).plan(dtype, mode, None)
-                if plan is not None:
-                    again = plan_of(*graph_op.read(graph_op.text_of(plan, get(name).layout))[0])
-                    assert repr(again) == repr(plan)
-
-
 def test_noise_of_compiled_graphs() -> None:
     """Each call draws anew, from the default generator, and rounds to neighbours."""
     compiled = torch.compile(
@@ -155,11 +126,3 @@ def test_exported_programs_hold_torchs_ops_only() -> None:
         assert OP not in calls(program.graph_module)
         assert torch.equal(program.module()(x), Rounded()(x))
     assert OP not in calls(make_fx(Rounded())(x))
-
-
-def test_batches_in_compiled_graphs() -> None:
-    """torch.func.vmap, which has no rule for the op, gets torch's ops."""
-    rounded = torch.func.vmap(functools.partial(quantize, format="float8_e4m3fn"))
-    x = torch.randn(3, 8)
-    found = torch.compile(rounded, backend="aot_eager", fullgraph=True)(x)
-    assert torch.equal(found, quantize(x, "float8_e4m3fn"))

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import ctypes
 import functools
-import gc
 import math
-import os
-import pickle
 from bisect import bisect_right
 from collections.abc import Callable
 from fractions import Fraction
@@ -23,16 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmpx import formats
 from hmpx.errors import OptionError
-from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, get, quantize
+from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, quantize
 from hmpx.number_formats import ROUNDING_MODES, rounder
 from hmpx.number_formats import kernels as kernel_library
 from hmpx.number_formats import rounding as rounding_routes
-from hmpx.number_formats.kernels import calls as rounding_kernels
-from tests import forks
 
 from .posit_reference import Reference
 
@@ -328,19 +319,6 @@ def test_float64_is_rounded_once(name: str, implementation: str) -> None:
     assert bool((quantize(x, name) != quantize(x.float(), name).double()).any())
 
 
-def test_formats_wider_than_float32(implementation: str) -> None:
-    """Computed in float64, given back in float32: by numpy's own rounding of long doubles' parts."""
-    wide = Float("e9m10", 9, 10)
-    x = random_floats(5000)
-    expected = quantize(x.double(), wide).float()
-    assert_same(quantize(x, wide), expected, x)
-    assert_same(quantize(x, Float("e11m52", 11, 52)), x, x)
-    finite = x[x.isfinite()]
-    assert quantize(finite, wide).isfinite().all()
-    step = torch.exp2(torch.floor(torch.log2(finite.double().abs())) - 10)
-    assert ((quantize(finite, wide).double() - finite).abs() <= step / 2).all()
-
-
 POSITS = [(8, 0), (8, 1), (8, 2), (16, 1), (16, 2), (7, 0), (9, 3), (3, 0), (4, 1), (6, 4)]
 
 
@@ -595,18 +573,6 @@ def test_noise(implementation: str) -> None:
     assert not torch.equal(quantize(x, "posit16_1", "stochastic"), global_)
 
 
-@pytest.mark.parametrize("rounding", ROUNDING_MODES)
-@pytest.mark.usefixtures("implementation")
-def test_nan_beyond_the_largest_has_the_sign(rounding: str) -> None:
-    """Codes of NaN show it; so do bits of the values."""
-    x = torch.tensor([1e6, -1e6, torch.inf, -torch.inf])
-    signs = torch.tensor([False, True, False, True])
-    assert torch.equal(quantize(x, "float8_e4m3fn", rounding).signbit(), signs)
-    codes = formats.encode(x, "float8_e4m3fn", rounding)
-    assert torch.equal(codes > 127, signs)
-    assert codes[2:].tolist() == [127, 255]
-
-
 ALL = [*formats.names(), NF4, SQUARES, Q4_4, FLUSHED, WIDE_FLUSHED, Posit("posit32_2", 32, 2)]
 
 
@@ -684,15 +650,6 @@ def test_layouts(name: str, layout: str, dtype: torch.dtype, implementation: str
     assert x.numel() == 0 or rounded.data_ptr() != x.data_ptr()
 
 
-def test_flagged_tensors(implementation: str) -> None:
-    """The imaginary part of a conjugate has its sign in a flag only; zeros may have no memory."""
-    zeros = torch._efficientzerotensor(5)
-    assert torch.equal(quantize(zeros, "float8_e5m2"), torch.zeros(5))
-    x = torch.randn(50, dtype=torch.complex64).conj().imag
-    assert x.is_neg()
-    assert_same(quantize(x, "float8_e5m2"), quantize(x.clone(), "float8_e5m2"), x)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nothing_to_round(dtype: torch.dtype) -> None:
     """A format that has all values of the dtype gives the tensor itself, NaNs' payloads included."""
@@ -764,25 +721,6 @@ def test_rounder(implementation: str) -> None:
     assert torch.equal(draw(x), first)
 
 
-def test_flushed_denormals(implementation: str) -> None:
-    """The processor's mode that takes subnormals for zero changes nothing."""
-    x = torch.cat([random_floats(5000), torch.tensor([1e-40, -1e-40, 1e-45])])
-    cases = [
-        (name, mode)
-        for name in ("bfloat16", "float16", "float8_e5m2")
-        for mode in ROUNDING_MODES[:5]
-    ]
-    expected = [quantize(x, name, mode) for name, mode in cases]
-    if not torch.set_flush_denormal(True):
-        pytest.skip("no such mode here")
-    try:
-        found = [quantize(x, name, mode) for name, mode in cases]
-    finally:
-        torch.set_flush_denormal(False)
-    for actual, wanted in zip(found, expected, strict=True):
-        assert_same(actual, wanted, x)
-
-
 def test_modes_of_dispatch(implementation: str) -> None:
     """Fake tensors, and traced graphs, which hold the rounding itself."""
     with FakeTensorMode() as mode:
@@ -796,31 +734,6 @@ def test_modes_of_dispatch(implementation: str) -> None:
         graph = make_fx(functools.partial(quantize, format=format))(x)
         y = torch.randn(3, 64)
         assert_same(graph(y), quantize(y, format), y)
-
-
-class Passing(TorchDispatchMode):
-    """Passes all calls on."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("is_observed", [False, True])
-def test_results_may_be_written_to(implementation: str, is_observed: bool) -> None:
-    """As what torch computes: no result is a view; and it has the strides of what was rounded."""
-    strides = [(20, 5, 1), (1, 20, 4), (40, 5, 2)]
-    for format in (*formats.names(), NF4, Q4_4, get("float8_e4m3fn_row").along(0)):
-        for each in strides:
-            x = torch.randn(160).as_strided((3, 4, 5), each).requires_grad_()
-            with Passing() if is_observed else contextlib.nullcontext():
-                learning = quantize(x, format) * 1 if format == "float32" else quantize(x, format)
-                with torch.no_grad():
-                    plain = quantize(x.detach().clone(), format)
-            learning += x
-            plain += x
-            learning.sum().backward()
-            assert x.grad is not None and torch.equal(x.grad, torch.full((3, 4, 5), 2.0))
-            assert learning.stride() == torch.empty_like(x).stride()
 
 
 #: Of torch, in its own code.
@@ -843,78 +756,6 @@ def test_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     actual = torch.compile(round_all, fullgraph=True)(x)
     for found, expected in zip(actual, round_all(x), strict=True):
         assert_same(found, expected, x)
-
-
-@quiet
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "mxfp8_e4m3"])
-def test_compiled_autograd_and_noise(name: str) -> None:
-    """Gradients pass in a compiled graph; a rounder can be called in one; noise rounds to neighbours."""
-    down = rounder(name, "down")
-    custom = Custom("mine", lambda y: y.round())
-
-    def step(y: Tensor) -> tuple[Tensor, ...]:
-        rounded = quantize(y, name)
-        noisy = quantize(y.detach(), name, "stochastic")
-        return (rounded * 2).sum(), rounded, down(y.detach()), noisy, quantize(y.detach(), custom)
-
-    x = torch.randn(4, 64, requires_grad=True)
-    loss, rounded, low, noisy, mine = torch.compile(step, fullgraph=True, backend="aot_eager")(x)
-    loss.backward()
-    assert torch.equal(x.grad, torch.full_like(x, 2.0))  # type: ignore[arg-type]
-    known = x.detach()
-    assert_same(rounded.detach(), quantize(known, name), known)
-    assert_same(low, quantize(known, name, "down"), known)
-    assert torch.equal(mine, known.round())
-    high = quantize(known, name, "up")
-    assert ((noisy == low) | (noisy == high)).all()
-
-
-def test_formats_that_are_dropped_leave_nothing_behind() -> None:
-    """Ten thousand of them, each of which has rounded a tensor."""
-    x = torch.tensor([1.3])
-
-    def round_to(count: int) -> None:
-        for index in range(count):
-            quantize(x, Fixed(f"fixed{index}", 4, 4), ROUNDING_MODES[index % len(ROUNDING_MODES)])
-        gc.collect()
-
-    round_to(100)  # what is made once for the process
-    before = len(gc.get_objects())
-    round_to(10_000)
-    assert len(gc.get_objects()) - before < 1000
-
-
-@pytest.mark.parametrize(
-    "format", [get("float8_e4m3fn"), get("posit8_0"), get("mxfp8_e4m3"), Table("t", (-1, 0, 1))]
-)
-def test_formats_that_have_rounded_are_copied_as_others(format: formats.Format) -> None:
-    """By pickle too: kernels stay here."""
-    x = torch.tensor([0.3, 0.7])
-    expected = quantize(x, format)
-    for twin in (copy.deepcopy(format), copy.copy(format), pickle.loads(pickle.dumps(format))):
-        assert twin == format
-        assert twin is not format
-        assert torch.equal(quantize(x, twin), expected)
-
-
-def test_rows_of_any_length_leave_little_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are told their rows' length; not all lengths that there were are kept."""
-    rows = [torch.randn(3, length) for length in range(1, 101)]
-    use("ops", monkeypatch)
-    expected = [quantize(x, "mxfp8_e4m3") for x in rows]
-    use("kernels", monkeypatch)
-    monkeypatch.setattr(rounding_kernels, "_MOST_GRIDS", 8)
-
-    def specs() -> int:
-        gc.collect()
-        kinds = (ctypes.Array, ctypes.Structure)
-        return sum(issubclass(type(found), kinds) for found in gc.get_objects())
-
-    before = specs()
-    for x, values in zip(rows * 2, expected * 2, strict=True):
-        assert torch.equal(quantize(x, "mxfp8_e4m3"), values)
-    assert specs() - before <= 8
 
 
 def test_custom_formats() -> None:
@@ -979,26 +820,3 @@ def test_errors(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(OptionError) as error:
         quantize(*arguments)  # type: ignore[arg-type]
     assert str(error.value) == message
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_threads_and_forks() -> None:
-    """Large tensors on several threads, and afterwards in a forked process."""
-    program = (
-        "import os, torch\n"
-        "from hmpx.formats import quantize\n"
-        "torch.set_num_threads(2)\n"
-        "x = torch.randn(300_001)\n"
-        "expected = torch.cat([quantize(part, 'posit16_1') for part in x.split(1000)])\n"
-        "assert torch.equal(quantize(x, 'posit16_1'), expected)\n"
-        "generator = torch.Generator().manual_seed(0)\n"
-        "noisy = quantize(x, 'posit16_1', 'stochastic', generator=generator)\n"
-        "torch.set_num_threads(1)\n"
-        "generator.manual_seed(0)\n"
-        "assert torch.equal(quantize(x, 'posit16_1', 'stochastic', generator=generator), noisy)\n"
-        "if (child := os.fork()) == 0:\n"
-        "    os._exit(0 if torch.equal(quantize(x, 'posit16_1'), expected) else 1)\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-    )
-    done = forks.run("-W", "ignore", "-c", program, imported=forks.TORCH)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmpx import formats
 from hmpx.errors import OptionError
@@ -135,22 +132,6 @@ def test_kernels_as_torch_ops(element: Float, granularity: str, mode: str) -> No
         for part in (x, x[1].t()):
             found = rounded_by(part, format, mode, kernels=True)
             assert_same(found, rounded_by(part, format, mode, kernels=False), part)
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_threads(name: str) -> None:
-    """Two of them round as one does."""
-    x, threads = torch.randn(300, 300), torch.get_num_threads()
-    found = {}
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            found[count] = rounded_by(
-                x, scaled(name), "stochastic", kernels=find_library() is not None
-            )
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(found[1], found[2])
 
 
 def test_properties() -> None:
@@ -297,19 +278,6 @@ def test_traced(name: str) -> None:
 
 
 @quiet
-@pytest.mark.parametrize(
-    "name", ["nvfp4", "float8_e4m3fn_row", "float8_e4m3fn_block128x128", "int8"]
-)
-def test_compiled(name: str) -> None:
-    """Inductor's code, of any shape."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: quantize(x, name), fullgraph=True, dynamic=True)
-    for shape in ((5, 40), (7, 130)):
-        x = torch.randn(shape)
-        assert torch.equal(compiled(x), quantize(x, name))
-
-
-@quiet
 @pytest.mark.parametrize("name", ["nvfp4", "float8_e4m3fn_tensor", "int8_row"])
 def test_gradients_pass(name: str) -> None:
     """Straight through, in both modes, with given scales too."""
@@ -370,17 +338,6 @@ def test_amaxes() -> None:
         assert torch.equal(format.scale(amax), amax / 127)
         across = format.along(0)
         assert torch.equal(across.amax(x.t()), amax.t() if amax.dim() else amax)
-
-
-def test_frozen_and_kept() -> None:
-    """Equal formats are equal, and come back from pickles."""
-    format = Scaled("f", E2M1, [2, 4], "e4m3", tensor_scale=True)  # type: ignore[arg-type]
-    assert format == Scaled("f", E2M1, (2, 4), "e4m3", tensor_scale=True)
-    quantize(torch.randn(4, 4), format)
-    assert pickle.loads(pickle.dumps(format)) == format
-    assert hash(format) == hash(pickle.loads(pickle.dumps(format)))
-    assert format.along(0).axis == 0
-    assert format.along(0) is format.along(0)
 
 
 MISTAKES: list[tuple[Callable[[], object], str]] = [
@@ -465,38 +422,4 @@ def test_mistakes(number: int) -> None:
     assert str(error.value) == message
 
 
-def test_in_a_model() -> None:
-    """Wherever a format may stand."""
-    import hmpx
-
-    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    x = torch.randn(5, 32)
-    expected = model(x)
-    for name in SHIPPED:
-        hmpx.convert(low_precision_type=name)
-        found = model(x)
-        hmpx.revert()
-        assert 0 < (found - expected).abs().max() < 0.5
-
-
 assert set(SHIPPED) <= set(formats.names())
-
-
-def test_a_tile_that_is_larger_than_the_tensor_takes_no_more_memory() -> None:
-    """A vector is one row of tiles, not 128."""
-    format = scaled("float8_e4m3fn_block128x128")
-    made: list[int] = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            found = function(*args, **(kwargs or {}))
-            made.extend(t.numel() for t in (found,) if isinstance(t, Tensor))
-            return found
-
-    x = torch.randn(1000)
-    with Sizes():
-        found = quantize(x, format)
-    assert max(made) <= 1024
-    assert torch.equal(found, quantize(x.expand(128, 1000), format)[0])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from hmpx.errors import OptionError
 from hmpx.formats import Block, Fixed, Float, Table, decode, encode, get, quantize
@@ -126,30 +125,6 @@ def test_mxint8(implementation: str) -> None:  # noqa: F811
     assert (format.bits, format.max, format.epsilon) == (8.25, 127 / 64 * 2.0**127, 2.0**-6)
 
 
-def test_rules_differ() -> None:
-    """On ordinary numbers: the smallest error of mxfp4 is that of "even"."""
-    x = torch.randn(4096, 32)
-    errors = {
-        rule: (quantize(x, Block("b", block("mxfp4_e2m1").element, rule=rule)) - x).square().mean()
-        for rule in RULES
-    }
-    assert len({round(error.item(), 6) for error in errors.values()}) == 4
-    assert min(errors, key=lambda rule: errors[rule].item()) == "even"
-
-
-@pytest.mark.parametrize("flush", [False, True])
-def test_flushed_denormals(flush: bool) -> None:
-    """MXINT8's scale of 2**127 has a reciprocal that a processor may flush."""
-    x = torch.tensor([MOST, 2.0**126, -(2.0**121), 1.0])
-    expected = quantize(x.double() * 2.0**-20, "mxint8") * 2.0**20
-    assert torch.set_flush_denormal(flush) or not flush
-    try:
-        found = quantize(x, "mxint8")
-    finally:
-        torch.set_flush_denormal(False)
-    assert torch.equal(found.double(), expected)
-
-
 def test_mistakes() -> None:
     """Each message says what is wrong."""
     element = Float("e2m1", 2, 1, kind="finite")
@@ -172,21 +147,6 @@ def test_mistakes() -> None:
         with pytest.raises(OptionError) as error:
             Block("b", **fields)  # type: ignore[arg-type]
         assert str(error.value) == message
-
-
-def test_kept_for_graphs(implementation: str) -> None:  # noqa: F811
-    """Each rule in a graph, and by the kernels, as by torch ops."""
-    x = torch.randn(5, 70) * 100
-
-    def function(x: Tensor) -> Tensor:
-        return quantize(x, format)
-
-    for name in ("mxfp4_e2m1", "mxint8"):
-        for rule in RULES:
-            format = Block("rule", block(name).element, rule=rule)  # type: ignore[arg-type]
-            torch.compiler.reset()
-            compiled = torch.compile(function, fullgraph=True, backend="eager")
-            assert torch.equal(compiled(x), quantize(x, format))
 
 
 @pytest.mark.parametrize("mode", ROUNDING_MODES)

@@ -70,13 +70,6 @@ def test_types_shapes_and_layouts(dtype: np.typing.DTypeLike, shape: tuple[int, 
     assert (to_uint16(tensor.t() if tensor.dim() == 2 else tensor) == 0x4000).all()
 
 
-def test_it_does_not_share_memory_with_a_tensor() -> None:
-    tensor = torch.ones(2, 2, dtype=BF16, requires_grad=True)
-    encoded = to_uint16(tensor)
-    encoded[:] = 0
-    assert tensor.eq(1).all()
-
-
 def test_other_types_are_refused() -> None:
     """With what was given and what is wanted."""
     with pytest.raises(OptionError, match="values must be float16, float32 or float64, not int64"):

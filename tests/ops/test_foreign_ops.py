@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import re
 import sys
 import types
 import uuid
@@ -15,12 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
 from hmpx import CastPolicy, cli, ops
 from hmpx.tensors import leaves
-from tests import forks
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -249,16 +246,6 @@ def test_methods_are_cast_for_their_class(package: str) -> None:
     assert {c: dict(vars(c)) for c in before} == before
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_function_of_autograd_is_cast_by_the_name_it_is_called_by(package: str) -> None:
-    """``scale = Scale.apply`` in a module is a function like any other, in graphs too."""
-    with hmpx.convert(policy=only(low=[f"{package}.functions.scale"])):
-        module = importlib.import_module(f"{package}.functions")
-        assert module.scale(*mixed()).dtype is BF16
-        compiled = torch.compile(lambda x, w: module.scale(x, w), fullgraph=True, backend="eager")
-        assert compiled(*mixed()).dtype is BF16
-
-
 @pytest.mark.parametrize("is_early", [True, False], ids=["imported before", "imported after"])
 @pytest.mark.parametrize(("kind", "dtype"), [("low", BF16), ("fp32", FP32)])
 def test_an_operator_of_torch_library_is_cast_however_it_is_called(
@@ -295,31 +282,6 @@ def test_an_operator_of_torch_library_is_cast_however_it_is_called(
         space.mix(x, w)
 
 
-def test_an_operator_is_cast_by_the_name_of_its_function(package: str) -> None:
-    """What `torch.library.custom_op` made may be listed by where it stands."""
-    with hmpx.convert(policy=only(low=[f"{package}.operators.scaled_add"])):
-        module = importlib.import_module(f"{package}.operators")
-        x, w = torch.ones(2), torch.ones(2, dtype=BF16)
-        assert module.scaled_add(x, w, 1.0).dtype is BF16
-        assert getattr(torch.ops, package).scaled_add(x, w, 1.0).dtype is BF16
-
-
-def test_an_overload_that_is_defined_later_is_cast_too(package: str) -> None:
-    """Torch then refreshes what the operator calls."""
-    name = f"torch.ops.{package}.mix"
-    with hmpx.convert(policy=only(low=[name])):
-        module = importlib.import_module(f"{package}.operators")
-        space = getattr(torch.ops, package)
-        assert space.mix(torch.ones(2), 2.0).dtype is BF16
-        module.lib.define("mix.two(Tensor a, Tensor b, Tensor c) -> Tensor")
-        module.lib.impl("mix.two", lambda a, b, c: module.mix(a, b), "CompositeExplicitAutograd")
-        x, w = torch.ones(2), torch.ones(2, dtype=BF16)
-        assert space.mix(x, w, x).dtype is space.mix.two(x, w, x).dtype is BF16
-        assert space.mix(x, w).dtype is BF16
-    with pytest.raises(AssertionError):
-        space.mix(x, w, x)
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_graphs_have_the_casts(package: str, backend: str) -> None:
     """A function is traced through without a break; an operator's inputs are cast outside of it."""
@@ -335,23 +297,6 @@ def test_graphs_have_the_casts(package: str, backend: str) -> None:
 
         assert [each.dtype for each in compute(*mixed())] == [BF16, BF16, BF16]
     del operators
-
-
-@pytest.mark.parametrize("number_format", ["float8_e4m3fn", "int8", "mxfp8_e4m3", "posit16_1"])
-def test_graphs_hold_number_formats(package: str, number_format: str) -> None:
-    """The rounding of a function's inputs is traced without a break, as its casts are."""
-    with hmpx.convert(
-        low_precision_type=number_format, policy=only(low=[f"{package}.functions.fused_norm"])
-    ):
-        functions = importlib.import_module(f"{package}.functions")
-        expected = functions.fused_norm(*mixed())[2]
-
-        @torch.compile(fullgraph=True, backend="aot_eager")
-        def compute(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = functions.fused_norm(x, w)[2]
-            return result
-
-        torch.testing.assert_close(compute(*mixed()), expected, rtol=0, atol=0)
 
 
 def test_a_conversion_replaces_another(package: str) -> None:
@@ -374,23 +319,6 @@ def test_reverting_leaves_no_trace(package: str) -> None:
     assert len(sys.meta_path) > len(before[0])
     hmpx.revert()
     assert (sys.meta_path, dict(vars(namespace)), torch._ops._refresh_packet) == before
-
-
-def test_modules_keep_their_loaders(package: str) -> None:
-    """What is found by way of the hook is as without it."""
-    with hmpx.convert(policy=only(low=[f"{package}.functions.fused_norm"])):
-        module = importlib.import_module(f"{package}.functions")
-        assert type(module.__loader__) is type(module.__spec__.loader)
-        assert type(module.__loader__).__module__ == "_frozen_importlib_external"
-        importlib.reload(module)
-        assert module.fused_norm(*mixed())[:2] == (BF16, BF16)
-    assert module.fused_norm(*mixed())[:2] == (FP32, BF16)
-
-
-def test_nothing_is_imported_by_convert(package: str) -> None:
-    """Names are looked up in what is loaded."""
-    with hmpx.convert(policy=only(low=[f"{package}.functions.fused_norm"])):
-        assert package not in sys.modules
 
 
 def test_the_log_says_what_it_says_of_torchs_ops(
@@ -445,32 +373,6 @@ def test_outputs_can_be_given_the_dtype_of_the_input() -> None:
     assert torch.equal(expected, torch.nn.functional.linear(x.float(), w).half())
     with pytest.raises(hmpx.HmpxError, match="number format"):
         hmpx.load_policy(policy={"lists": "none", "low": ["linear float8_e4m3fn output=input"]})
-
-
-@pytest.mark.parametrize("options", ["output=input", "accumulate=float32 output=input"])
-def test_the_dtype_of_the_input_is_known_where_a_mode_sees_the_call(options: str) -> None:
-    """Of tensors that say by ``__torch_dispatch__`` how they compute: compilers and exports use them."""
-
-    class Forwarding(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            return function(*args, **(kwargs or {}))
-
-    calls = [
-        lambda x: torch.mm(x, x),
-        lambda x: x.mm(x),
-        lambda x: torch.nn.functional.linear(x, x),
-    ]
-    x = torch.randn(3, 3)
-    low = [f"mm {options}", f"linear {options}"]
-    with hmpx.convert(policy={"lists": "none", "low": low}, device_types={"cpu"}):
-        for call in calls:
-            expected = call(x)
-            torch._dynamo.reset()
-            actual = torch.compile(call, backend="aot_eager", fullgraph=True)(x)
-            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-            with Forwarding():
-                both = call(TwoTensor(x, x.clone()))
-            torch.testing.assert_close(both.a, expected, rtol=0, atol=0)
 
 
 # --- names -------------------------------------------------------------------------------------
@@ -683,23 +585,6 @@ def test_torchvisions_ops_compute_in_fp32(name: str, lists: str) -> None:
             assert torch.equal(result, expected.to(result.dtype))
 
 
-def test_importing_torchvision_later_is_the_same() -> None:
-    """Its ops are wrapped as they come."""
-    pytest.importorskip("torchvision")
-    script = (
-        "import hmpx, torch, sys\n"
-        "hmpx.convert(); assert 'torchvision' not in sys.modules\n"
-        "import torchvision\n"
-        "from torchvision.ops.boxes import nms\n"
-        "boxes = torch.tensor([[0., 0., 1., 1.]]).bfloat16()\n"
-        "print(nms(boxes, torch.ones(1), 0.5), torch.ops.torchvision.nms(boxes, torch.ones(1), 0.5))\n"
-        "print(sum(1 for _ in hmpx.session.current().missed()))\n"
-    )
-    done = forks.run("-c", script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "tensor([0]) tensor([0])\n0\n"
-
-
 # --- torch's quantized modules --------------------------------------------------------------------
 
 
@@ -737,21 +622,3 @@ def test_modules_that_quantize_take_what_low_ops_give(name: str, lists: str) -> 
     assert {each.dtype for each in actual} == {output}
     assert all(torch.equal(a, e.to(output)) for a, e in zip(actual, expected, strict=True))
     assert {each.dtype for each in unrounded} == {FP32}
-
-
-def test_every_operator_that_quantizes_dynamically_is_listed() -> None:
-    """As torch's schemas name them: they take numbers in floating point, and give some."""
-    schemas = torch._C._jit_get_all_schemas()
-    packed = {
-        each.name.partition("::")[2]
-        for each in schemas
-        if each.name.startswith("quantized::") and re.search("dynamic|output_fp32", each.name)
-    }
-    computing = {name for name in packed if not name.startswith("make_")}
-    policy = hmpx.load_policy()
-    assert len(computing) > 10
-    for name in computing:
-        assert policy[f"torch.ops.quantized.{name}"].cast_policy is CastPolicy.FP32, name
-    for name in ("quantized_lstm", "quantized_gru"):
-        assert policy[f"torch.ops.aten.{name}"].cast_policy is CastPolicy.FP32
-    assert ops.resolve("torch.ops.aten.no_operator") is None

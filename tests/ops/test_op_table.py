@@ -32,17 +32,6 @@ def test_every_overridable_function_is_an_op() -> None:
     assert missing == ["torch.autocast", "torch.Tensor.__getitem__"]
 
 
-def test_functions_of_lists_have_two_names() -> None:
-    """``torch.foreach`` is there since torch 2.15, and calls what goes by private names."""
-    assert ops.resolve("torch.foreach.abs") == "_foreach_abs"
-    assert ops.resolve("torch.foreach.abs_") == ops.resolve("torch._foreach_abs_")
-    assert ops.resolve("torch.foreach.nothing") is None
-    if hasattr(torch, "foreach"):
-        with hmpx.convert(policy=hmpx.Policy.from_ops(low=["torch.foreach.exp"])):
-            (actual,) = torch.foreach.exp([torch.ones(2)])
-        assert actual.dtype is torch.bfloat16
-
-
 def test_aliases_agree_with_opinfo() -> None:
     """Every alias in torch's OpInfo database resolves to its op."""
     differing = {}
@@ -168,13 +157,3 @@ def test_functions_that_end_in_a_patched_builtin_follow_it(call) -> None:
         for name in ("softmax", "relu", "layer_norm", "mse_loss", "grid_sample", "cross_entropy"):
             assert getattr(F, name) is functions[name]
         assert call(torch.rand(4, 4)).dtype is torch.bfloat16
-
-
-def test_a_policy_for_an_op_of_another_torch_is_refused() -> None:
-    """A Policy built by hand can't name what is not there."""
-    policy = Policy({"no_such_op": hmpx.Decision(hmpx.CastPolicy.LOW, torch.bfloat16)})
-    with pytest.raises(
-        hmpx.OptionError, match=r"the policy holds 'no_such_op', which is not an op"
-    ):
-        hmpx.convert(policy=policy)
-    assert not hmpx.is_converted()

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import Policy, torch_state
-from hmpx.patches import autocast_regions
-from hmpx.torch_internals import TRAINING_MARK
 from hmpx.torch_state import marks as torch_marks
 from hmpx.torch_state import switch
 
@@ -191,35 +186,6 @@ def test_a_region_is_as_plain_torch() -> None:
     assert str(mixed.value) == str(expected.value)
 
 
-def test_one_instance_nested_in_itself_and_shared_by_threads() -> None:
-    """A decorated function that calls itself, while another thread is in it too."""
-    inside, done = threading.Event(), threading.Event()
-
-    @off()
-    def recursive(depth: int) -> list[set[torch.dtype]]:
-        here = dtypes()
-        deeper = recursive(depth - 1) if depth else []
-        return [here, *deeper, dtypes()]
-
-    @off()
-    def waiting() -> list[set[torch.dtype]]:
-        inside.set()
-        done.wait(20)
-        return [dtypes()]
-
-    with low():
-        found: list[list[set[torch.dtype]]] = []
-        thread = threading.Thread(target=lambda: found.append(waiting()))
-        thread.start()
-        inside.wait(20)
-        assert recursive(2) == [{FP32}] * 6
-        assert dtypes() == {BF16}
-        done.set()
-        thread.join()
-        assert found == [[{FP32}]]
-    assert is_clean()
-
-
 # --- several device types -----------------------------------------------------------------------
 
 
@@ -266,43 +232,6 @@ def test_casts_on_other_device_types_go_on(how: str) -> None:
             assert (each(cpu), each(cuda)) == (UNCAST, CASTED)
             assert checked() == (CASTED, UNCAST)
     assert is_clean()
-
-
-def test_a_list_of_tensors_on_two_device_types() -> None:
-    """Each tensor by its own device, in the functions of __torch_function__ too."""
-    seen = []
-
-    class Noting(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func)
-            return super().__torch_function__(func, types, args, kwargs)
-
-    with low(device_types={"cpu", "cuda"}):
-        public = torch.matmul
-        with off("cuda"):
-            result = torch.matmul(a().as_subclass(Noting), a())
-        assert public in seen
-        assert result.dtype is BF16
-
-
-def test_more_device_types_than_marks() -> None:
-    """Every type there is can be covered; regions hold in eager mode all the same."""
-    types = {"cpu", "cuda", "xpu", "mtia", "hpu", "xla", "ipu", "mps"}
-    with low(device_types=types), off("cuda"):
-        assert dtypes() == {BF16}
-        with off("cpu"):
-            assert dtypes() == {FP32}
-    assert is_clean()
-
-
-def test_no_mark_is_that_of_training() -> None:
-    """With several device types a region that is off would otherwise count as training, or the reverse."""
-    torch_marks.reserve_marks(frozenset({"cpu", "cuda", "meta", "xpu", "hpu"}))
-    assert not {TRAINING_MARK} & set(torch_marks._marks.values())
-    assert len(set(torch_marks._marks.values())) == len(torch_marks._marks)
 
 
 # --- who asks first -----------------------------------------------------------------------------
@@ -407,18 +336,6 @@ def test_code_that_casts_to_the_dtype_of_autocast() -> None:
     with hmpx.convert(low_precision_type="posit16_1"):
         assert dtype_for_kernel(x) is FP32
     assert dtype_for_kernel(x) is FP32
-
-
-@pytest.mark.models
-def test_flash_attention_in_transformers_gets_the_low_type() -> None:
-    """Queries that rotary embeddings have left in fp32, which its kernels refuse."""
-    integration = pytest.importorskip("transformers.integrations.flash_attention")
-    layer = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
-    layer.config = types.SimpleNamespace()
-    with low():
-        assert integration.get_target_dtype(a(), layer) is BF16
-        assert integration.get_target_dtype(a().bfloat16(), layer) is None
-    assert integration.get_target_dtype(a(), layer) is FP32
 
 
 class Custom(torch.autograd.Function):
@@ -547,37 +464,6 @@ def test_recomputation_sees_what_the_forward_saw(use_reentrant: bool, where: str
     assert seen == [FP32 if where in ("inside", "around forward") else BF16] * 2
 
 
-def test_a_thread_that_inherits_marks_sees_the_state_and_gives_it_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As autograd's backward threads on a device, which have torch's state and no other."""
-    found: list[Any] = []
-    monkeypatch.setattr(switch, "current_graph_task", lambda: 0)
-
-    def backward(marks: frozenset[str]) -> None:
-        torch_marks.mark(marks)
-        found.append(dtypes())
-        with on():
-            found.append(dtypes())
-        found.append(dtypes())
-        with hmpx.disable_casts(), off():
-            pass
-        found.append(dtypes())
-        found.append(torch_marks.marked() == marks)
-
-    def in_thread(marks: frozenset[str]) -> list[Any]:
-        found.clear()
-        thread = threading.Thread(target=backward, args=(marks,))
-        thread.start()
-        thread.join()
-        return list(found)
-
-    with low(), off():  # the gate is open, as it is while a backward runs
-        assert in_thread(frozenset({"cpu"})) == [{FP32}, {BF16}, {FP32}, {FP32}, True]
-        assert in_thread(frozenset()) == [{BF16}] * 4 + [True]
-        assert in_thread(frozenset({"*"}))[0] == {FP32}
-
-
 def test_threads_tasks_and_generators() -> None:
     """A region is its thread's and its task's, as `disable_casts` is."""
 
@@ -657,94 +543,7 @@ def test_a_region_follows_the_device_types_in_force() -> None:
     assert is_clean()
 
 
-def test_torch_is_as_before() -> None:
-    names = [(torch.autocast, "__enter__"), (torch.autocast, "__exit__")]
-    names += [(torch, "is_autocast_enabled"), (torch, "get_autocast_dtype")]
-    before = [vars(owner)[name] for owner, name in names]
-    with low():
-        assert all(vars(o)[n] is not b for (o, n), b in zip(names, before, strict=True))
-    assert all(vars(o)[n] is b for (o, n), b in zip(names, before, strict=True))
-
-
 # --- interruptions ------------------------------------------------------------------------------
-
-
-class Signal(BaseException):
-    """What interrupts."""
-
-
-def is_lock_free() -> bool:
-    """Whether another thread can open a region."""
-    found: list[bool] = []
-
-    def acquire() -> None:
-        found.append(switch._gate_lock.acquire(timeout=5))
-        if found[0]:
-            switch._gate_lock.release()
-
-    thread = threading.Thread(target=acquire)
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-@pytest.mark.parametrize("nests", [False, True])
-def test_an_interruption_at_any_line_leaves_no_state(nests: bool) -> None:
-    """But for one right before ``__exit__`` begins, which nobody sees; torch's own bits aside."""
-    files = {switch.__file__, autocast_regions.__file__}
-    lines = [0]
-
-    def interrupting(at: int) -> Any:
-        def trace(frame: FrameType, event: str, argument: object) -> Any:
-            if frame.f_code.co_filename not in files:
-                return None
-            if event == "line":
-                lines[0] += 1
-                if lines[0] == at:
-                    raise Signal
-            return trace
-
-        return trace
-
-    before = sys.gettrace()
-    with low(), on() if nests else contextlib.nullcontext():
-        opened = len(switch._open)
-        for at in range(1, 400):
-            lines[0] = 0
-            sys.settrace(interrupting(at))
-            try:
-                with off():
-                    pass
-            except Signal:
-                sys.settrace(before)
-                if not nests:
-                    switch._settle_on(None)  # where the signal came before ``__exit__`` began
-            finally:
-                sys.settrace(before)
-            torch.set_autocast_enabled("cpu", nests)
-            if lines[0] < at:
-                break
-            if not nests:
-                assert dtypes() == {BF16}, at
-                assert len(switch._open) == opened, at
-        assert 20 < at < 399
-    assert is_lock_free()
-    switch._settle_on(None)
-    assert is_clean()
-
-
-def test_an_error_of_torch_in_enter_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise ZeroDivisionError
-
-    with low():
-        monkeypatch.setattr(torch, "autocast_increment_nesting", fail)
-        with pytest.raises(ZeroDivisionError), off():
-            pass
-        monkeypatch.undo()
-        torch.set_autocast_enabled("cpu", False)
-        assert dtypes() == {BF16}
-        assert not switch._open
 
 
 # --- compiled and exported ----------------------------------------------------------------------
@@ -808,69 +607,6 @@ def test_compiled_code_casts_to_the_dtype_of_autocast(fullgraph: bool) -> None:
     assert compiled(a()).dtype is FP32
 
 
-def asks_itself(x: Tensor) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):
-        with torch.autocast("cpu", enabled=False):
-            return x @ x
-    return x @ x + 1
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_the_outermost_compiled_function_may_ask(fullgraph: bool) -> None:
-    """What torch.compile restores when it has traced the function is the state of autocast alone."""
-    compiled = torch.compile(asks_itself, backend="eager", fullgraph=fullgraph)
-    with low():
-        for around in (contextlib.nullcontext, off, on, hmpx.disable_casts):
-            with around():
-                torch.testing.assert_close(compiled(a()), asks_itself(a()), rtol=0, atol=0)
-        assert not only_asks()
-    assert is_clean()
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("function", [Custom, CustomCastInputs])
-def test_compiled_custom_functions(function: Any) -> None:
-    """Forward and backward bit for bit those of eager mode."""
-
-    def gradients(call: Callable[[Tensor], Tensor]) -> Tensor:
-        leaf = a().requires_grad_()
-        call(leaf).sum().backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    with low():
-        expected = gradients(unrecorded(function).apply)
-        torch._dynamo.reset()
-        call = torch.compile(lambda x: unrecorded(function).apply(x), backend="aot_eager")
-        torch.testing.assert_close(gradients(call), expected, rtol=0, atol=0)
-
-
-class Unrecorded(torch.autograd.Function):
-    @staticmethod
-    @custom_fwd(device_type="cpu")
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x @ x).float()
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return (gradient @ ctx.saved_tensors[0]).float()
-
-
-class UnrecordedCastInputs(Unrecorded):
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=FP32)
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x @ x
-
-
-def unrecorded(function: Any) -> Any:
-    return UnrecordedCastInputs if function is CustomCastInputs else Unrecorded
-
-
 class Exported(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast("cpu", enabled=False):
@@ -919,39 +655,3 @@ def test_positions_are_fp32_bit_for_bit() -> None:
     expected = rotary(x, positions)
     with hmpx.convert(lists="hmp", device_types={"cpu"}):
         torch.testing.assert_close(rotary(x, positions), expected, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["router", "layer norm"])
-def test_regions_of_transformers(name: str) -> None:
-    """What such a region computes under the lists is what torch computes, bit for bit."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "vocab_size": 11}
-    more = {"num_key_value_heads": 2, "intermediate_size": 16, "num_hidden_layers": 2}
-    if name == "router":
-        moe = {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}
-        model = transformers.Ernie4_5_MoeForCausalLM(
-            transformers.Ernie4_5_MoeConfig(**sizes, **more, **moe)
-        )
-        owner = next(m for m in model.modules() if "Router" in type(m).__name__)
-    else:
-        model = transformers.NemotronForCausalLM(transformers.NemotronConfig(**sizes, **more))
-        owner = model.model.layers[0].input_layernorm
-    compute, calls = owner.forward, []
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        calls.append((args, kwargs, compute(*args, **kwargs)))
-        return calls[-1][2]
-
-    owner.forward = noting
-    with torch.no_grad():
-        with hmpx.convert(lists="hmp", legalize="never", device_types={"cpu"}):
-            model.eval()(torch.randint(0, 11, (1, 9)))
-        args, kwargs, actual = calls[0]
-        floats = [t.float() if torch.is_tensor(t) and t.is_floating_point() else t for t in args]
-        expected = compute(*floats, **kwargs)
-    found = [t for t in actual if t is not None] if isinstance(actual, tuple) else [actual]
-    wanted = [t for t in expected if t is not None] if isinstance(expected, tuple) else [expected]
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other.to(one.dtype), rtol=0, atol=0)

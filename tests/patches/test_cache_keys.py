@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hmpx
-from hmpx import formats, session
+from hmpx import formats
 from hmpx.casting import Options
 from hmpx.patches import compiled
 from tests import forks
@@ -69,19 +69,6 @@ def test_functions_have_keys_of_their_own(own_format: Callable[..., Any]) -> Non
     finally:
         hmpx.unregister_rule("linear")
     assert len(set(keys)) == len(keys)
-
-
-def test_the_key_follows_from_all_that_decides() -> None:
-    """Whatever a session says decides is in the key, and nothing else has to be remembered."""
-    with hmpx.convert(**BASE):
-        current = session.current()
-        assert current is not None
-        decides = current._decides(current.rules)
-        assert compiled._tag is not None
-        assert compiled._tag() == compiled._digest(decides)
-    for position in range(len(decides)):
-        other = (*decides[:position], "another", *decides[position + 1 :])
-        assert compiled._digest(other) != compiled._digest(decides)
 
 
 def test_processes_share_keys() -> None:

@@ -171,54 +171,6 @@ def test_every_way_computes_what_the_model_does_without(mode: str) -> None:
                 raise AssertionError(f"{way}: {error}") from None
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_block_with_large_products_and_convolutions(
-    monkeypatch: pytest.MonkeyPatch, use_reentrant: bool
-) -> None:
-    """Inference computes these by blocks, and in other memory; a checkpoint's forward as training does."""
-    monkeypatch.setattr(legalization, "known_capability", lambda *question: SPEEDS["slow"])
-
-    def results(run: Run) -> list[Tensor]:
-        torch.manual_seed(0)
-        block = nn.Sequential(
-            nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 1024, 40)
-        )
-        x = torch.randn(3, 3, 32, 32, requires_grad=True)
-        with hmpx.convert(device_types={"cpu"}):
-            result = run(block, x)
-            result.float().pow(2).sum().backward()
-        return [result.detach(), *[p.grad for p in block.parameters()]]
-
-    same_or_nan(
-        results(lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)),
-        results(lambda block, x: block(x)),
-    )
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_evaluation_is_inference_with_and_without_checkpoints(
-    monkeypatch: pytest.MonkeyPatch, use_reentrant: bool
-) -> None:
-    """Nothing is run again where no gradients are recorded: the model is as fast as without."""
-    asked: list[bool] = []
-
-    class Asked(Capability):
-        def is_slow(self, *, training: bool) -> bool:
-            asked.append(training)
-            return False
-
-    monkeypatch.setattr(legalization, "known_capability", lambda *question: Asked(None, 1.0, 9.0))
-    with hmpx.convert(device_types={"cpu"}), torch.no_grad():
-        block, x = Block(), torch.randn(2, 24, 32, requires_grad=True)
-        asked.clear()
-        torch.manual_seed(1)
-        actual = checkpoint(block, x, use_reentrant=use_reentrant)
-        assert asked
-        assert not asked[0]
-        torch.manual_seed(1)
-        torch.testing.assert_close(actual, block(x), rtol=0, atol=0)
-
-
 def test_a_forward_that_fails_leaves_the_thread_as_it_was() -> None:
     """And no other thread ever counts as training by it."""
     seen: list[bool] = []
@@ -304,31 +256,6 @@ def test_a_backward_amid_another_conversion_says_so(use_reentrant: bool, change:
 def value_of(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     return gradient
-
-
-class Product(torch.autograd.Function):
-    seen: list[torch.dtype] = []  # noqa: RUF012
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        Product.seen.append((gradient @ gradient).dtype)
-        return gradient * 2
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_custom_backward_inside_a_checkpoint_casts(use_reentrant: bool) -> None:
-    Product.seen.clear()
-    x = torch.randn(3, 3, requires_grad=True)
-    with hmpx.convert(device_types={"cpu"}):
-        checkpoint(Product.apply, x, use_reentrant=use_reentrant).sum().backward()
-    result = checkpoint(Product.apply, x, use_reentrant=True)
-    with hmpx.convert(device_types={"cpu"}):
-        result.sum().backward()
-    assert Product.seen == [torch.bfloat16, FP32]
 
 
 def test_a_reentrant_checkpoint_from_before_convert_recomputes_uncast() -> None:

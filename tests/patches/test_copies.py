@@ -87,11 +87,10 @@ class Holder(nn.Module):
         return self.activation(self.project(value).float())
 
 
-# --- models -------------------------------------------------------------------------------------
-
-
-#: Functions in Python: pickle finds one only in the slot that it names, where the wrapper is now.
 PYTHON_FUNCTIONS = ("F.normalize", "Tensor.__rmatmul__")
+
+
+# --- models -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,16 +129,6 @@ def test_what_a_model_kept_from_an_earlier_convert_casts_in_the_next(name: str) 
         assert model(x()).dtype is expected.dtype
     plain = Holder(ACTIVATIONS[name]())(x())
     assert torch.equal(model(x()), plain)
-
-
-@pytest.mark.parametrize("verbose", [False, True])
-def test_what_a_model_kept_follows_torch_autocast_after_revert(verbose: bool) -> None:
-    """As torch's own function does; so in a region that was open over `revert`."""
-    with torch.autocast("cpu", torch.float16):
-        with hmpx.convert(policy=LISTED, isVerbose=verbose):
-            kept = F.linear
-            assert kept(x(), x()).dtype is BF16
-        assert kept(x(), x()).dtype is torch.float16
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -252,59 +241,12 @@ def test_patched_functions_are_copied_by_name(name: str) -> None:
     assert pickle.loads(blob) == original
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in PYTHON_FUNCTIONS])
-def test_functions_kept_from_before_convert_are_copied(name: str) -> None:
-    """A reference to torch's own function can be pickled while something else is in its slot."""
-    original = FUNCTIONS[name]()
-    with hmpx.convert(policy=LISTED):
-        for how, copied in COPIES.items():
-            assert callable(copied(original)), how
-        blob = pickle.dumps(original)
-        assert b"hmpx" not in blob
-    assert pickle.loads(blob) == original
-
-
 def test_a_python_function_from_before_convert_is_refused() -> None:
     """Pickle stores those by name alone, and says that another is there now."""
     original = F.normalize
     with hmpx.convert(policy=LISTED), pytest.raises(pickle.PicklingError, match="not the same"):
         pickle.dumps(original)
     assert pickle.loads(pickle.dumps(original)) is original
-
-
-@pytest.mark.parametrize("attribute", ["matmul", "__matmul__", "softmax", "add_"])
-def test_bound_methods_are_copied_with_their_tensor(attribute: str) -> None:
-    """``x.matmul`` kept from before convert or during it."""
-    argument: Any = 0 if attribute == "softmax" else torch.ones(3, 4 if attribute == "add_" else 1)
-    tensor = x().t() if attribute.strip("_") == "matmul" else x()
-    before = getattr(tensor, attribute)
-    with hmpx.convert(policy=LISTED):
-        during = getattr(tensor, attribute)
-        expected = [copy.deepcopy(tensor), copy.deepcopy(tensor)]
-        results = [getattr(t, attribute)(argument) for t in expected]
-        for method in (before, during):
-            for how in ("pickle", "torch.save"):
-                copied = COPIES[how](method)
-                assert torch.equal(copied(argument), results[0]), how
-                assert copied.__self__ is not tensor
-
-
-def test_decorators_and_partials_of_patched_functions_are_copied() -> None:
-    """functools.partial pickles what it holds by name."""
-    with hmpx.convert(policy=LISTED):
-        partial = functools.partial(torch.matmul, x().t())
-        assert pickled(partial)(x()).dtype is BF16
-        blob = pickle.dumps(partial)
-    assert pickle.loads(blob)(x()).dtype is FP32
-
-
-@pytest.mark.parametrize("copied", [pickled, copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
-def test_a_policy_can_be_copied(copied: Callable[[Any], Any]) -> None:
-    """Equal, and as good an argument to convert."""
-    policy = hmpx.load_policy()
-    assert copied(policy) == policy
-    with hmpx.convert(policy=copied(policy)) as session:
-        assert hmpx.convert(policy=policy) is session
 
 
 # --- processes ----------------------------------------------------------------------------------
@@ -376,45 +318,6 @@ def test_a_model_is_handed_to_a_spawned_process() -> None:
     finally:
         process.join(120)
     assert process.exitcode == 0
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_fork_amid_disable_casts_in_another_thread_does_not_hang() -> None:
-    """The child takes over no lock that a thread held which it does not have, and no region."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("this platform can't fork")
-    context = multiprocessing.get_context("fork")
-    is_held, release = threading.Event(), threading.Event()
-
-    def hold() -> None:  # stopped where a thread may be at any time
-        with hmpx.disable_casts(), hmpx.torch_state.switch._gate_lock:
-            is_held.set()
-            release.wait(60)
-
-    thread = threading.Thread(target=hold)
-    with hmpx.convert(policy=POLICY):
-        thread.start()
-        is_held.wait(60)
-        queue = context.SimpleQueue()
-        process = context.Process(target=toggled_child, args=(queue,))
-        process.start()
-        process.join(20)
-        is_hanging = process.is_alive()
-        if is_hanging:
-            process.kill()
-            process.join()
-        release.set()
-        thread.join()
-        assert not is_hanging
-        assert queue.get() == ["torch.bfloat16", "torch.float32", "torch.bfloat16"]
-
-
-def toggled_child(queue: Any) -> None:
-    seen = [(x() @ x().t()).dtype]
-    with hmpx.disable_casts():
-        seen.append((x() @ x().t()).dtype)
-    seen.append((x() @ x().t()).dtype)
-    queue.put([str(dtype) for dtype in seen])
 
 
 # --- threads ------------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from torch.nn.utils._expanded_weights.expanded_weights_impl import (
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import hmpx
-from hmpx import Policy, ops
-from hmpx.patches import early_names as rebinding
+from hmpx import Policy
 
 POLICY = Policy.from_ops(low=["gelu", "matmul", "linear", "normalize"])
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -64,16 +63,6 @@ def test_names_dicts_lists_and_partials_are_rebound_and_restored(early: Any) -> 
         assert early.activations["relu"] is F.relu
         assert early.unrelated is len
     assert (dict(vars(early)), dict(early.activations), list(early.layers)) == before
-
-
-def test_a_partial_under_several_names_stays_one(early: Any) -> None:
-    """Under all of them it casts."""
-    product, a = early.product, torch.ones(2, 2)
-    early.again = product
-    with hmpx.convert(policy=POLICY):
-        assert early.again is early.product is not product
-        assert early.again(a).dtype is BF16
-    assert early.again is early.product is product
 
 
 def test_a_name_taken_while_converted_casts_in_the_next_conversion(early: Any) -> None:
@@ -130,28 +119,6 @@ def test_sets_know_the_functions_however_they_are_called(early: Any) -> None:
         assert known() == (True, True, True)
         assert early.functions == {torch.matmul, len, 1}
         assert {torch.matmul} == Known.EARLY
-
-
-def test_a_class_made_while_converted_finds_the_functions_after_revert(early: Any) -> None:
-    """That it has in a table, by which its ``__torch_function__`` knows what is called."""
-
-    class Table:
-        FUNCTIONS: ClassVar[dict[Any, str]] = {}
-
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> str | None:
-            return cls.FUNCTIONS.get(func)
-
-    with hmpx.convert(policy=POLICY):
-        early.Table = Table
-        Table.FUNCTIONS[torch.matmul] = "matmul"
-        assert torch.matmul(Table(), torch.ones(2)) == "matmul"
-    assert torch.matmul(Table(), torch.ones(2)) == "matmul"
-    with hmpx.convert():
-        assert torch.matmul(Table(), torch.ones(2)) == "matmul"
-    assert torch.matmul(Table(), torch.ones(2)) == "matmul"
 
 
 def test_what_the_user_changed_meanwhile_stays(early: Any) -> None:
@@ -269,30 +236,6 @@ def test_models_that_keep_functions_are_listed_and_logged(
         assert not any("Early()" in path for path, _ in session.missed())
 
 
-def test_models_built_after_convert_keep_nothing_uncast() -> None:
-    """Their attributes are the wrappers."""
-    with hmpx.convert(policy=POLICY) as session:
-        model = Early()
-        assert not any("Early()" in path for path, _ in session.missed())
-        low = torch.ones(2, 3, 4, dtype=torch.bfloat16)
-        assert model.mixing(low).dtype is torch.complex64
-
-
-def test_an_interrupted_search_of_models_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does a conversion hold whose log could not be written."""
-
-    def interrupted(*_: object) -> Iterator[Any]:
-        raise KeyboardInterrupt
-        yield
-
-    monkeypatch.setattr("hmpx.session.switching.held_by_models", interrupted)
-    before = torch.matmul
-    with pytest.raises(KeyboardInterrupt):
-        hmpx.convert(policy=POLICY, isVerbose=True)
-    assert not hmpx.is_converted()
-    assert torch.matmul is before
-
-
 @pytest.mark.parametrize("name", ["code", "statistics", "tests_of_mine"])
 def test_a_module_may_be_called_as_one_of_pythons(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -307,26 +250,6 @@ def test_a_module_may_be_called_as_one_of_pythons(
     with hmpx.convert(policy=POLICY):
         assert mine.gelu(torch.ones(2)).dtype is BF16
     assert mine.gelu is F.gelu
-
-
-def test_modules_that_are_not_looked_at_hold_no_function_of_torch() -> None:
-    """Those of Python, and of libraries that torch imports."""
-    functions = {
-        id(value)
-        for op in ops.table().values()
-        for site in op.sites
-        if callable(value := vars(site.owner).get(site.attribute))
-    }
-    looked_at = {id(module) for module in rebinding._modules().values()}
-    found = [
-        f"{name}.{key}"
-        for name, module in list(sys.modules.items())
-        if isinstance(module, types.ModuleType) and id(module) not in looked_at
-        if name.partition(".")[0] not in ("torch", "hmpx", "functorch")
-        for key, value in list(vars(module).items())
-        if id(value) in functions
-    ]
-    assert not found
 
 
 @pytest.mark.parametrize("module", [nn.Linear, functools.partial(nn.GRU, batch_first=True)])

@@ -93,34 +93,6 @@ def test_an_interpreter_casts_while_converted() -> None:
         torch.testing.assert_close(fx.Interpreter(graph).run(x), module(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [torch.fft.fft, torch.linalg.matrix_norm, torch.special.xlog1py, torch.sparse.mm, F.gelu],
-)
-def test_graphs_run_whatever_module_a_function_has(function: Callable[..., Tensor]) -> None:
-    """Their code names a function by its module and name, which is another one for builtins."""
-    name = next(n for m in SPELLED for n, f in vars(m).items() if f is function)
-    module = next(m for m in SPELLED if vars(m).get(name) is function)
-
-    def call(x: Tensor) -> Tensor:
-        run: Callable[..., Tensor] = getattr(module, name)
-        return run(x, x) if name in {"xlog1py", "mm"} else run(x)
-
-    x = torch.rand(3, 3)
-    before = fx.symbolic_trace(call)
-    policy = {"lists": "none", "low": ["linear"], "fp32": [f"{module.__name__}.{name}"]}
-    with hmpx.convert(device_types={"cpu"}, policy=policy):
-        during = fx.symbolic_trace(call)
-        for graph in (before, during):
-            assert graph(x).dtype is call(x).dtype
-            low = (x.to(BF16) if name != "mm" else x,)
-            assert graph(*low).dtype is call(*low).dtype
-    assert during(x).dtype is call(x).dtype
-
-
-SPELLED = (torch.fft, torch.linalg, torch.special, torch.sparse, F)
-
-
 GATES: dict[str, Any] = {
     "policy": {"lists": "none", "low": ["sigmoid", "linear", "normalize"]},
     "device_types": {"cpu"},
@@ -155,33 +127,3 @@ def test_a_builtin_in_a_class_is_not_a_method() -> None:
             assert made(x).dtype is FP32
     torch.testing.assert_close(made(x), gate()(x), rtol=0, atol=0)
     assert "__init_subclass__" not in vars(nn.Module)
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_a_class_that_holds_a_builtin_compiles() -> None:
-    x = torch.rand(3, 3)
-    with hmpx.convert(**GATES):
-        made = gate()
-        compiled = torch.compile(made, fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(x), made(x), rtol=0, atol=0)
-
-
-def test_subclasses_are_told_as_before() -> None:
-    """A class's own ``__init_subclass__``, and arguments of it, reach what they are for."""
-
-    class Base(nn.Module):
-        def __init_subclass__(cls, kind: str = "", **kwargs: Any) -> None:
-            super().__init_subclass__(**kwargs)
-            cls.kind = kind
-
-    with hmpx.convert(**GATES):
-
-        class Named(Base, kind="named"):
-            act = torch.sigmoid
-
-        assert Named.kind == "named"
-        assert Named().act(torch.rand(3)).dtype is BF16
-        with pytest.raises(TypeError, match="__init_subclass__"):
-
-            class Other(nn.Module, unknown=1):
-                pass

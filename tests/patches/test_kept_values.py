@@ -6,8 +6,6 @@ import copy
 import io
 import pickle
 import types
-import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, vector_to_parameters
-from torch.overrides import TorchFunctionMode
 
 import hmpx
 from hmpx.patches import kept_values
@@ -376,86 +373,4 @@ def test_a_layer_of_a_low_dtype_asks() -> None:
             assert nn.Parameter(linear.weight * 2).dtype is BF16
 
 
-def test_gradients_of_any_dtype_and_of_results() -> None:
-    with hmpx.convert(device_types={"cpu"}):
-        weight = nn.Parameter(torch.zeros(4, 4))
-        result = weight * 2
-        result.retain_grad()
-        result.grad = product()
-        assert result.grad.dtype is FP32
-        weight.grad_dtype = None
-        weight.grad = product()
-        assert weight.grad is not None and weight.grad.dtype is BF16
-        weight.grad = None
-        with pytest.raises(RuntimeError, match="dtype"):
-            nn.Parameter(torch.zeros(4, 4)).grad = torch.zeros(4, 4, dtype=torch.int32)
-
-
-def test_requests_keep_no_memory_alive_and_are_forgotten() -> None:
-    with hmpx.convert(device_types={"cpu"}):
-        gone = weakref.ref(torch.zeros(2, dtype=BF16))
-        assert gone() is None
-        for _ in range(3000):
-            torch.zeros(2, dtype=BF16)
-        kept = [torch.zeros(2, dtype=BF16) for _ in range(3000)]
-        assert len(kept_values._asked_for) < 9000
-        for each in kept:
-            assert nn.Parameter(each).dtype is BF16
-
-
 # --- functions that note requests --------------------------------------------------------------
-
-
-def test_modes_and_subclasses_find_the_functions_that_they_name() -> None:
-    seen: list[Any] = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    class Own(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func)
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    with hmpx.convert(device_types={"cpu"}):
-        with Mode():
-            torch.zeros_like(torch.ones(2))
-        own = torch.ones(2).as_subclass(Own)
-        own.to(BF16)
-        torch.zeros_like(own)
-        assert torch.zeros_like in seen[:2] and seen[2:] == [Tensor.to, torch.zeros_like]
-        with torch.device("meta"):
-            assert (
-                torch.zeros(2).is_meta and torch.empty(2).is_meta and torch.full((2,), 1.0).is_meta
-            )
-
-
-def test_functions_from_before_the_conversion_can_be_pickled_during_it() -> None:
-    zeros = torch.zeros
-    with hmpx.convert(device_types={"cpu"}):
-        assert pickle.loads(pickle.dumps(zeros))(2).shape == (2,)
-        assert pickle.loads(pickle.dumps(torch.zeros))(2).shape == (2,)
-
-
-def test_graphs_hold_what_they_held() -> None:
-    def function(x: Tensor) -> Tensor:
-        return (
-            torch.zeros_like(x)
-            + torch.zeros(2, dtype=FP32)
-            + x.to(torch.float64).float()
-            + x.half()
-        )
-
-    with warnings.catch_warnings(), hmpx.convert(device_types={"cpu"}):
-        warnings.simplefilter("ignore")
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-        assert compiled(torch.ones(2)).tolist() == [2, 2]
-        nn.Parameter(product())
-    torch._dynamo.reset()

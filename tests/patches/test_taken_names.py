@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import hmpx
@@ -68,24 +67,3 @@ def test_other_functions_are_what_they_were(name: str, modules: Any) -> None:
                 module.second = take()
             module.back = take()
         assert module.early == module.first == module.second == module.back == take() == own
-
-
-def test_modules_of_torch_imported_while_converted_hold_its_functions(modules: Any) -> None:
-    class Known(Tensor):
-        FUNCTIONS: ClassVar[dict[Any, str]] = {}
-
-        @classmethod
-        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-            return super().__torch_function__(*args, **kwargs)
-
-    hmpx.convert(policy=POLICY)
-    first = modules("torch.my_first", matmul=torch.matmul, functions={torch.matmul: F.gelu})
-    hmpx.convert()
-    second = modules("torch.my_second", gelu=F.gelu, Known=Known)
-    Known.FUNCTIONS[torch.matmul] = "matmul"
-    hmpx.revert()
-    assert first.matmul is torch.matmul
-    assert first.functions[torch.matmul] is F.gelu is second.gelu
-    assert Known.FUNCTIONS[torch.matmul] == "matmul"
-    with hmpx.convert(policy=POLICY):
-        assert first.matmul is not torch.matmul

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -35,8 +32,6 @@ from hmpx import (
     rules,
     unregister_rule,
 )
-from hmpx.rules import judging
-from hmpx.wrappers import making as choosing
 from tests.values import uniform
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -57,28 +52,6 @@ def none() -> hmpx.Session:
 
 
 # --- registering --------------------------------------------------------------------------------
-
-
-def test_reasons_without_end_leave_a_limited_number_of_wrappers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A decision that gives each shape a reason of its own is followed by a wrapper of its own."""
-    for module in (judging, choosing):
-        monkeypatch.setattr(module, "MOST_VERDICTS", 20)
-    register_rule("relu", lambda call: hmpx.Decision(ALLOW, reason=f"{call.shapes[0].numel()}"))
-
-    def wrappers() -> int:
-        gc.collect()
-        return sum("__hmpx_site__" in vars(f) for f in functions_alive())
-
-    def functions_alive() -> list[types.FunctionType]:
-        return [found for found in gc.get_objects() if type(found) is types.FunctionType]
-
-    with none():
-        before = wrappers()
-        for size in range(1, 301):
-            assert torch.relu(torch.ones(size)).dtype is BF16
-        assert wrappers() - before <= 40
 
 
 def test_as_a_decorator_and_as_a_call() -> None:
@@ -126,14 +99,6 @@ def test_holds_for_conversions_in_force_and_to_come() -> None:
     with none():
         assert torch.relu(uniform(4, 4)).dtype is BF16
     assert torch.relu(uniform(4, 4)).dtype is FP32
-
-
-def test_a_second_convert_does_nothing_if_the_rules_are_the_same() -> None:
-    """And one after a change of the rules answers to the session that has taken it over."""
-    session = none()
-    register_rule("relu", lambda call: ALLOW)
-    assert none() is session
-    assert torch.relu(uniform(4, 4)).dtype is BF16
 
 
 def definition(answer: str, module: str = "__main__") -> Callable[..., Any]:
@@ -322,14 +287,6 @@ def test_a_rule_sees_the_other_arguments_by_name(
     assert not any(isinstance(value, Tensor) for value in found.values())
 
 
-@pytest.mark.parametrize("keyword", ["input", "x", "x1", "a"])
-def test_a_rule_sees_the_first_argument_first_by_every_name(keyword: str) -> None:
-    """Schemas call it ``self``, which no function takes."""
-    a, b = uniform(2, 3), uniform(3, 4)
-    shapes = seen("mm", lambda: torch.mm(mat2=b, **{keyword: a}))["shapes"]
-    assert shapes == (a.shape, b.shape)
-
-
 def test_a_rule_that_leaves_a_call_alone_leaves_its_dtype_alone() -> None:
     """Under the fp32 list a low ``dtype=`` is what the result is rounded to; without it, torch's."""
     x = torch.full((1000,), 1.0038)  # 1 in bfloat16
@@ -369,18 +326,6 @@ def test_a_rule_is_asked_with_casts_off_and_may_use_torch() -> None:
         assert torch.relu(uniform(4, 4)).dtype is BF16
         assert hmpx.casts_enabled()
     assert asked == [FP32]
-
-
-def test_a_call_holds_nothing_else() -> None:
-    """No values, and nothing can be put into it."""
-    calls: list[Call] = []
-    register_rule("relu", calls.append)
-    with none():
-        torch.relu(uniform(4, 4))
-    for name in ("args", "tensors", "values", "__dict__"):
-        assert not hasattr(calls[0], name)
-    with pytest.raises(AttributeError):
-        calls[0].shapes = ()  # type: ignore[misc]
 
 
 # --- verdicts are kept --------------------------------------------------------------------------
@@ -482,49 +427,6 @@ def test_no_verdict_is_ever_stale(tree: Any, calls: list[Any]) -> None:
         unregister_rule("add")
 
 
-@pytest.mark.parametrize("field", ["shapes", "dtypes", "kwargs", "module", "training"])
-def test_a_field_that_is_looked_at_late_is_taken_into_account(field: str) -> None:
-    """Verdicts of before, which did not depend on it, are asked for again."""
-    model = Runs(a=Runs())
-    is_late = False
-
-    @register_rule("add")
-    def rule(call: Call) -> CastPolicy | None:
-        if not call.devices or not is_late:
-            return None
-        return {
-            "shapes": ALLOW if len(call.shapes[0]) == 1 else DENY,
-            "dtypes": ALLOW if call.dtypes[0] is FP32 else DENY,
-            "kwargs": ALLOW if "alpha" in call.kwargs else DENY,
-            "module": ALLOW if call.module == "a" else DENY,
-            "training": ALLOW if call.training else DENY,
-        }[field]
-
-    with none():
-        assert torch.add(uniform(3), uniform(3)).dtype is FP32
-        assert torch.add(uniform(5), uniform(5)).dtype is FP32  # kept: neither is asked again
-        is_late = True
-        rules.RULES.change((*rules.RULES.value,))  # as they were; verdicts start anew
-        for _ in range(2):
-            low = [
-                torch.add(uniform(3), uniform(3)).dtype is BF16,
-                torch.add(uniform(3, 3), uniform(3, 3)).dtype is BF16,
-                torch.add(uniform(3, dtype=FP16), uniform(3, dtype=FP16)).dtype is BF16,
-                torch.add(uniform(3, 3), uniform(3, 3), alpha=2).dtype is BF16,
-                model("a", lambda: torch.add(uniform(3, 3), uniform(3, 3))).dtype is BF16,
-            ]
-            assert (
-                low
-                == {
-                    "shapes": [True, False, True, False, False],
-                    "dtypes": [True, True, False, True, True],
-                    "kwargs": [False, False, False, True, False],
-                    "module": [False, False, False, False, True],
-                    "training": [False, False, False, False, True],
-                }[field]
-            )
-
-
 @pytest.mark.parametrize(
     ("op", "run", "values"),
     [
@@ -548,74 +450,6 @@ def test_equal_arguments_of_other_types_are_told_apart(
     with none():
         for _ in range(2):
             assert [run(value).dtype for value in values] == [BF16, FP32, FP16][: len(values)]
-
-
-def test_verdicts_of_shapes_without_end_are_given_up() -> None:
-    """Not kept for ever: the oldest are asked for again."""
-    parameters = ops.parameters(ops.table()["relu"].sites[0])
-
-    def rule(call: Call) -> CastPolicy | None:
-        return DENY if call.shapes else None
-
-    judge = rules.Judge("relu", parameters, (rule,), BF16, lambda said: said)
-    for size in range(rules.MOST_VERDICTS + 10):
-        judge.judge((torch.empty(size),), {})
-    _, known = judge._state
-    assert 0 < len(known) <= rules.MOST_VERDICTS
-
-
-def test_threads_do_not_mix_their_verdicts() -> None:
-    """Whatever they look at meanwhile."""
-
-    @register_rule("relu")
-    def rule(call: Call) -> CastPolicy | None:
-        if len(call.shapes[0]) == 1:
-            return ALLOW
-        return ALLOW if call.dtypes[0] is FP16 else DENY
-
-    faults: list[Any] = []
-    cases = [((3,), FP32, BF16), ((3, 3), FP16, BF16), ((3, 3), FP32, FP32), ((4,), BF16, BF16)]
-
-    def work(turn: int) -> None:
-        barrier.wait()
-        for step in range(200):
-            shape, dtype, expected = cases[(step + turn) % len(cases)]
-            actual = torch.relu(torch.ones(shape, dtype=dtype)).dtype
-            if actual is not expected:
-                faults.append((shape, dtype, actual))
-
-    with none():
-        for _ in range(3):
-            barrier = threading.Barrier(4)
-            threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            rules.RULES.change((*rules.RULES.value,))
-    assert faults == []
-
-
-def test_casts_are_off_for_the_thread_that_asks_only() -> None:
-    """While a rule is asked, other threads cast as ever."""
-    is_asked, may_answer = threading.Event(), threading.Event()
-
-    @register_rule("relu")
-    def slow(call: Call) -> CastPolicy:
-        is_asked.set()
-        assert may_answer.wait(20)
-        return ALLOW
-
-    register_rule("exp", lambda call: ALLOW)
-    results: list[Tensor] = []
-    with none():
-        thread = threading.Thread(target=lambda: results.append(torch.relu(uniform(4, 4))))
-        thread.start()
-        assert is_asked.wait(20)
-        assert torch.exp(uniform(4, 4)).dtype is BF16
-        may_answer.set()
-        thread.join()
-    assert results[0].dtype is BF16
 
 
 # --- whose word counts --------------------------------------------------------------------------
@@ -830,19 +664,6 @@ def test_a_rule_that_fails_is_an_error_that_names_it(
         assert torch.relu(uniform(4, 4)).dtype is FP32
 
 
-def test_an_interrupt_is_not_held_back() -> None:
-    """It is no fault of the rule's."""
-
-    def interrupted(call: Call) -> CastPolicy:
-        raise KeyboardInterrupt
-
-    register_rule("relu", interrupted)
-    with none():
-        with pytest.raises(KeyboardInterrupt):
-            torch.relu(uniform(4, 4))
-        assert hmpx.casts_enabled()
-
-
 # --- reasons ------------------------------------------------------------------------------------
 
 
@@ -928,42 +749,6 @@ def test_modes_and_overriding_classes_still_see_the_calls() -> None:
     assert set(asked) == {(FP32, FP32)}
 
 
-def test_a_tensor_that_computes_by_dispatch_is_not_rounded_before_the_rule_is_asked() -> None:
-    """Though the op is in the low list, and its class overrides torch's functions too."""
-
-    class Held(Tensor):
-        held: Tensor
-
-        @staticmethod
-        def __new__(cls, held: Tensor) -> Any:
-            return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
-
-        def __init__(self, held: Tensor) -> None:
-            self.held = held
-
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-        @classmethod
-        def __torch_dispatch__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            inner = pytree.tree_map_only(Held, lambda t: t.held, (args, kwargs or {}))
-            result = func(*inner[0], **inner[1])
-            return pytree.tree_map_only(Tensor, Held, result)
-
-    a, b = uniform(4, 4), uniform(4, 4)
-    expected = F.linear(a, b), a @ b
-    register_rule(["linear", "matmul"], lambda call: DENY)
-    with hmpx.convert(policy=Policy.from_ops(low=["linear", "matmul"]), legalize="never"):
-        actual = F.linear(Held(a), Held(b)).held, (Held(a) @ Held(b)).held
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 def test_functions_kept_over_a_change_follow_what_is_in_force() -> None:
     """With rules, without, with others, and reverted."""
     register_rule("relu", lambda call: ALLOW)
@@ -1043,24 +828,3 @@ def test_accumulate_and_output_dtypes_from_a_rule() -> None:
         assert F.conv2d(small.bfloat16(), weight.bfloat16()).dtype is BF16
         assert F.conv2d(small.bfloat16(), weight).dtype is FP32
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_a_rule_that_speaks_of_itself_replaces_its_like() -> None:
-    """While it is decorated its own name is not bound yet."""
-
-    def made() -> Any:
-        @register_rule("relu")
-        def rule(call: Call) -> CastPolicy:
-            asked.append(rule)
-            return ALLOW
-
-        return rule
-
-    asked: list[Any] = []
-    made()
-    last = made()
-    with none():
-        assert torch.relu(uniform(2)).dtype is BF16
-    assert asked == [last]
-    assert len(rules.registered("relu")) == 1
-    unregister_rule("relu")

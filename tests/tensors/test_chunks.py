@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.tensors.chunks import cast_as_one
 from tests.fake_cuda import steps
 from tests.fake_cuda.flattening import flatten
 from tests.values import normal, same
@@ -102,69 +101,6 @@ def test_a_chunk_of_weights_is_cast_as_one(
         assert (smallest in without_gradients.sizes) is not is_flat
         found.append(results)
     same(*found)
-
-
-def test_the_cast_is_a_chunk_as_well() -> None:
-    """Each weight lies in it where it lay; cuDNN wants it to begin with its storage."""
-    whole = torch.randn(40)
-    tensors = [whole[8:20].view(3, 4), whole[22:40].view(9, 2), whole[20:22]]
-    cast = cast_as_one(tensors, BF16)
-    assert cast is not None
-    same(cast, [t.bfloat16() for t in tensors])
-    assert [t.storage_offset() for t in cast] == [0, 14, 12]
-    assert storages(iter(cast)) == 1 and cast[0].untyped_storage().nbytes() == 2 * 32
-
-
-def test_gradients_in_a_chunk_are_cast_as_one() -> None:
-    """As cuDNN's are."""
-    weights = [p.requires_grad_() for p in torch.randn(40).detach().split([30, 10])]
-    with Casts() as casts:
-        cast = cast_as_one(weights, BF16)
-        assert cast is not None
-        gradients = torch.randn(40).bfloat16().split([30, 10])
-        found = torch.autograd.grad(cast, weights, gradients)
-    same(list(found), [g.float() for g in gradients])
-    assert casts.sizes.count(40) == 3  # with that of the test itself
-    assert 30 not in casts.sizes
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_gradients_in_a_chunk_are_independent(create_graph: bool) -> None:
-    """Writing to one invalidates no graph that another is in."""
-    weights = [p.requires_grad_() for p in torch.randn(40).detach().split([30, 10])]
-    cast = cast_as_one(weights, BF16)
-    assert cast is not None
-    gradients = [g.detach() for g in torch.randn(40).bfloat16().split([30, 10])]
-    if create_graph:
-        gradients = [g.requires_grad_() for g in gradients]
-    first, second = torch.autograd.grad(cast, weights, gradients, create_graph=create_graph)
-    assert storages(iter([first, second])) == 1
-    factor, before = torch.ones((), requires_grad=True), first.detach().clone()
-    loss = (first * factor).sum()
-    second.mul_(2)
-    loss.backward()
-    same([factor.grad, second.detach()], [before.sum(), 2 * gradients[1].detach().float()])
-
-
-WHOLE = torch.randn(100)
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        [WHOLE],
-        [torch.randn(3), torch.randn(3)],
-        [WHOLE[:3], WHOLE[90:]],
-        [WHOLE[:50], WHOLE[50:].view(torch.int32).view(torch.float32)._neg_view()],
-        [WHOLE[:50], WHOLE[50:].view(torch.bfloat16)],
-        [WHOLE[:50], WHOLE[50:50]],
-        [WHOLE[:50], WHOLE[50:].as_subclass(type("Own", (Tensor,), {}))],
-        [WHOLE[:50], torch.eye(2).to_sparse()],
-    ],
-)
-def test_what_is_no_chunk(tensors: list[Tensor]) -> None:
-    """One tensor, two memories, memory that mostly belongs to others, mixed dtypes, other layouts."""
-    assert cast_as_one(tensors, BF16) is None
 
 
 def test_padding_belongs_to_a_chunk() -> None:
@@ -301,19 +237,6 @@ def test_a_chunk_under_all_that_torch_does(run: Callable[[Any, Tensor], list[Ten
     same(*found)
 
 
-def test_gradients_need_no_copies() -> None:
-    """What casts as one return is accumulated as it is."""
-    counts = []
-    for is_flat in (False, True):
-        module = rnn(is_flat=is_flat)
-        with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}, legalize="never"):
-            output = module(normal(5, 3, 12, seed=1, requires_grad=True))[0].float().sum()
-            with Casts() as casts:
-                output.backward()
-        counts.append(casts.ops.count(torch.ops.aten.clone.default))
-    assert counts[0] == counts[1]
-
-
 def test_packed_sequences() -> None:
     """The other overloads take the weights in another place."""
     found = []
@@ -367,18 +290,3 @@ def test_a_frozen_rnn_has_one_chunk() -> None:
         same([p.detach() for p in module.parameters()], before)
         assert [p.data_ptr() for p in module.parameters()] == places
     same(results[1:], results[:1] * 3)
-
-
-def test_a_frozen_rnn_is_flattened() -> None:
-    """Only cuDNN knows how weights lie in a chunk of the new dtype; torch asks it."""
-
-    class Flattening(nn.LSTM):
-        def flatten_parameters(self) -> None:
-            flattened.append(self.weight_hh_l0.dtype)
-            super().flatten_parameters()
-
-    flattened: list[torch.dtype] = []
-    module, x = Flattening(12, 16).eval(), normal(5, 3, 12, seed=1, requires_grad=True).detach()
-    flattened.clear()
-    with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}), hmpx.freeze(module, x):
-        assert flattened == [BF16]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmpx.formats import Table, decode, quantize
 from hmpx.number_formats import ROUNDING_MODES
-from hmpx.tensors.constants import Constant
 from tests.values import same_or_nan
 
 VALUES = (-2.0, -0.5, 0.0, 0.75, 1.0, 3.0)
@@ -155,23 +153,3 @@ def fresh_compiler() -> object:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def test_threads_get_one_tensor() -> None:
-    """Whoever comes first; the others' are dropped."""
-    barrier, found = threading.Barrier(8), []
-
-    def make(device: torch.device) -> Tensor:
-        barrier.wait()
-        return torch.ones(3, device=device)
-
-    constant = Constant(make)
-    threads = [
-        threading.Thread(target=lambda: found.append(constant.on(torch.device("cpu"))))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8 and len(set(map(id, found))) == 1

@@ -17,7 +17,6 @@ from hmpx.torch_internals import CODE_CACHE, DYNAMO_GUARDS, DYNAMO_SOURCES
 from hmpx.torch_internals import compiler as compiler_internals
 from hmpx.torch_internals import torch_part as torch_parts
 from tests import forks
-from tests.torch_internals.worker import STATES
 
 PACKAGE = Path(hmpx.__file__).parent
 HOME = PACKAGE / "torch_internals"
@@ -116,15 +115,6 @@ def run_worker(*arguments: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="each state is tried in a forked child")
-def test_hmpx_may_be_imported_anywhere() -> None:
-    """What it tries then does not see the state that torch is in there."""
-    outcomes = run_worker("amid", *STATES)
-    assert {name: outcome.get("faults") for name, outcome in outcomes.items()} == {
-        name: [] for name in STATES
-    }, outcomes
 
 
 def wrong_in(outcome: dict[str, Any]) -> str:

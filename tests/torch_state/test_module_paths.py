@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx.torch_state import module_names
 from hmpx.torch_state import module_path as modules
-from tests import forks
 
 FP32, BF16 = torch.float32, torch.bfloat16
 MODULE_CALL = nn.Module.__call__
@@ -189,24 +186,6 @@ def test_a_module_that_is_not_registered_goes_by_its_class(linears: Places) -> N
     assert linears.of(net, x()) == ["block.first", "block.last", ""]
 
 
-def test_modules_looked_for_in_vain_are_not_looked_for_again(
-    linears: Places, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To walk through a large model for each call takes longer than the call."""
-    walks = []
-    walk = module_names._walk
-
-    def counting(module: nn.Module, *args: Any) -> Any:
-        walks.append(module)
-        return walk(module, *args)
-
-    net = Unregistered()
-    linears.of(net, x())
-    monkeypatch.setattr(module_names, "_walk", counting)
-    linears.of(net, x())
-    assert walks == []
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -308,37 +287,6 @@ def test_two_models_in_turn_and_one_within_the_other(linears: Places) -> None:
     assert linears.of(student, x()) == student_linears
 
 
-def test_threads_run_models_of_their_own(linears: Places) -> None:
-    """What runs in one has no part in the names of another."""
-    found: dict[str, list[str]] = {}
-    barrier = threading.Barrier(2)
-
-    class Waiting(nn.Module):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name = name
-            self.add_module(name, nn.Linear(4, 4))
-
-        def forward(self, value: Tensor) -> Tensor:
-            barrier.wait()
-            value = getattr(self, self.name)(value)
-            found.setdefault(self.name, []).append(modules.place().path)
-            handle = getattr(self, self.name).register_forward_hook(
-                lambda *_: found[self.name].append(modules.place().path)
-            )
-            value = getattr(self, self.name)(value)
-            handle.remove()
-            barrier.wait()
-            return value
-
-    threads = [threading.Thread(target=Waiting(name), args=(x(),)) for name in ("a", "b")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {"a": ["", "a"], "b": ["", "b"]}
-
-
 def functional_call(net: nn.Module, value: Tensor) -> object:
     return torch.func.functional_call(net, dict(net.named_parameters()), (value,))
 
@@ -418,22 +366,6 @@ def test_classes_are_those_that_the_user_wrote(linears: Places) -> None:
     assert classes == [("Sequential", "Linear"), *[("Sequential", "Block", "Linear")] * 2]
 
 
-class Direct(nn.Module):
-    """Calls ``forward`` itself, which is no module's call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.linear = Block(), nn.Linear(4, 4)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.linear.forward(self.block.forward(value))
-
-
-def test_a_forward_called_directly_runs_in_its_caller(linears: Places) -> None:
-    """So does what torch's own hooks see."""
-    assert linears.of(Direct(), x()) == ["block.first", "block.last", ""]
-
-
 def test_hooks_run_in_the_module_that_they_are_on(linears: Places) -> None:
     """Before and after it; also where they call other modules."""
     net, probe = Net(), nn.Linear(4, 4)
@@ -445,19 +377,6 @@ def test_hooks_run_in_the_module_that_they_are_on(linears: Places) -> None:
 
 def _ignore(_: object) -> None:
     pass
-
-
-class Louder(nn.Linear):
-    """Has a ``__call__`` of its own."""
-
-    def __call__(self, *args: Any) -> Any:
-        return super().__call__(*args)
-
-
-def test_a_class_with_its_own_call(linears: Places) -> None:
-    """It calls that of Module in the end."""
-    assert linears.of(nn.Sequential(Louder(4, 4)), x()) == ["0"]
-    assert linears.found[0].classes == ("Sequential", "Louder")
 
 
 def test_lazy_modules_and_scripted_ones(linears: Places) -> None:
@@ -555,125 +474,6 @@ def test_noting_starts_with_what_asks_and_ends_with_revert(
         assert "hmpx" not in nn.modules.module._global_module_registration_hooks
 
 
-def test_registering_a_rule_while_converted_starts_it_and_taking_it_back_ends_it(
-    unregistered: None,
-) -> None:
-    """A re-conversion to another policy, too."""
-    with hmpx.convert():
-        assert nn.Module.__call__ is MODULE_CALL
-        hmpx.register_rule("linear", by_path)
-        assert nn.Module.__call__ is not MODULE_CALL
-        hmpx.unregister_rule("linear", by_path)
-        assert nn.Module.__call__ is MODULE_CALL
-        hmpx.convert(policy=PLACED)
-        assert nn.Module.__call__ is not MODULE_CALL
-        hmpx.convert()
-        assert nn.Module.__call__ is MODULE_CALL
-
-
-@pytest.mark.parametrize("reuse_casts", [False, True])
-def test_a_rule_that_turns_out_to_ask_gets_right_names_at_once(
-    unregistered: None, monkeypatch: pytest.MonkeyPatch, reuse_casts: bool
-) -> None:
-    """In the forward that is running, to its end, and in later ones."""
-    found = Places(monkeypatch, "linear")
-    asks = []
-
-    def late(call: hmpx.Call) -> None:
-        if call.shapes[0][0] == 4 and len(asks) == 0:
-            asks.append(indirectly(call))
-
-    class Watched(Net):
-        def forward(self, value: Tensor) -> Tensor:
-            before = modules._noting is not None
-            result = super().forward(value)
-            noted.append((before, modules._noting is not None))
-            after.append(modules.place())
-            return result
-
-    noted: list[tuple[bool, bool]] = []
-    after: list[modules.Place] = []
-    hmpx.register_rule("linear", late)
-    net = nn.Sequential(Watched())
-    with hmpx.convert(reuse_casts=reuse_casts):
-        for _ in range(2):
-            assert found.of(net, x()) == [f"0.{name}" for name in LINEARS]
-            assert {place.classes[:2] for place in found.found} == {("Sequential", "Watched")}
-        assert noted == [(False, True), (True, True)]
-        assert asks == [("0.layers.0.first", ("Sequential", "Watched", "Block", "Linear"), True)]
-        assert after == [modules.Place("0", ("Sequential", "Watched"), True)] * 2
-        assert modules.place() == modules.Place()
-
-
-def test_other_threads_are_midway_too_when_noting_starts(
-    unregistered: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thread whose forward began before gets whole names, whatever others run meanwhile."""
-    inside, go_on = threading.Event(), threading.Event()
-    found: list[str] = []
-
-    class Slow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.linear.register_forward_hook(lambda *_: found.append(modules.place().path))
-
-        def forward(self, value: Tensor) -> Tensor:
-            inside.set()
-            assert go_on.wait(30)
-            found.append(modules.place().path)
-            result: Tensor = self.linear(value)
-            return result
-
-    with hmpx.convert():
-        thread = threading.Thread(target=nn.Sequential(Slow()), args=(x(),))
-        thread.start()
-        assert inside.wait(30)
-        modules.place()  # starts it
-        for _ in range(2):
-            Net()(x())
-        go_on.set()
-        thread.join()
-    assert found == ["0", "0.linear"]
-
-
-def test_converting_and_reverting_inside_of_a_forward(linears: Places) -> None:
-    """Names are those of the outermost module, which was running before."""
-    found: list[str] = []
-
-    class Converting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-            self.block.last.register_forward_hook(lambda *_: found.append(modules.place().path))
-
-        def forward(self, value: Tensor) -> Tensor:
-            result: Tensor = self.block(value)
-            with hmpx.convert(policy={"sections": [{"phase": "eval", "low": ["mm"]}]}):
-                self.block(value)
-            hmpx.revert()
-            self.block(value)
-            hmpx.convert(policy=PLACED)
-            self.block(value)
-            return result
-
-    hmpx.revert()
-    nn.Sequential(Converting())(x())
-    assert found[1] == "0.block.last"
-    assert found[3] == "0.block.last"
-    assert modules._running.modules == []
-
-
-def test_patches_beneath_and_on_top_are_undone_in_order() -> None:
-    """Reused casts patch the same slot; scripting takes both away for a while."""
-    with hmpx.convert(policy=PLACED, reuse_casts=True):
-        converted = nn.Module.__call__
-        with pytest.warns(hmpx.HmpxWarning, match="script"):
-            torch.jit.script(nn.Linear(4, 4))
-        assert nn.Module.__call__ is converted
-    assert nn.Module.__call__ is MODULE_CALL
-
-
 # --- patterns that match nothing ----------------------------------------------------------------
 
 
@@ -697,15 +497,6 @@ def test_patterns_that_match_nothing_are_told_of_once() -> None:
         assert "layers.1" not in message
         assert caught[0].filename == __file__
         Net()(x())
-
-
-def test_patterns_that_all_match_are_silent() -> None:
-    """Under wrappers, too."""
-    policy = {"sections": [{"module": ["layers.1", "heads.a.0"], "fp32": ["linear"]}]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with hmpx.convert(policy=policy):
-            nn.DataParallel(Net())(x())
 
 
 # --- checkpoints --------------------------------------------------------------------------------
@@ -829,20 +620,6 @@ OPTIONS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("compiled", [as_a_whole, by_blocks])
-def test_inductor_has_the_dtypes_of_eager(
-    compiled: Callable[[Any, dict[str, Any]], Callable[[Tensor], Any]],
-) -> None:
-    """In the graph of each block."""
-    net = Telling()
-    with hmpx.convert(policy=POLICY):
-        expected = net(x())
-        actual = compiled(net, {"fullgraph": True})(x())
-    assert [a.dtype for a in actual] == [e.dtype for e in expected]
-    torch.testing.assert_close(actual, expected, rtol=2**-5, atol=2**-6)
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_function_follows_the_module_that_calls_it() -> None:
     """No module's call is in its graph; it is compiled for each of the places."""
     compiled = torch.compile(lambda a: (F.linear(a, a), a @ a), **OPTIONS)
@@ -870,16 +647,6 @@ def test_models_of_torchs_own_classes_compile(fullgraph: bool) -> None:
     single = torch.compile(nn.Linear(4, 4), backend="aot_eager", fullgraph=fullgraph)
     with hmpx.convert(policy={"sections": [{"module": "1", "fp32": ["linear"]}]}):
         assert (compiled(x()).dtype, single(x()).dtype) == (FP32, BF16)
-
-
-class OptimizedModule(nn.Linear):
-    """Has the name of torch.compile's class."""
-
-
-def test_a_users_class_may_have_the_name_of_torchs(linears: Places) -> None:
-    """It is no wrapper."""
-    assert linears.of(nn.Sequential(OptimizedModule(4, 4)), x()) == ["0"]
-    assert linears.found[0].classes == ("Sequential", "OptimizedModule")
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -949,54 +716,6 @@ def test_a_graph_is_compiled_once_where_it_is_called_from_one_place() -> None:
         for _ in range(4):
             compiled(x())
         assert len(graphs) == 3
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("use_reentrant", [False])
-def test_a_compiled_model_with_checkpoints(use_reentrant: bool) -> None:
-    """Values and gradients are those of eager."""
-    net = Net(use_reentrant)
-    with hmpx.convert(policy=POLICY):
-        expected = net(x())
-        expected.sum().backward()
-        expected_grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-        net.zero_grad()
-        actual = torch.compile(net, **OPTIONS)(x())
-        actual.sum().backward()
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    grads = [p.grad for p in net.parameters()]
-    torch.testing.assert_close(grads, expected_grads, rtol=2**-7, atol=2**-9)
-
-
-IMPORTED_LATE = """
-import sys, torch, hmpx
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, value):
-        return self.linear(value)
-
-assert "torch._dynamo" not in sys.modules
-call = nn.Module.__call__
-with hmpx.convert(policy={"sections": [{"phase": "eval", "fp32": ["linear"]}]}):
-    assert "torch._dynamo" not in sys.modules
-    net, value = Net(), torch.ones(4, 4)
-    compiled = torch.compile(lambda value: net(value), backend="aot_eager", fullgraph=True)
-    print(compiled(value).dtype, net.eval() and compiled(value).dtype)
-assert nn.Module.__call__ is call
-assert torch._dynamo.utils.unpatched_nn_module_call is call
-assert torch._dynamo.variables.nn_module.unpatched_nn_module_call is call
-"""
-
-
-def test_dynamo_may_be_imported_while_modules_are_noted() -> None:
-    """It keeps what it finds as Module.__call__ for torch's own, past which it need not look."""
-    run = forks.run("-c", IMPORTED_LATE, imported=forks.TORCH)
-    assert (run.stdout.split(), run.stderr) == (["torch.bfloat16", "torch.float32"], "")
 
 
 # --- graphs without Dynamo, export --------------------------------------------------------------

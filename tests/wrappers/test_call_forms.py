@@ -160,24 +160,6 @@ def test_modes_see_a_call_as_it_was_given(name: str, form: int) -> None:
     assert actual.calls[:1] == expected.calls[:1]
 
 
-class Override(torch.Tensor):
-    """Notes what it is given, and computes nothing."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return len(args), tuple(kwargs or ())
-
-
-def test_a_class_that_overrides_is_found_among_keywords() -> None:
-    """With the arguments in the form in which they were given."""
-    t = tensors(BF16)
-    bias = t["v"].as_subclass(Override)
-    with hmpx.convert(policy=Policy.from_ops(low=["linear", "layer_norm"])):
-        assert F.linear(t["x"], t["w"], bias=bias) == (2, ("bias",))
-        assert F.linear(t["x"], t["w"], bias) == (3, ())
-        assert torch.layer_norm(t["x"], (4,), bias=bias) == (2, ("bias",))
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -198,15 +180,6 @@ def test_wrong_calls_fail_as_torch_has_them_fail(call: Form) -> None:
     with hmpx.convert(policy=Policy.from_ops(low=["linear"])), pytest.raises(TypeError) as actual:
         call(F.linear, t)
     assert str(actual.value) == str(expected.value)
-
-
-def test_a_callers_keywords_are_left_alone() -> None:
-    """Those that are passed on by ``**`` stay in the caller's dict."""
-    t = tensors(BF16)
-    keywords = {"bias": t["v"]}
-    with hmpx.convert(policy=Policy.from_ops(low=["linear"])):
-        F.linear(t["x"], t["w"], **keywords)
-    assert keywords == {"bias": t["v"]}
 
 
 def test_out_decides_however_it_stands_beside_settled_inputs() -> None:

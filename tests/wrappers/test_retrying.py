@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import signal
-import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import Policy
 
 #: As torch's kernels say it.
 TEXT = "\"addmm_impl_cpu_\" not implemented for 'BFloat16'"
@@ -98,56 +93,6 @@ def test_what_others_raise_amid_a_call_passes(
     assert not any("in_fp32" in name for name in functions(error))
 
 
-def multiply_until(end: float) -> None:
-    x = torch.ones(200, 200)
-    while time.monotonic() < end:
-        for _ in range(10):
-            x @ x
-
-
-def test_a_time_limit_ends_a_call() -> None:
-    """The handler of a signal runs as soon as torch's kernel returns, in the wrapper."""
-
-    def expire(*_: object) -> None:
-        raise RuntimeError(TEXT)
-
-    handler = signal.signal(signal.SIGALRM, expire)
-    try:
-        with hmpx.convert(device_types={"cpu"}, legalize="never"):
-            for _ in range(10):
-                with pytest.raises(RuntimeError, match="not implemented"):
-                    signal.setitimer(signal.ITIMER_REAL, 0.004)
-                    multiply_until(time.monotonic() + 1)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, TimeoutError])
-def test_what_is_thrown_into_a_thread_ends_its_call(kind: type[Exception]) -> None:
-    """It comes without a frame of its own, and without a text."""
-    ended: list[str] = []
-    begun = threading.Event()
-
-    def work() -> None:
-        try:
-            begun.set()
-            multiply_until(time.monotonic() + 1)
-        except kind as error:
-            ended.append(str(error))
-
-    with hmpx.convert(device_types={"cpu"}, legalize="never"):
-        for _ in range(5):
-            begun.clear()
-            thread = threading.Thread(target=work)
-            thread.start()
-            begun.wait()
-            identity = ctypes.c_ulong(thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(kind))
-            thread.join(timeout=60)
-    assert ended == [""] * 5
-
-
 def checkpointed(note: Callable[[Tensor], Tensor]) -> None:
     """Non-reentrant checkpoints end each recomputation by an exception."""
     x = torch.randn(8, 16, requires_grad=True)
@@ -204,22 +149,6 @@ def test_a_wrong_call_raises_torchs_error_once() -> None:
     assert str(raised[0]) == str(raised[1])
     assert raised[1].__context__ is None
     assert not any("in_fp32" in name for name in functions(raised[1]))
-
-
-class NoisyTensor(Tensor):
-    """A subclass that refuses what it does not know."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(TEXT)
-
-
-def test_what_a_subclass_refuses_is_not_tried_again() -> None:
-    with hmpx.convert(policy=Policy.from_ops(low=["mm"]), device_types={"cpu"}):
-        x = torch.rand(3, 3).as_subclass(NoisyTensor)
-        with pytest.raises(NotImplementedError) as caught:
-            torch.mm(x, x)
-    assert caught.value.__context__ is None
 
 
 # --- operators of torch.ops ----------------------------------------------------------------------
