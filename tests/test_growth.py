@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import hmpx
 import hmpx.recording.recorder
-from hmpx.policy.sections import Globs
 
 ROOT = Path(__file__).parents[1]
 
@@ -136,20 +135,3 @@ def test_autograds_nodes_are_taken_in_one_place() -> None:
         )
     ]
     assert found == ["tensors/nodes.py"]
-
-
-PATTERNS = ("", "*", "a", "a.*", "*.b", "a.1.*", "*.1.b", "a*.b", "[ab].1", "b.?", "a.1.b", "*1*")
-NAMES = ("", "a", "a.1", "a.1.b", "b", "b.2", "ab.b", "a.11.b", "c.a.1.b")
-
-
-def test_globs_are_found_by_their_parts() -> None:
-    globs = Globs(PATTERNS)
-    for name in NAMES:
-        around = ["", *[name[:at] for at, letter in enumerate(name + ".") if letter == "."]]
-        needed = {
-            at
-            for at, glob in enumerate(PATTERNS)
-            if any(Globs.matches(glob, each) for each in around)
-        }
-        assert needed <= set(globs.near(name)), name
-    assert list(Globs([f"layer.{n}.*" for n in range(50)]).near("layer.7.mlp")) == [7]

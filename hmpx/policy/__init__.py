@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..later import shown_later
-from .calls import FIELDS, Call, Rule, Verdict
+from .calls import FIELDS, Call, Rule, Verdict, leaves_pointwise_einsums
 from .decisions import (
     ALLOW,
     DENY,
     FOLLOW,
     INPUT,
     RELATIVE,
+    SHIPPED,
     UNDECIDED,
     CastPolicy,
     Decision,
@@ -19,9 +20,8 @@ from .decisions import (
     parse_format,
     settled_dtype,
 )
-from .einsums import leaves_pointwise_einsums
 from .faults import check_files
-from .lists import SHIPPED, of_libraries, read_list, set_names
+from .lists import of_libraries, read_list, set_names
 from .loading import load_policy, made_policy
 from .op_lists import FILE_NAMES, LIST_KINDS, PolicySource, is_policy_file
 from .policy import Policy

@@ -46,6 +46,9 @@ RELATIVE: Final = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST, CastPolicy.FOL
 #: Lists of these yield to all other lists. A list of FOLLOW does not: it is always the user's.
 YIELDING: Final = RELATIVE - {CastPolicy.FOLLOW}
 
+#: Prefix of the names of shipped lists.
+SHIPPED: Final = "lists/"
+
 #: Prefix of the reason of unlisted ops whose kernels reject mixed dtypes.
 UNNAMED: Final = "lists/first.txt:"
 

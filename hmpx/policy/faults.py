@@ -21,11 +21,14 @@ from ..errors import (
     shown,
 )
 from ..warning import warn
-from .decisions import ROLES, CastPolicy, Decision
-from .lists import MOST_FAULTS, SHIPPED, read_list
+from .decisions import ROLES, SHIPPED, CastPolicy, Decision
+from .lists import read_list
 from .op_lists import Entry, Listed, OpList, listed
 
 _OPERATORS: Final = "torch.ops.aten."
+
+#: How many faults of each kind `check_files` shows.
+_MOST_FAULTS: Final = 100
 
 #: The place at the start of a fault's text, and the last line of a list of faults that was cut.
 _LINE: Final = re.compile(r"(?P<file>.+?):(?P<line>\d+): ")
@@ -218,8 +221,8 @@ def check_files(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
                 read += listed({kind: read_list(path, kind, refused)}, torch.bfloat16)
             except OpListError as error:
                 refused.append(error)
-            faults += map(str, refused)
-    return _in_order([*faults, *chain.from_iterable(_found(read, most=MOST_FAULTS))])
+            faults += gathered(map(str, refused), len(refused), _MOST_FAULTS)
+    return _in_order([*faults, *chain.from_iterable(_found(read, most=_MOST_FAULTS))])
 
 
 def _faults_of_policy(path: str) -> list[str]:
@@ -234,7 +237,7 @@ def _faults_of_policy(path: str) -> list[str]:
         return str(error).splitlines()
     low = source.low_precision_type or torch.bfloat16
     read = [listed(lists, low) for lists in (source.lists, *[s.lists for s in source.sections])]
-    faults = [*chain.from_iterable(_found(*read, most=MOST_FAULTS))]
+    faults = [*chain.from_iterable(_found(*read, most=_MOST_FAULTS))]
     if refused:  # without the refused parts, the rest may seem incomplete
         return [*chain.from_iterable(str(each).splitlines() for each in refused), *faults]
     with warnings.catch_warnings():

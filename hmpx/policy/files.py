@@ -1,7 +1,4 @@
-"""Reads policy files, in YAML or JSON, and dicts like them.
-
-Everything is checked here, with file and line; nothing in a file is ever evaluated.
-"""
+"""Reads policy files, in YAML or JSON, and dicts like them; nothing in them is ever evaluated."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ import torch
 import yaml
 
 from .. import arguments, tensors
-from ..errors import HmpxError, OpListError, OptionError, PolicyFileError, short, shown, suggestion
+from ..errors import OpListError, OptionError, PolicyFileError, short, shown, suggestion
 from ..number_formats import OVERFLOWS, ROUNDING_MODES, Format
-from . import nodes, regexes, text_files
+from . import nodes
 from .decisions import LowType, parse_format, parse_low_type
-from .lists import from_lines, set_names
+from .lists import from_lines, read_text, set_names
 from .op_lists import (
     DEFAULT_SET,
     KEYS,
@@ -30,14 +27,9 @@ from .op_lists import (
     SectionSource,
     is_policy_file,
 )
-from .sections import CONDITIONS
+from .sections import CONDITIONS, regex_of
 
 _T = TypeVar("_T")
-
-_FILE: Final = text_files.TextKind("a policy file", 1 << 20, PolicyFileError)
-
-#: In all lists of a file together.
-_MOST_ITEMS: Final = 100_000
 
 _NOTHING: Final = OpList({})
 
@@ -59,43 +51,50 @@ def read_policy_file(
     name = short(plain)
     if not is_policy_file(plain):
         raise PolicyFileError(f"{name}: a policy file ends in {', '.join(POLICY_SUFFIXES)}")
-    text = text_files.read(plain, _FILE)
-    reader = _Reader(name, Path(plain).parent, faults)
+    text = read_text(plain, "a policy file", PolicyFileError)
+    reader = _Reader(name, Path(plain).parent)
     if plain.endswith(".json"):
-        return reader.gaudi_config(nodes.of_json(text, name))
-    return reader.policy(nodes.of_yaml(text, name))
+        source = reader.gaudi_config(nodes.of_json(text, name))
+    else:
+        source = reader.policy(nodes.of_yaml(text, name))
+    if faults is None:
+        reader.check()
+    else:
+        faults += reader.faults
+    return source
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
     """Returns the content of a policy file with these keys and values."""
-    return _Reader(nodes.DICT, Path()).policy(nodes.of_mapping(mapping))
+    reader = _Reader(nodes.DICT, Path())
+    source = reader.policy(nodes.of_mapping(mapping))
+    reader.check()
+    return source
 
 
 class _Reader:
-    """Converts the nodes of one file to values; errors name its lines."""
+    """Converts the nodes of one file to values.
 
-    def __init__(
-        self, source: str, folder: Path, faults: list[PolicyFileError] | None = None
-    ) -> None:
-        """Takes the name of the file, the directory to which paths in it are relative, and where errors go."""
-        self._source, self._folder, self._faults = source, folder, faults
-        self._item_count = 0
+    Attributes:
+        faults: The errors of keys and values, which are skipped; errors name their lines.
+    """
 
-    # --- errors
+    def __init__(self, source: str, folder: Path) -> None:
+        """Takes the name of the file, and the directory to which paths in it are relative."""
+        self._source, self._folder = source, folder
+        self.faults: list[PolicyFileError] = []
+
+    def check(self) -> None:
+        """Raises the first error."""
+        if self.faults:
+            raise self.faults[0]
 
     def where(self, node: yaml.Node) -> str:
         """Returns where a node begins: ``"policy.yaml:12"``; of a dict ``"<policy>['low'][0]"``."""
         return f"{self._source}{nodes.place(node)}"
 
     def error(self, node: yaml.Node, message: object) -> PolicyFileError:
-        """Returns an error about a node."""
         return PolicyFileError(f"{self.where(node)}: {message}")
-
-    def refuse(self, error: HmpxError) -> None:
-        """Raises ``error``, or collects it."""
-        if self._faults is None:
-            raise error
-        self._faults.append(PolicyFileError(str(error)))
 
     # --- mappings, lists and single values
 
@@ -118,7 +117,7 @@ class _Reader:
                     raise self.error(key_node, f"unknown key {shown(key)} of {what}{hint}")
                 found[key] = readers[key](self, key, value)
             except PolicyFileError as error:
-                self.refuse(error)
+                self.faults.append(error)
         return found
 
     def _check_tag(self, node: yaml.Node) -> None:
@@ -130,11 +129,7 @@ class _Reader:
         self._check_tag(node)
         if isinstance(node, yaml.MappingNode):
             raise self.error(node, f"{key} must be a list")
-        found: list[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        self._item_count += len(found)
-        if self._item_count > _MOST_ITEMS:
-            raise self.error(node, f"more than {_MOST_ITEMS:,} items in one file")
-        return found
+        return node.value if isinstance(node, yaml.SequenceNode) else [node]
 
     def each(
         self, read: Callable[[str, yaml.Node], _T], key: str, node: yaml.Node
@@ -157,25 +152,19 @@ class _Reader:
             raise self.error(node, f"{name}{error}") from None
 
     def choice(self, key: str, node: yaml.Node, known: Iterable[str]) -> str:
-        """Returns a text that is one of ``known``."""
         text, known = self.text(key, node), tuple(known)
-        if text in known:
-            return text
-        listed = ", ".join(known)
-        raise self.error(
-            node, f"{key} must be one of {listed}, not {shown(text)}{suggestion(text, known)}"
-        )
+        if text not in known:
+            message = f"{key} must be one of {', '.join(known)}, not {shown(text)}"
+            raise self.error(node, message + suggestion(text, known))
+        return text
 
     def truth(self, key: str, node: yaml.Node) -> bool:
-        """Returns ``true`` or ``false`` as a bool."""
         return self.choice(key, node, ("true", "false")) == "true"
 
     def low_type(self, key: str, node: yaml.Node) -> LowType:
-        """Returns the low-precision type of that name: a dtype or a number format."""
         return self.parsed(key, node, parse_low_type)
 
     def truth_or_format(self, key: str, node: yaml.Node) -> bool | Format:
-        """Returns ``true`` or ``false`` as a bool, and any other name as a number format."""
         text = self.text(key, node)
         if text in ("true", "false"):
             return text == "true"
@@ -188,18 +177,19 @@ class _Reader:
 
     def regexes(self, key: str, node: yaml.Node) -> tuple[str, ...]:
         for item in self.items(key, node):
-            self.parsed(key, item, regexes.compiled, f"{key}: ")
+            try:
+                regex_of(key, self.text(key, item))
+            except (re.error, OverflowError, RecursionError) as error:
+                raise self.error(item, f"{key}: not a regular expression: {error}") from None
         return self.texts(key, node)
 
     def phase(self, key: str, node: yaml.Node) -> str:
         return self.choice(key, node, ("train", "eval"))
 
     def count(self, key: str, node: yaml.Node) -> int:
-        """Returns a whole number, 0 or greater."""
         text = self.text(key, node)
         if node.tag != "tag:yaml.org,2002:int" or not re.fullmatch(r"[0-9][0-9_]{0,30}", text):
-            given = text if len(text) <= 40 else f"{text[:40]}..."
-            raise self.error(node, f"{key} must be a whole number, not {given!r}")
+            raise self.error(node, f"{key} must be a whole number, not {shown(text)}")
         return int(text.replace("_", ""))
 
     def counts(self, key: str, node: yaml.Node) -> tuple[int, ...]:
@@ -225,13 +215,9 @@ class _Reader:
             (self.text(f"an op of {kind}", item), self.where(item))
             for item in self.items(kind, node)
         ]
-        refused: list[OpListError] | None = None if self._faults is None else []
-        try:
-            found = from_lines(lines, kind, faults=refused)
-        except OpListError as error:
-            raise PolicyFileError(str(error)) from None
-        for each in refused or ():
-            self.refuse(each)
+        refused: list[OpListError] = []
+        found = from_lines(lines, kind, faults=refused)
+        self.faults += [PolicyFileError(str(each)) for each in refused]
         return found
 
     def op_list(self, kind: str, node: yaml.Node) -> tuple[OpList, tuple[Entry, ...]]:
@@ -266,12 +252,12 @@ class _Reader:
 
     def section(self, node: yaml.Node) -> SectionSource:
         """Returns the content of a section."""
-        known = len(self._faults or ())
+        known = len(self.faults)
         found = self.mapping(node, _SECTION_KEYS, "a section")
         conditions = {key: value for key, value in found.items() if key in CONDITIONS}
         lists = {key: value for key, value in found.items() if key in KEYS}
         source = SectionSource(lists, conditions, found.get("low_precision_type"), self.where(node))
-        if len(self._faults or ()) > known:
+        if len(self.faults) > known:
             return source  # a condition may be missing because of its error
         empty = [key for key, value in conditions.items() if value == ()]
         if empty:
@@ -294,7 +280,7 @@ class _Reader:
             try:
                 found.append(self.section(each))
             except PolicyFileError as error:
-                self.refuse(error)
+                self.faults.append(error)
         return tuple(found)
 
     def policy(self, node: yaml.Node | None) -> PolicySource:

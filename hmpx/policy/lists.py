@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -18,26 +17,11 @@ from typing import Any, Final
 import torch
 
 from .. import arguments, number_formats, ops
-from ..errors import OpListError, OptionError, short, shown, suggestion
+from ..errors import HmpxError, OpListError, OptionError, short, shown, suggestion
 from ..places import DIRECTORY
 from ..torch_internals import torch_version
-from . import text_files
-from .decisions import LINE_OPTIONS, CastPolicy, LowType
+from .decisions import LINE_OPTIONS, SHIPPED, CastPolicy, LowType
 from .op_lists import FILE_NAMES, KINDS, Entry, OpList
-
-#: Far more than a person writes: torch has about a thousand ops.
-_MOST_LINES: Final = 1_000_000
-
-#: Each includes a whole list.
-_MOST_INCLUDES: Final = 100
-
-#: Reading stops after this number of invalid lines.
-MOST_FAULTS: Final = 100
-
-#: Prefix of the names of shipped lists.
-SHIPPED: Final = "lists/"
-
-_FILE: Final = text_files.TextKind("an op list", 16 << 20, OpListError)
 
 _CONDITION: Final = re.compile(
     r"torch\s*(?P<sign><|>=)\s*(?P<major>\d{1,4})\.(?P<minor>\d{1,4})", re.ASCII
@@ -54,10 +38,6 @@ def parse(
 ) -> OpList:
     """Returns the list in ``text``, called ``source`` in messages; ``faults`` collects errors of lines."""
     lines = text.removeprefix("\ufeff").splitlines()
-    if len(lines) > _MOST_LINES:
-        raise OpListError(
-            f"{source}: {len(lines):,} lines are too many for an op list; at most {_MOST_LINES:,}"
-        )
     contents = (line.partition("#")[0].strip() for line in lines)
     numbered = ((each, f"{source}:{n}") for n, each in enumerate(contents, 1) if each)
     return from_lines(numbered, kind, is_shipped=is_shipped, faults=faults)
@@ -72,7 +52,6 @@ def from_lines(
 ) -> OpList:
     """Like `parse`, for lines that are each given with their ``file:line``."""
     reading = _Reading(kind)
-    where = ""
     for line, where in lines:
         try:
             reading.add(line, where)
@@ -80,10 +59,14 @@ def from_lines(
             if faults is None:
                 raise
             faults.append(error)
-            if len(faults) == MOST_FAULTS:
-                faults.append(OpListError(f"{where}: later lines are not read"))
-                break
-    return reading.result(is_shipped)
+    return OpList(
+        reading.found,
+        tuple(reading.unknown),
+        tuple(reading.repeated),
+        frozenset(reading.removed),
+        reading.everything,
+        is_shipped,
+    )
 
 
 class _Reading:
@@ -91,24 +74,13 @@ class _Reading:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._found: dict[str, Entry] = {}
+        self.found: dict[str, Entry] = {}
+        self.unknown: list[Entry] = []
+        self.repeated: list[tuple[str, str, str]] = []
+        self.removed: set[str] = set()
+        self.everything: Entry | None = None
         self._own: dict[str, Entry] = {}  # those that are not from an ``@`` line
-        self._unknown: list[Entry] = []
-        self._repeated: list[tuple[str, str, str]] = []
-        self._removed: set[str] = set()
-        self._everything: Entry | None = None
         self._where: dict[str, str] = {}  # name as written -> the last line with it
-        self._include_count = 0
-
-    def result(self, is_shipped: bool) -> OpList:
-        return OpList(
-            types.MappingProxyType(self._found),
-            tuple(self._unknown),
-            tuple(self._repeated),
-            frozenset(self._removed),
-            self._everything,
-            is_shipped,
-        )
 
     def add(self, line: str, where: str) -> None:
         """Adds a line without its comment."""
@@ -129,19 +101,19 @@ class _Reading:
         earlier = self._where.get(text)
         self._where[text] = where
         if text == "*":
-            self._everything = entry
+            self.everything = entry
         elif name is None:
             self._note_unknown(entry)
         elif name not in self._own:
-            self._found[name] = self._own[name] = entry
-            self._removed.discard(name)
+            self.found[name] = self._own[name] = entry
+            self.removed.discard(name)
         elif self._own[name].options != entry.options:
             raise OpListError(
                 f"{where}: {shown(text)} is the op {name!r}, which is already in this list, at "
                 f"{self._own[name].where}, with other dtypes; keep one of the lines"
             )
         if earlier is not None:
-            self._repeated.append((text, where, earlier))
+            self.repeated.append((text, where, earlier))
 
     def _note_unknown(self, entry: Entry) -> None:
         text, where, _ = entry
@@ -150,15 +122,9 @@ class _Reading:
         why = ops.refusal(text.removeprefix("-"))
         if why:
             raise OpListError(f"{where}: {why}")
-        self._unknown.append(entry)
+        self.unknown.append(entry)
 
     def _include(self, name: str, where: str) -> None:
-        self._include_count += 1
-        if self._include_count > _MOST_INCLUDES:
-            raise OpListError(
-                f"{where}: more than {_MOST_INCLUDES} @ lines in one list; "
-                "one for each set is enough"
-            )
         names = set_names()
         if name not in names:
             raise OpListError(
@@ -168,24 +134,24 @@ class _Reading:
         included = read_set(name).get("low" if self._kind == "fp16" else self._kind)
         if included is None:
             raise OpListError(f"{where}: the shipped set {name!r} has no {self._kind} list")
-        self._found |= {n: e for n, e in included.ops.items() if n not in self._own}
-        self._removed |= included.removed - self._found.keys()
-        self._everything = included.everything or self._everything
+        self.found |= {n: e for n, e in included.ops.items() if n not in self._own}
+        self.removed |= included.removed - self.found.keys()
+        self.everything = included.everything or self.everything
 
     def _remove(self, entry: Entry, name: str | None) -> None:
         if name is None:
             self._note_unknown(entry)
             return
-        is_there = self._found.pop(name, None) or self._everything or self._is_covered(name)
-        if not is_there and name not in _libraries():
+        is_there = self.found.pop(name, None) or self.everything or self._is_covered(name)
+        if not is_there and name not in of_libraries().ops:
             self._note_unknown(entry)
         self._own.pop(name, None)
-        self._removed.add(name)
+        self.removed.add(name)
 
     def _is_covered(self, name: str) -> bool:
         """Whether ``name`` is an operator of an op in the list."""
         covering: str | None = name
-        while covering is not None and covering not in self._found:
+        while covering is not None and covering not in self.found:
             covering = ops.covering(covering)
         return covering is not None
 
@@ -227,7 +193,7 @@ def _parse_line(content: str, where: str, kind: str) -> Entry:
         if option.field in options:
             raise OpListError(f"{where}: {shown(name)} is given {key} twice; keep one")
         try:
-            options[option.field] = _value(key, value)
+            options[option.field] = option.read(value)
         except OptionError as error:
             is_op = ops.resolve(word.strip(",")) in ops.table() and not number_formats.said_of(word)
             message = f"expected one op per line, found {shown(content)}"
@@ -246,11 +212,6 @@ def _parse_line(content: str, where: str, kind: str) -> Entry:
     return Entry(name, where, options)
 
 
-@functools.lru_cache(maxsize=256)
-def _value(key: str, value: str) -> Any:
-    return LINE_OPTIONS[key].read(value)
-
-
 # --- files -------------------------------------------------------------------------------------
 
 
@@ -262,18 +223,7 @@ def directory() -> Path:
     raise OpListError(f"the shipped lists are missing beside {DIRECTORY}; reinstall hmpx")
 
 
-#: The path of each shipped list, its size and when it changed.
-State = tuple[tuple[str, int, int], ...]
-
-
-def state() -> State:
-    """Returns a value that changes with any shipped list: the cache key of policies of shipped lists."""
-    top = [*os.scandir(directory())]
-    files = [*top, *[f for each in top if each.is_dir() for f in os.scandir(each)]]
-    stats = [(each.path, each.stat()) for each in files if each.name.endswith(".txt")]
-    return tuple([(path, status.st_size, status.st_mtime_ns) for path, status in stats])
-
-
+@functools.cache
 def set_names() -> list[str]:
     """Returns the names of the shipped sets, which ``lists=`` and ``@`` lines accept."""
     return sorted(path.parent.name for path in directory().glob(f"*/{FILE_NAMES['low']}"))
@@ -284,35 +234,41 @@ def read_list(
 ) -> OpList:
     """Returns the list in the file ``path``, of the named kind; ``faults`` as for `parse`."""
     plain = arguments.path("an op list's path", path)
-    return parse(_read_text(plain), short(plain), kind, faults=faults)
-
-
-def _read_text(path: str) -> str:
-    text = text_files.read(path, _FILE)
+    text = read_text(plain, "an op list", OpListError)
     if "\0" in text:
-        raise OpListError(f"{short(path)}: a binary file, not an op list; give a text file's path")
-    return text
+        raise OpListError(f"{short(plain)}: a binary file, not an op list; give a text file's path")
+    return parse(text, short(plain), kind, faults=faults)
 
 
+def read_text(path: str, what: str, error: type[HmpxError]) -> str:
+    """Returns the text of a user's file, without a byte-order mark."""
+    where = short(path)
+    try:
+        if os.path.isdir(path):  # noqa: PTH112  # Path's raises for some texts
+            raise error(f"{where}: a directory, not {what}; give a file's path")
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise error(f"{where}: no such file; give the path of {what}") from None
+    except UnicodeDecodeError as fault:
+        raise error(
+            f"{where}: not UTF-8 text (byte {fault.start}: {fault.object[fault.start]:#04x}); "
+            "save it as UTF-8"
+        ) from None
+    except (OSError, ValueError) as fault:
+        reason = getattr(fault, "strerror", None) or fault
+        raise error(f"{where}: can't be read: {reason}") from fault
+
+
+@functools.cache
 def read_shipped(name: str, kind: str = "low") -> OpList:
     """Returns a shipped list by its path under ``lists/``, without ``.txt``: ``"hmp/bf16"``."""
-    return _read_shipped(state(), name, kind)
-
-
-@functools.lru_cache(maxsize=200)
-def _read_shipped(state: State, name: str, kind: str) -> OpList:
-    text = _read_text(os.fspath(directory() / f"{name}.txt"))
+    text = (directory() / f"{name}.txt").read_text("utf-8")
     return parse(text, f"{SHIPPED}{name}.txt", kind, is_shipped=True)
 
 
 def of_libraries() -> OpList:
     """Returns the shipped list of other libraries' ops, which all other lists override."""
     return read_shipped("libraries", "fp32")
-
-
-@functools.cache
-def _libraries() -> frozenset[str]:
-    return frozenset(of_libraries().ops)
 
 
 def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) -> dict[str, OpList]:

@@ -19,7 +19,7 @@ from ..number_formats import is_format
 from ..warning import warn
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
 from .faults import report
-from .lists import State, of_libraries, read_list, read_set, read_shipped, set_names, state
+from .lists import of_libraries, read_list, read_set, read_shipped, set_names
 from .op_lists import DEFAULT_SET, Listed, OpList, PolicySource, is_policy_file, listed, resolve
 from .policy import Policy
 from .sections import Section
@@ -140,7 +140,7 @@ def _from_lists(
     """Returns the policy of the files at ``paths``, by kind; the set of lists supplies the other kinds."""
     own = {kind: read_list(path, kind) for kind, path in paths.items() if path}
     if not own and lists in set_names():
-        return Policy(_shipped(state(), lists, low_dtype, strict=strict), low_dtype)
+        return Policy(_shipped(lists, low_dtype, strict=strict), low_dtype)
     given, replaced = listed(own, low_dtype), {*own}
     if "fp16" in own and low_dtype is torch.float16:
         replaced.add("low")
@@ -151,10 +151,8 @@ def _from_lists(
 
 
 @functools.lru_cache(maxsize=32)
-def _shipped(
-    state: State, lists: str, low_dtype: LowType, *, strict: bool
-) -> Mapping[str, Decision]:
-    """Returns the decisions of a set of shipped lists alone; ``state`` is that of its files."""
+def _shipped(lists: str, low_dtype: LowType, *, strict: bool) -> Mapping[str, Decision]:
+    """Returns the decisions of a set of shipped lists alone."""
     shipped = listed(read_set(lists, low_dtype), low_dtype)
     report(shipped, strict=strict)
     return types.MappingProxyType(resolve([[], shipped, *_beneath(shipped)]))

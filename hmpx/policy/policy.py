@@ -16,8 +16,8 @@ from .. import arguments, ops
 from ..arguments import is_a
 from ..errors import OptionError, shown
 from ..number_formats import is_format
-from . import einsums, sections
-from .calls import Rule
+from . import sections
+from .calls import Rule, leaves_pointwise_einsums, pass_pointwise
 from .decisions import UNDECIDED, Decision, LowType, parse_low_type, settled_dtype
 from .faults import report
 from .lists import parse
@@ -119,8 +119,8 @@ class Policy:
     def asked_rules(self) -> dict[str, tuple[Rule, ...]]:
         """Returns op -> rules equivalent to `section_rules`, but faster, and the rule for einsum."""
         found = {op: (*by_module(rules),) for op, rules in self.section_rules().items()}
-        if einsums.leaves_pointwise_einsums(self.decisions):
-            found[einsums.NAME] = (*found.get(einsums.NAME, ()), einsums.pass_pointwise)
+        if leaves_pointwise_einsums(self.decisions):
+            found["einsum"] = (*found.get("einsum", ()), pass_pointwise)
         return found
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:

@@ -11,86 +11,40 @@ import functools
 import itertools
 import re
 import types
-from collections import Counter, defaultdict
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
-from . import regexes
 from .calls import Call, Rule
 from .decisions import Decision
 
 # --- patterns of modules' qualified names ------------------------------------------------------
 
 
-class Regexes:
-    """Regular expressions for whole names."""
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        """Takes the patterns, in their order."""
-        self.patterns = patterns
-
-    def near(self, name: str) -> Iterable[int]:
-        """Returns the ascending positions of all patterns that may match ``name`` or a module around it."""
-        return range(len(self.patterns))
-
-    def match_around(self, name: str) -> bool:
-        """Whether a pattern matches the module of that name, or one that it is in."""
-        parts = name.split(".")
-        names = ["", *[".".join(parts[: count + 1]) for count in range(len(parts))]]
-        return any(
-            self.matches(self.patterns[at], each) for at in self.near(name) for each in names
-        )
-
-    def matching(self, names: Iterable[str]) -> set[str]:
-        """Returns the patterns that match one of these names."""
-        found: set[str] = set()
-        for name in names:
-            tried = {self.patterns[at] for at in self.near(name)}
-            found |= {each for each in tried - found if self.matches(each, name)}
-        return found
-
-    @staticmethod
-    def matches(pattern: str, name: str) -> bool:
-        """Whether ``pattern`` matches all of ``name``."""
-        return _regex_matches(pattern, name)
+@functools.lru_cache(maxsize=1 << 12)
+def regex_of(key: str, pattern: str) -> re.Pattern[str]:
+    """Returns the regular expression of a ``module`` or ``module_regex``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return re.compile(fnmatch.translate(pattern) if key == "module" else pattern)
 
 
-class Globs(Regexes):
-    """Globs, each indexed by a part between dots that it requires, such as ``3`` in ``layer.3.*``."""
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        """Chooses the rarest part of each glob."""
-        super().__init__(patterns)
-        parts = [
-            [part for part in each.split(".") if part and not _WILD & {*part}] for each in patterns
-        ]
-        counts = Counter(part for several in parts for part in several)
-        self._by_part: dict[str, list[int]] = defaultdict(list)
-        for at, several in enumerate(parts):
-            self._by_part[min(several, key=counts.__getitem__, default="")].append(at)
-
-    def near(self, name: str) -> Iterable[int]:
-        """As in `Regexes`."""
-        return sorted([at for part in {"", *name.split(".")} for at in self._by_part.get(part, ())])
-
-    @staticmethod
-    def matches(pattern: str, name: str) -> bool:
-        """As in `Regexes`."""
-        return _compiled(pattern).fullmatch(name) is not None
-
-
-_WILD: Final = frozenset("*?[")
+def _is_wild(pattern: str) -> bool:
+    return not {*"*?["}.isdisjoint(pattern)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _regex_matches(pattern: str, name: str) -> bool:
-    return regexes.compiled(pattern).matches(name)
+def _matches(key: str, pattern: str, name: str) -> bool:
+    if key == "module" and not _is_wild(pattern):
+        return pattern == name
+    return regex_of(key, pattern).fullmatch(name) is not None
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def _compiled(glob: str) -> re.Pattern[str]:
-    return re.compile(fnmatch.translate(glob))
+def _around(name: str) -> list[str]:
+    """Returns the qualified names of the modules that a module is in, and its own."""
+    return ["", *itertools.accumulate(name.split("."), "{}.{}".format)]
 
 
 # --- conditions --------------------------------------------------------------------------------
@@ -101,12 +55,9 @@ class Condition(NamedTuple):
 
     key: str  # Its name in policy files, and as an argument of `Section`
     kind: str  # The method of the reader in `files` for its value
-    # Whether a call meets it. Arguments: its value, as ``patterns`` if it has some, and the call
+    # Whether a call meets it. Arguments: its value and the call
     holds: Callable[[Any, Call], bool]
     is_placed: bool = False  # It depends on the modules that are running
-    # Of adjacent rows with the same group, one must hold; ``""`` for no group
-    group: str = ""
-    patterns: type[Regexes] | None = None  # For patterns of qualified names: their class
 
 
 def _of_first(ask: Callable[[Any, Call, int], bool]) -> Callable[[Any, Call], bool]:
@@ -119,14 +70,19 @@ def _of_first(ask: Callable[[Any, Call, int], bool]) -> Callable[[Any, Call], bo
     return holds
 
 
-def _around(patterns: Regexes, call: Call) -> bool:
-    return patterns.match_around(call.module)
+def _of_names(key: str) -> Callable[[Any, Call], bool]:
+    """Returns a predicate: the call is in a module with a matching qualified name, or inside one."""
+    return lambda patterns, call: any(
+        _matches(key, pattern, name) for name in _around(call.module) for pattern in patterns
+    )
 
+
+#: The conditions on qualified names, of which one has to hold.
+_PATHS: Final = ("module", "module_regex")
 
 _ROWS: Final = (
-    # The call is in a module with a matching qualified name, or inside one.
-    Condition("module", "texts", _around, True, "path", Globs),
-    Condition("module_regex", "regexes", _around, True, "path", Regexes),
+    Condition("module", "texts", _of_names("module"), is_placed=True),
+    Condition("module_regex", "regexes", _of_names("module_regex"), is_placed=True),
     # Class names: the call is in a module of such a class, or inside one.
     Condition(
         "module_class",
@@ -203,17 +159,11 @@ class Section:
 
     def holds_for(self, call: Call) -> bool:
         """Whether ``call`` meets all conditions."""
-        return all(
-            any(condition.holds(value, call) for condition, value in group)
-            for group in self._groups
-        )
-
-    @functools.cached_property
-    def _groups(self) -> list[list[tuple[Condition, Any]]]:
-        rows = [(CONDITIONS[key], value) for key, value in self._conditions]
-        made = [(row, row.patterns(value) if row.patterns else value) for row, value in rows]
-        groups = itertools.groupby(made, key=lambda each: each[0].group or each[0].key)
-        return [[*group] for _, group in groups]
+        given = dict(self._conditions)
+        paths = [key for key in _PATHS if key in given]
+        if paths and not any(CONDITIONS[key].holds(given[key], call) for key in paths):
+            return False
+        return all(CONDITIONS[key].holds(given[key], call) for key in given if key not in _PATHS)
 
     @property
     def globs(self) -> tuple[str, ...]:
@@ -239,51 +189,46 @@ class SectionRule:
         return self.decision.reason or self.section.where
 
 
-class _ByModule:
-    """Rules of adjacent sections with globs. Calls only those whose globs may match the module."""
-
-    def __init__(self, rules: Sequence[SectionRule]) -> None:
-        self._rules = rules
-
-    def __call__(self, call: Call) -> Decision | None:
-        owners, globs = self._globs
-        asked = sorted({owners[at] for at in globs.near(call.module)})
-        verdicts = (self._rules[owner](call) for owner in asked)
-        return next((verdict for verdict in verdicts if verdict is not None), None)
-
-    @functools.cached_property
-    def _globs(self) -> tuple[list[int], Globs]:
-        owned = [
-            (owner, glob) for owner, rule in enumerate(self._rules) for glob in rule.section.globs
-        ]
-        return [owner for owner, _ in owned], Globs([glob for _, glob in owned])
-
-
 def by_module(rules: Iterable[SectionRule]) -> Iterator[Rule]:
     """Yields rules equivalent to ``rules`` that call few of them for a given module."""
     for has_globs, group in itertools.groupby(rules, key=lambda rule: bool(rule.section.globs)):
         several = [*group]
-        yield from [_ByModule(several)] if has_globs else several
+        yield from [_of_module(several)] if has_globs else several
+
+
+def _of_module(rules: Sequence[SectionRule]) -> Rule:
+    """Returns a rule that calls only those of ``rules`` whose globs may match the module."""
+    wild: set[int] = set()
+    named: dict[str, list[int]] = defaultdict(list)
+    for at, rule in enumerate(rules):
+        for glob in rule.section.globs:
+            if _is_wild(glob):
+                wild.add(at)
+            else:
+                named[glob].append(at)
+
+    def decide(call: Call) -> Decision | None:
+        asked = wild.union(*[named.get(name, ()) for name in _around(call.module)])
+        verdicts = (rules[at](call) for at in sorted(asked))
+        return next((verdict for verdict in verdicts if verdict is not None), None)
+
+    return decide
 
 
 def unmatched(sections: Iterable[Section], paths: Iterable[str]) -> list[str]:
     """Returns a message for each pattern of the sections that matches none of the qualified names."""
-    paths = list(paths)
-    given = [
-        (key, pattern, section.where)
+    paths = frozenset(paths)
+
+    def is_matched(key: str, pattern: str) -> bool:
+        if key == "module" and not _is_wild(pattern):
+            return pattern in paths
+        return any(_matches(key, pattern, path) for path in paths)
+
+    return [
+        f"{section.where}: {key} {pattern!r}"
         for section in sections
         for key, patterns in section.conditions()
-        if CONDITIONS[key].patterns is not None
+        if key in _PATHS
         for pattern in patterns
-    ]
-    matched = {
-        (key, pattern)
-        for key, row in CONDITIONS.items()
-        if row.patterns is not None
-        for pattern in row.patterns([each for of, each, _ in given if of == key]).matching(paths)
-    }
-    return [
-        f"{where}: {key} {pattern!r}"
-        for key, pattern, where in given
-        if (key, pattern) not in matched
+        if not is_matched(key, pattern)
     ]

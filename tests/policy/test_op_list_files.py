@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -324,31 +323,3 @@ def test_users_lists_in_strict_mode(low: str, fp32: str) -> None:
     with pytest.raises(hmpx.OpListError) as error:
         hmpx.load_policy(*arguments, strict=True)
     assert all(name in str(error.value) for name in unknown)
-
-
-def test_a_shipped_list_is_read_again_once_it_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where only a list that it includes has, or a set was added."""
-    copied = tmp_path / "lists"
-    shutil.copytree(LISTS, copied)
-    monkeypatch.setattr(oplists, "directory", lambda: copied)
-    assert hmpx.load_policy(lists="lean")["softmax"].cast_policy is CastPolicy.FP32
-    fp32 = copied / "hmp" / "fp32.txt"
-    fp32.write_text(fp32.read_text(encoding="utf-8").replace("softmax\n", ""), encoding="utf-8")
-    assert "softmax" not in hmpx.load_policy(lists="lean").decisions
-    assert "softmax" not in hmpx.load_policy(policy={"lists": "lean"}).decisions
-    shutil.copytree(copied / "hmp", copied / "mine")
-    (copied / "mine" / "fp32.txt").write_text("softmax\n", encoding="utf-8")
-    assert hmpx.load_policy(lists="mine")["softmax"].cast_policy is CastPolicy.FP32
-    monkeypatch.undo()
-    assert hmpx.load_policy(lists="lean")["softmax"].cast_policy is CastPolicy.FP32
-
-
-def test_what_one_caller_gets_of_the_shipped_lists_another_cannot_change() -> None:
-    first = hmpx.load_policy()
-    with pytest.raises(TypeError):
-        oplists.read_set("hmpx")["low"].ops["softmax"] = None  # type: ignore[index]
-    oplists.read_set("hmpx").clear()
-    oplists.set_names().clear()
-    assert hmpx.load_policy() == first

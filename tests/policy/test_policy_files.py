@@ -31,7 +31,7 @@ from hmpx import (
     ops,
 )
 from hmpx.policy import check_files
-from hmpx.policy.sections import Section, _compiled, unmatched
+from hmpx.policy.sections import Section
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -514,7 +514,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "superscript": ("sections:\n- ndim: !!int ²\n  low: [mm]\n",
         "p.yaml:2: ndim must be a whole number, not '²'"),
     "endless number": (f"sections:\n- min_numel: {'9' * 5000}\n  low: [mm]\n",
-        f"p.yaml:2: min_numel must be a whole number, not '{'9' * 40}...'"),
+        f"p.yaml:2: min_numel must be a whole number, not '{'9' * 80}'... (5,000 characters)"),
     "numbers crossed": ("sections:\n- min_numel: 9\n  max_numel: 8\n  low: [mm]\n",
         "p.yaml:2: min_numel 9 is above max_numel 8"),
     "phase": ("sections:\n- phase: evl\n  low: [mm]\n",
@@ -617,18 +617,16 @@ def test_a_fault_of_a_gaudi_configuration_is_an_error_with_its_line(
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing, a directory, not UTF-8, ten megabytes, of another kind."""
+    """Missing, a directory, not UTF-8, of another kind."""
     monkeypatch.chdir(tmp_path)
     Path("folder.yaml").mkdir()
     Path("latin.yaml").write_bytes(b"low: [mm] # \xe9")
     Path("utf16.yml").write_bytes("low: [mm]".encode("utf-16"))
-    Path("large.json").write_bytes(b" " * 10_000_000)
     cases = {
         "missing.yaml": "missing.yaml: no such file; give the path of a policy file",
         "folder.yaml": "folder.yaml: a directory, not a policy file; give a file's path",
         "latin.yaml": "latin.yaml: not UTF-8 text (byte 12: 0xe9); save it as UTF-8",
         "utf16.yml": "utf16.yml: not UTF-8 text (byte 0: 0xff); save it as UTF-8",
-        "large.json": "large.json: 10.0 MB is too large for a policy file; at most 1 MB",
         "policy.txt": "policy.txt: a policy file ends in .yaml, .yml, .json",
         "nul\0.yaml": r"nul\x00.yaml: can't be read: embedded null byte",
     }
@@ -666,16 +664,13 @@ def test_arguments_that_do_not_go_together(load: Callable[..., Policy]) -> None:
 
 
 def test_dicts_that_are_no_policy() -> None:
-    """As files; what YAML can't hold, and what holds itself, is told."""
-    itself: dict[str, Any] = {}
-    itself["low"] = [itself]
+    """As files; what YAML can't hold is told."""
     cases: list[tuple[dict[Any, Any], str]] = [
         ({"lowe": ["mm"]}, "<policy>['lowe']: unknown key 'lowe' of a policy; did you mean 'low'?"),
         ({1: ["mm"]}, f"<policy>['1']: unknown key '1' of a policy {KEYS}"),
         ({"low": ["mm", None]}, "<policy>['low'][1]: an op of low must be a string"),
         ({"low": [object]}, "<policy>['low'][0]: a policy holds strings, numbers, dtypes and "
          "lists, not <class 'object'>"),
-        (itself, "<policy>: nested too deep to be a policy"),
     ]  # fmt: skip
     for content, message in cases:
         with pytest.raises(PolicyFileError) as error:
@@ -926,14 +921,6 @@ def test_any_gaudi_configuration_loads_or_is_an_error(
     tried(path)
 
 
-def test_patterns_of_modules_that_no_policy_has_any_more_are_forgotten() -> None:
-    """Those of ten thousand policies are not all kept."""
-    for index in range(10_000):
-        section = Section(decisions={}, module=(f"layer{index}.*",), where="sections[0]")
-        assert unmatched([section], ["layer"]) == [f"sections[0]: module 'layer{index}.*'"]
-    assert _compiled.cache_info().currsize < 10_000
-
-
 # --- all faults -----------------------------------------------------------------------------------
 
 
@@ -1049,14 +1036,6 @@ def test_every_line_of_a_policy_file_that_is_not_valid_is_found(tmp_path: Path) 
     path.write_text(f"low: [{quoted}]\nfp32: [softmax bf16, x y z]\n".replace(", ", ",\n  "))
     found = check_files({"policy": (str(path),)})
     assert len(found) == len(BROKEN_LINES) - 1 + 2
-
-
-def test_lists_of_faults_alone_are_not_read_to_their_end(tmp_path: Path) -> None:
-    path = tmp_path / "low.txt"
-    path.write_text("linear, bmm\n" * 1000)
-    found = check_files({"low": (str(path),)})
-    assert len(found) < 200
-    assert found[-1] == f"{path}:100: later lines are not read"
 
 
 @pytest.mark.parametrize(
