@@ -26,6 +26,7 @@ from hmpx.ops.sites import NAMESPACES
 from hmpx.patches import early_names, kept_values
 
 from . import fake_cuda
+from .samples import SALT, is_drawn
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,8 +84,9 @@ SAMPLED = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one case in n of a test marked ``sampled(n)``, or of `SAMPLED`, always the same ones, in whatever order.
+    """Keeps one case in n of a test marked ``sampled(n)``, or of `SAMPLED`; the commit decides which.
 
+    At least one case of each test with several runs. A marked test without cases runs at one commit in n.
     All run with ``--whole``, and where a test is asked for by its name.
     """
     if config.getoption("whole") or any("::" in argument for argument in config.args):
@@ -92,13 +94,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     families: dict[str, list[tuple[int, pytest.Item]]] = {}
     for item in items:
         cases = families.setdefault(item.nodeid.partition("[")[0], [])
-        cases.append((crc32(item.name.encode()), item))
+        cases.append((crc32(f"{item.name} {SALT}".encode()), item))
     least = {id(min(cases, key=lambda case: case[0])[1]) for cases in families.values()}
     kept, left_out = [], []
     for item in items:
         marker = item.get_closest_marker("sampled")
         n = SAMPLED.get(item.path.stem, 1) if marker is None else marker.args[0]
-        is_kept = crc32(item.name.encode()) % n == 0 or id(item) in least
+        is_alone = marker is not None and "[" not in item.name
+        is_kept = is_drawn(item.name, n) or (id(item) in least and not is_alone)
         (kept if is_kept else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)

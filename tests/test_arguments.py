@@ -1,15 +1,13 @@
-"""Wrong arguments of public functions: what each is told; and what fuzzing finds, which is nothing."""
+"""Wrong arguments of public functions: the error names what was expected."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import itertools
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,42 +15,12 @@ import torch
 import hmpx
 from hmpx import HmpxError, OpListError, OptionError, Policy, PolicyFileError, errors, formats
 from hmpx.casting import Options
-from tests import fuzzing
-from tests.policy.test_long_files import taking
-
-
-class NoRepr:
-    """Has nothing to show."""
-
-    def __repr__(self) -> str:
-        raise ValueError("no")
-
-
-class NoHash(str):
-    """A string that can't be a key."""
-
-    __slots__ = ()
-    __hash__ = None  # type: ignore[assignment]
-
-
-def nested(depth: int) -> list[Any]:
-    found: list[Any] = []
-    for _ in range(depth):
-        found = [found]
-    return found
-
-
-ENDLESS = "more than 100,000 items"
 
 CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: Policy.from_ops(low=1), "low must be a list of op names, not 1"),
     (lambda: Policy.from_ops(low=[["mm"]]), "each of low must be a string, not ['mm']"),
     (lambda: Policy.from_ops(fp32=[b"\xff"]), r"each of fp32 must be a string, not b'\xff'"),
-    (lambda: Policy.from_ops(low=itertools.repeat("mm")), f"low holds {ENDLESS}; give a list of op names"),
-    (lambda: Policy.from_ops(low=(1 / 0 for _ in "a")),
-     "low can't be iterated: ZeroDivisionError: division by zero"),
     (lambda: Policy({})[1], "a policy's key must be an op name, not 1"),
-    (lambda: Policy({})["x" * 10_000], f"unknown op {'x' * 80!r}... (10,000 characters)"),
     (lambda: Policy({}).unmatched([1]), "each of paths must be a string, not 1"),
     (lambda: Policy([]), "decisions must be a dict of op names to hmpx.Decision, not []"),
     (lambda: Policy({"mm": "low"}),
@@ -74,6 +42,19 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "{'low': ['linear']}; pass it by name: policy=..."),
     (lambda: hmpx.convert(torch.float16), "bf16_file_path must be a string or a path, not torch.float16; "
      "pass it by name: low_precision_type=..."),
+    (lambda: hmpx.convert(bf16_file_path="O1"), "bf16_file_path is 'O1'; pass it by name: opt_level='O1'"),
+    (lambda: hmpx.convert(fp32_file_path="p.yaml"),
+     "fp32_file_path is 'p.yaml'; pass it by name: policy='p.yaml'"),
+    (lambda: hmpx.convert(opt_level="O3"), "opt_level must be 'O1' or 'O2', not 'O3'"),
+    (lambda: hmpx.convert(low_precision_type=torch.float32), "low_precision_type must be torch.bfloat16 "
+     "or torch.float16, or a number format, not torch.float32"),
+    (lambda: hmpx.convert(device_types={"cdua"}),
+     "device_types: torch has no device type 'cdua'; did you mean 'cuda'?"),
+    (lambda: hmpx.convert(device_types=()), 'device_types is empty; name at least one, such as {"cuda"}'),
+    (lambda: hmpx.convert(policy=Policy({}), lists="hmp"),
+     "policy holds every decision; leave out lists, paths and opt_level"),
+    (lambda: hmpx.convert(opt_level="O2", lists="hmp"),
+     "opt_level 'O2' has its own lists; leave out lists, or use 'O1'"),
     (lambda: hmpx.compare(torch.relu, torch.ones(2), lossfn=len),
      "hmpx.compare has no argument 'lossfn'; did you mean 'loss_fn'?"),
     (lambda: hmpx.plan(torch.nn.ReLU, torch.ones(2), optimiser="SGD"),
@@ -86,14 +67,9 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "os.fsdecode makes a string of bytes"),
     (lambda: hmpx.load_policy(lists=["hmp"]), "lists must be a string or a path, not ['hmp']"),
     (lambda: hmpx.load_policy(strict="yes"), "strict must be True or False, not 'yes'"),
-    (lambda: hmpx.load_policy(opt_level=NoRepr()),
-     "opt_level must be 'O1' or 'O2', not <NoRepr object>"),
     (lambda: hmpx.load_policy(opt_level=2), "opt_level must be 'O1' or 'O2', not 2"),
     (lambda: hmpx.load_policy(policy=itertools.count), "policy must be an hmpx.Policy, the path of a "
      "policy file, or a dict, not <class 'itertools.count'>"),
-    (lambda: hmpx.load_policy(policy={"low": [NoRepr()]}), "<policy>['low'][0]: a policy holds strings, "
-     "numbers, dtypes and lists, not <NoRepr object>"),
-    (lambda: hmpx.load_policy(policy={"low": nested(100)}), "<policy>['low'][0]: an op of low must be a string"),
     (lambda: hmpx.convert(device_types=[["mul"]]), "each of device_types must be a string, not ['mul']"),
     (lambda: hmpx.convert(device_types=3),
      'device_types must be a set of names such as {"cuda"}, not 3'),
@@ -124,18 +100,11 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "level must be an integer, not 'high'"),
     (lambda: hmpx.unregister_rule("mm", 3), "a rule must be a function of a call, not 3"),
     (lambda: formats.get(["posit8_1"]), "a format must be a name or a format, not ['posit8_1']"),
-    (lambda: formats.get("custom[posit8_1]" + "9" * 5000),
-     "no format 'custom[posit8_1]9999999999999999999999999999999999999999999999999999999999999999'... "
-     "(5,016 characters) is known; hmpx.formats.names() lists the known ones"),
     (lambda: formats.unregister([]), "name must be the name of a format, not []"),
     (lambda: formats.Float("f", 4, 3, kind=[]),
      "format f: kind must be one of 'ieee', 'p3109', 'fn', 'fnuz', 'finite', not []"),
     (lambda: formats.Float("f", 4, 3, subnormals="no"),
      "format f: subnormals must be True or False, not 'no'"),
-    (lambda: formats.Table("t", [1, 10**400]), "format t: values must be numbers, not [1, an integer of "
-     "1,329 bits]"),
-    (lambda: formats.Table("t", itertools.count()),
-     f"format t: values holds {ENDLESS}; give a sequence of numbers"),
     (lambda: formats.quantize(torch.ones(2), "posit8_1", ["up"]), "rounding must be one of 'nearest', "
      "'toward_zero', 'up', 'down', 'nearest_away', 'stochastic', not ['up']"),
     (lambda: formats.quantize(torch.ones(2), "float8_e4m3fn", overflow={}),
@@ -171,18 +140,12 @@ def test_wrong_arguments_are_errors_that_say_what_was_expected(
 
 
 def test_what_is_as_good_as_expected_is_taken(tmp_path: Path) -> None:
-    """A name alone, a subclass of str, None for no path, 1 for True."""
-    assert Policy.from_ops(low="mm") == Policy.from_ops(low=iter([NoHash("mm")]))
+    """A name alone, any iterable of names, None for no path, 1 for True."""
+    assert Policy.from_ops(low="mm") == Policy.from_ops(low=iter(["mm"]))
     path = tmp_path / "a.txt"
     path.write_text("mm")
     assert hmpx.load_policy(str(path), None, lists=None) == hmpx.load_policy(path, strict=0)
     assert Policy({}, "fp16") == Policy({}, torch.float16)
-    x = torch.linspace(-3, 3, 9)
-    expected = formats.quantize(x, "float8_e4m3fn", "up", "nan")
-    assert torch.equal(
-        formats.quantize(x, NoHash("float8_e4m3fn"), NoHash("up"), NoHash("nan")), expected
-    )
-    assert formats.Float("f", 4, 3, kind=NoHash("fn")) == formats.Float("f", 4, 3, kind="fn")
     with hmpx.convert(isVerbose=0, device_types="cpu", legalize="never", reuse_casts=1) as session:
         assert session.device_types == {"cpu"}
         assert session.options.reuse_casts is True
@@ -230,17 +193,6 @@ def test_json_is_what_json_says(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert str(error.value) == message
 
 
-def test_lines_of_json_are_those_of_its_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each op's reason names its own."""
-    monkeypatch.chdir(tmp_path)
-    names = [f"{op}" for op in ("mm", "bmm", "addmm")]
-    Path("g.json").write_text(json.dumps({"hmp_bf16_ops": names}, indent=1))
-    policy = hmpx.load_policy("g.json")
-    assert [policy[name].reason for name in names] == ["g.json:3", "g.json:4", "g.json:5"]
-
-
 # --- what messages show ------------------------------------------------------------------------
 
 
@@ -253,12 +205,7 @@ SHOWN: list[tuple[object, str]] = [
     (set(), "set()"),
     ({1: "a"}, "{1: 'a'}"),
     (frozenset({1}), "frozenset({1})"),
-    (10**5000, "an integer of 16,610 bits"),
-    (-(10**10), "-10000000000"),
     (list(range(1000)), "[0, 1, 2, 3, 4, 5, ...]"),
-    (nested(5), "[[[[...]]]]"),
-    (nested(100_000), "[[[[...]]]]"),
-    ([NoRepr(), NoHash("a")], "[<NoRepr object>, 'a']"),
     (torch.ones(2), "tensor([1., 1.])"),
     (math.nan, "nan"),
 ]
@@ -270,39 +217,7 @@ def test_values_are_shown_short_and_on_one_line(value: object, text: str) -> Non
     assert errors.shown(value) == text
 
 
-def test_shown_values_take_no_time() -> None:
-    """Nor do they fill the screen."""
-    for value in (
-        "x" * 10**7,
-        list(range(10**6)),
-        {"a" * 10**6: 1},
-        10**100_000,
-        ["x" * 10**6] * 10,
-    ):
-        assert len(errors.shown(value)) < 250
-        assert taking(lambda v=value: errors.shown(v)) < 0.1  # type: ignore[misc]
-
-
 # --- showing policies --------------------------------------------------------------------------
-
-
-def test_policies_and_sessions_are_one_short_line_in_repr() -> None:
-    """Of any size."""
-    assert repr(Policy.from_ops(low=["mm"], fp32=["exp"])) == "<hmpx.Policy bf16: 1 LOW, 1 FP32>"
-    assert repr(Policy({})) == "<hmpx.Policy bf16: no ops>"
-    sections = [{"ndim": i, "low": ["*"]} for i in range(50)]
-    many = hmpx.load_policy(
-        policy={"lists": "hmp", "first": ["*"], "pass": ["relu"], "sections": sections}
-    )
-    assert len(repr(many)) <= 100
-    assert repr(many).endswith("50 sections>")
-    long = formats.Custom("f" * 100, torch.clone)
-    assert len(repr(Policy({}, long))) <= 100
-    with hmpx.convert(
-        policy=Policy.from_ops(low=["mm"]), device_types=["cpu", "cuda", "xpu", "hpu"]
-    ) as s:
-        assert repr(s) == "<hmpx.Session in force: bf16: 1 LOW on cpu, cuda, hpu and 1 more>"
-    assert repr(s).startswith("<hmpx.Session not in force: ")
 
 
 def test_a_policy_prints_as_a_table() -> None:
@@ -330,61 +245,6 @@ def test_a_policy_prints_as_a_table() -> None:
     assert f"<td>bmm</td><td>LOW</td><td>fp16</td><td>{where}</td>" in html
     assert "a&lt;b&gt;" in html
     assert "<b>" not in html
-
-
-def test_html_of_a_huge_policy_is_cut_and_its_text_is_whole() -> None:
-    """A notebook shows the beginning."""
-    sections = [{"ndim": i, "low": ["*"]} for i in range(10)]
-    policy = hmpx.load_policy(policy={"sections": sections})
-    assert policy._repr_html_().count("<tr>") == 2002
-    assert "more; print() shows all</td></tr></tbody></table>" in policy._repr_html_()
-    assert str(policy).count("\n") > 5000
-
-
-# --- the command line --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["", ".x", "no.such.module", "broken"])
-def test_doctor_says_why_a_module_cannot_be_imported(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever importing it raises."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    Path("broken.py").write_text("1 / 0")
-    assert hmpx.cli.main(["doctor", name]) == 2
-    assert f"can't import {name!r}: " in capsys.readouterr().err
-
-
-# --- fuzzing -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unmarked() -> Iterator[None]:
-    """Leaves `sys.argv` and the working directory to what is tried; it puts them back itself."""
-    yield
-    assert not hmpx.is_converted()
-
-
-def failing(outcome: fuzzing.Outcome) -> str:
-    return "\n".join(outcome.faults[:20])
-
-
-@pytest.mark.usefixtures("unmarked")
-def test_no_input_of_a_sample_does_harm() -> None:
-    """Errors of hmpx only, in little time, and torch is as it was."""
-    outcome = fuzzing.run(1000, seed=0, most_s=4.0)
-    assert not outcome.faults, failing(outcome)
-    assert set(outcome.counts) == set(fuzzing.KINDS)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unmarked")
-@pytest.mark.parametrize("seed", range(1, 11))
-def test_no_input_of_a_hundred_thousand_does_harm(seed: int) -> None:
-    """Errors of hmpx only, in little time, and torch is as it was."""
-    outcome = fuzzing.run(10_000, seed, most_s=4.0)
-    assert not outcome.faults, failing(outcome)
 
 
 def test_option_errors_are_the_class_for_arguments() -> None:

@@ -77,21 +77,3 @@ def test_filters_see_the_module_there(name: str) -> None:
         warnings.filterwarnings("ignore", module=__name__)
         CALLS[name]()
     assert not caught
-
-
-def test_filters_by_what_was_given_before_are_those_there() -> None:
-    """Once per line, per module, or altogether."""
-    for action in ("default", "module", "once"):
-        found = []
-        for region in (torch.enable_grad(), hmpx.convert(opt_level="O2", device_types={"cpu"})):
-            with region, warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter(action)  # type: ignore[arg-type]
-                for _ in range(2):
-                    torch.ones(1).std()
-                    torch.ones(1).std()
-                    F.softmin(X)
-            found.append([(each.filename, each.lineno) for each in caught])
-        assert found[0] == found[1]
-        assert found[0]
-    assert not hmpx.is_converted()
-    assert warnings._showwarnmsg.__module__ == "warnings"  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import html
 import itertools
 import json
 import math
@@ -23,15 +22,12 @@ from torch import Tensor
 
 import hmpx
 from hmpx import formats
-from hmpx.accuracy import measuring
-from hmpx.accuracy.picture import exponent_shares, values_by_exponent
 from hmpx.errors import OptionError
 from hmpx.formats import (
     Block,
     Custom,
     ErrorStatistics,
     Fixed,
-    Float,
     Posit,
     Table,
     error,
@@ -99,22 +95,6 @@ def test_figures_by_their_definition(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def test_parts_of_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures do not depend on where parts end."""
-    x = torch.randn(40, 77)
-    whole = [error(x, name) for name in ("float8_e4m3fn", "mxfp4_e2m1", "posit8_0")]
-    shares = exponent_shares(x)
-    monkeypatch.setattr(measuring, "_PART", 100)
-    monkeypatch.setattr("hmpx.accuracy.picture._PART", 100)
-    for one in whole:
-        again = error(x, one.format)
-        for key, value in dataclasses.asdict(one).items():
-            assert getattr(again, key) == (
-                value if isinstance(value, str) else pytest.approx(value, rel=1e-12)
-            )
-    assert exponent_shares(x) == pytest.approx(shares)
-
-
 def test_known_facts() -> None:
     """A uniform quantizer's 6.02 dB a bit; MXFP4 with a floor of exponents; half a unit at most."""
     generator = torch.Generator().manual_seed(0)
@@ -150,74 +130,6 @@ def test_clipped_values(number: int) -> None:
     """Those beyond the largest value, or the least, that stay finite."""
     format, values, share = CLIPPED[number]
     assert error(torch.tensor(values), format).saturated == share
-
-
-@pytest.mark.parametrize("axis", [-1, 0, 1])
-@pytest.mark.parametrize("size", [1, 5, 32])
-def test_clipped_in_blocks(axis: int, size: int) -> None:
-    """By each block's own scale, whose exponent is that of its largest value."""
-    format = Block("b", Float("e2m1", 2, 1, kind="finite"), size, axis)
-    x = torch.randn(6, 70, 3) * torch.exp(torch.randn(6, 70, 1))
-    rows = x.movedim(axis, -1).reshape(-1, x.shape[axis]).tolist()
-    expected = 0
-    for row in rows:
-        for start in range(0, len(row), size):
-            block = row[start : start + size]
-            limit = 6.0 * 2.0 ** (math.frexp(max(map(abs, block)))[1] - 1 - 2)
-            expected += sum(abs(value) > limit for value in block)
-    assert error(x, format).saturated == pytest.approx(expected / x.numel())
-    assert error(torch.tensor(7.0), "mxfp4_e2m1").saturated == 1.0
-
-
-def test_overflow_and_rounding_are_those_of_quantize() -> None:
-    """Saturated values are clipped instead of lost; a generator gives the same figures."""
-    x = torch.tensor([1e6, 1.0, 1.1])
-    assert error(x, "float8_e4m3fn").overflow == pytest.approx(1 / 3)
-    found = error(x, "float8_e4m3fn", overflow="saturate")
-    assert (found.overflow, found.saturated) == (0.0, pytest.approx(1 / 3))
-    assert error(x, "float8_e5m2", rounding="up").overflow == pytest.approx(1 / 3)
-    x = torch.randn(1000)
-    drawn = [
-        error(x, "e4m3", "stochastic", generator=torch.Generator().manual_seed(s))
-        for s in (1, 1, 2)
-    ]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_tensors_without_errors_or_values() -> None:
-    """Nothing to compare is NaN, nothing lost infinity; numbers near the ends of float64 keep their ratio."""
-    exact = error(torch.ones(3), "float8_e4m3fn")
-    assert (exact.sqnr_db, exact.max_abs, exact.max_rel, exact.mean_rel) == (
-        math.inf,
-        0.0,
-        0.0,
-        0.0,
-    )
-    for x in (torch.empty(0, 3), torch.full((2,), math.nan)):
-        empty = error(x, "float8_e4m3fn")
-        assert math.isnan(empty.sqnr_db)
-        assert math.isnan(empty.max_abs)
-        assert (empty.count, empty.overflow, empty.underflow) == (x.numel(), 0.0, 0.0)
-        assert "-" in str(empty)
-    zeros = error(torch.zeros(4), "float8_e4m3fn")
-    assert (zeros.max_abs, zeros.underflow) == (0.0, 0.0)
-    assert math.isnan(zeros.max_rel)
-    assert math.isnan(zeros.sqnr_db)
-    wide = Float("wide", 11, 4)
-    x = torch.rand(1000, dtype=torch.float64) + 0.5
-    for scale in (2.0**1000, 2.0**-1000):
-        assert error(x * scale, wide).sqnr_db == pytest.approx(error(x, wide).sqnr_db)
-
-
-def test_a_conversion_changes_no_figure_and_sees_no_call(tmp_path: Path) -> None:
-    """Whatever its lists say: nothing is cast, logged or recorded."""
-    x = torch.randn(500)
-    expected = table(x, ["e4m3", "mxfp4", "bf16"])
-    policy = {"lists": "none", "low": ["*"], "low_precision_type": "float8_e5m2"}
-    with hmpx.convert(policy=policy, device_types={"cpu"}), hmpx.record() as report:
-        assert table(x, ["e4m3", "mxfp4", "bf16"]) == expected
-        exponent_shares(x)
-    assert not report.rows
 
 
 def test_layer_by_layer() -> None:
@@ -271,49 +183,7 @@ def test_a_table_in_the_order_asked_for() -> None:
     )
 
 
-def test_the_table_in_the_docs() -> None:
-    """Of a million normal numbers."""
-    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text("utf-8")
-    shown = (
-        text.partition("## What rounding costs")[2].partition("```text\n")[2].partition("\n```")[0]
-    )
-    x = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
-    assert str(table(x, ["e4m3", "e5m2", "mxfp4", "posit8_2"])) == shown
-
-
-def test_one_format_is_a_row() -> None:
-    """A name, a dtype or a format is not taken for a list of letters."""
-    x = torch.randn(10)
-    for name in ("e4m3", torch.float8_e4m3fn, formats.get("e4m3")):
-        assert table(x, name).rows == (error(x, "e4m3"),)  # type: ignore[arg-type]
-
-
-def test_long_names_are_cut_and_never_markup() -> None:
-    """Of formats of one's own, whose names may have any letters."""
-    name = "\u00e4" * 100
-    found = table(torch.randn(10), [Custom(name, torch.round)])
-    assert max(map(len, str(found).split("\n"))) <= 80
-    assert html.escape(name) in found._repr_html_()
-    assert math.isnan(found.rows[0].bits)
-
-
 # --- the picture -------------------------------------------------------------------------------
-
-
-def test_the_picture() -> None:
-    """Bars hold all values that have an exponent; the line counts the format's."""
-    x = torch.tensor([0.0, math.nan, math.inf, 1.0, 1.5, -1.9, 2.0, 2.0**-149, 0.75])
-    assert exponent_shares(x) == pytest.approx({0: 3 / 6, 1: 1 / 6, -149: 1 / 6, -1: 1 / 6})
-    ends = torch.tensor([5e-324, sys.float_info.max], dtype=torch.float64)
-    assert exponent_shares(ends) == {-1074: 0.5, 1023: 0.5}
-    assert values_by_exponent(formats.get("float4_e2m1fn")) == {-1: 1, 0: 2, 1: 2, 2: 2}
-    assert sum(values_by_exponent(formats.get("float8_e4m3fn")).values()) == 126
-    assert values_by_exponent(formats.get("mxfp4_e2m1")) == {}
-    figure = plot(x, "e4m3")
-    bars, line = figure.axes
-    assert bars.get_title() == "float8_e4m3fn"
-    assert sum(bar.get_height() for bar in bars.patches) == pytest.approx(1.0)
-    assert max(line.patches[0].get_data().values) == 8
 
 
 @pytest.mark.sampled(4)

@@ -43,6 +43,7 @@ def derived(product: Callable[[Tensor, Tensor], Tensor], layout: Callable[[Tenso
     return output.float(), weight.grad
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", [{}, {"lists": "autocast-cpu"}, {"legalize": "always"}])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("product", PRODUCTS)

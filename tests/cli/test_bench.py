@@ -89,6 +89,7 @@ def labels(printed: str) -> list[str]:
     return [line.split("  ")[0] for line in lines[3 : lines.index("", 3)]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", ["make_step", "step"])
 def test_steps(function: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A function that makes one, or the step itself, whose file is run anew for each variant."""
@@ -97,38 +98,6 @@ def test_steps(function: str, script: Path, capsys: pytest.CaptureFixture[str]) 
     assert labels(printed.out) == ["fp32", "torch.autocast", "hmpx auto", "hmpx fast"]
     assert "loss at 6" in printed.out
     assert "run 2 of 2" in printed.err
-
-
-def test_a_step_starts_anew_for_each_variant(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It has run once, to see that it is the step: neither that run nor its random numbers are left."""
-    options = ["--variants", "never", "--json", "bench.json", *QUICK]
-    assert main(["bench", f"{script}:counting", *options]) == 0
-    found = json.loads(Path("bench.json").read_text("utf-8"))
-    assert found["variants"]["never"]["loss_difference"] == pytest.approx(1.0)
-
-
-def test_interrupts(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Give the exit status of an interrupted program, and a table."""
-    assert main(["bench", f"{script}:interrupts", "--variants", "fp32", *QUICK]) == 130
-    assert "Interrupted: 1 of 2 runs." in capsys.readouterr().out
-
-
-def test_a_step_finds_the_classes_of_its_file(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As pickle does for the workers of a loader, though the file was run anew for other variants."""
-    assert main(["bench", f"{script}:pickles", "--variants", "autocast", *QUICK]) == 0
-
-
-def test_the_arguments_of_hmpx_are_not_those_of_the_file(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It sees none, as a script that was given none."""
-    monkeypatch.setattr(sys, "argv", ["hmpx", "bench", "--unknown"])
-    assert main(["bench", f"{script}:reads_arguments", "--variants", "fp32", *QUICK]) == 0
-    assert sys.argv == ["hmpx", "bench", "--unknown"]
 
 
 def test_models(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,18 +110,6 @@ def test_models(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not printed.err
     found = json.loads(Path("bench.json").read_text("utf-8"))
     assert list(found["variants"]) == ["fp32", "never", "frozen"]
-
-
-def test_options_of_convert_arrive(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a list that makes nothing low, the losses are those of fp32."""
-    Path("nothing.txt").write_text("@hmpx\n-linear\n", encoding="utf-8")
-    options = ["--variants", "always", "--json", "bench.json", *QUICK]
-    assert main(["bench", f"{script}:make_step", *options]) == 0
-    low = json.loads(Path("bench.json").read_text("utf-8"))
-    assert main(["bench", f"{script}:make_step", "--bf16", "nothing.txt", *options]) == 0
-    exact = json.loads(Path("bench.json").read_text("utf-8"))
-    assert low["variants"]["always"]["loss_difference"] != 0
-    assert exact["variants"]["always"]["loss_difference"] == 0
 
 
 def test_a_variant_that_fails(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -17,8 +16,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import CastPolicy, cli, compute, ops, version
-from hmpx.cli import doctor, output
+from hmpx import cli, ops
 from hmpx.compute.legalize import capability
 from hmpx.policy import lists as oplists
 from hmpx.torch_internals import torch_part as torch_parts
@@ -102,27 +100,6 @@ def test_check_counts_files_and_ops_of_clean_lists(
     assert capsys.readouterr().out == "2 files, 3 ops: no faults\n1 file, 1 op: no faults\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (["a.txt", "b.txt"], 0),  # two low-precision lists
-        (["a.txt", "b_fp32.txt"], 1),
-        (["a.txt", "b_FP16.txt"], 1),
-        (["a.txt", "widest.txt"], 0),  # the other lists outrank it
-        (["a.txt", "--fp32", "b.txt"], 1),
-        (["--fp16", "a.txt", "--fp32", "b.txt"], 1),
-        (["--bf16", "b_fp32.txt", "--bf16", "a.txt"], 0),
-    ],
-)
-def test_check_reads_a_list_as_its_name_or_option_says(
-    directory: Path, arguments: list[str], status: int
-) -> None:
-    """One op in two files is a fault only if they are lists of different kinds."""
-    for name in ("a.txt", "b.txt", "b_fp32.txt", "b_FP16.txt", "widest.txt"):
-        write(directory, name, "mul\n")
-    assert cli.main(["check", *arguments]) == status
-
-
 def test_check_reads_policy_files(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """YAML and JSON beside op lists; ops of sections count, and so do all unknown names."""
     write(directory, "p.yaml", "low: [mm]\nsections:\n- ndim: 2\n  fp32: [exp, tan]\n")
@@ -174,31 +151,6 @@ def test_ops_shows_policy_reason_and_call_sites(capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_ops_names_each_policy(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has a spelling, the low one with its type."""
-    write(directory, "low.txt", "cos\n")
-    write(directory, "policy.yaml", "low: [cos]\nfollow: [sin]\n")
-    rows = {row[0]: row for row in table(["--policy", "policy.yaml"], capsys)}
-    policies = {name: rows[name][1] for name in ("cos", "sin", "exp", "cat", "batch_norm", "erf")}
-    spelt = {"-" if policy is CastPolicy.PASS else policy.name for policy in CastPolicy}
-    assert {policy.split()[0] for policy in policies.values()} == spelt
-    rows = {row[0]: row for row in table(["--bf16", "low.txt"], capsys)}
-    policies = {
-        **policies,
-        **{name: rows[name][1] for name in ("cos", "exp", "cat", "batch_norm", "erf")},
-    }
-    assert policies == {
-        "cos": "LOW bf16",
-        "sin": "FOLLOW",
-        "exp": "FP32",
-        "cat": "WIDEST",
-        "batch_norm": "FIRST",
-        "erf": "-",
-    }
-    assert rows["cos"][2] == "low.txt:1"
-    assert rows["erf"][2] == "in no list"
-
-
 def test_ops_holds_every_op_a_list_may_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a pattern the table is complete, and every op has a call site."""
     rows = table([], capsys)
@@ -206,14 +158,6 @@ def test_ops_holds_every_op_a_list_may_name(capsys: pytest.CaptureFixture[str]) 
     in_default = {"torch.nn.attention.flex_attention.flex_attention"}
     assert {row[0] for row in rows} == torchs | in_default | set(oplists.of_libraries().ops)
     assert all(row[3] for row in rows)
-
-
-def test_ops_shows_torch_vf_only_where_there_is_nothing_else(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """An internal namespace is named only for ops that live nowhere else."""
-    for _, _, _, sites in table([], capsys):
-        assert len({site.startswith("torch._VF.") for site in sites.split(", ")}) == 1
 
 
 @pytest.mark.parametrize(
@@ -240,62 +184,6 @@ def test_ops_takes_globs_and_parts_of_names(capsys: pytest.CaptureFixture[str]) 
     assert {row[0] for row in table(["conv?d"], capsys)} == convs
     assert convs < {row[0] for row in table(["conv"], capsys)}
     assert "linalg_inv" in {row[0] for row in table(["torch.linalg.*"], capsys)}
-
-
-def test_ops_takes_several_patterns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Their ops in the order of the patterns, each once; what matches nothing is said."""
-    found = [row[0] for row in table(["truediv", "conv?d", "conv1d"], capsys)]
-    of_torch = ["truediv", "itruediv", "rtruediv", "conv1d", "conv2d", "conv3d"]
-    assert found == [*of_torch, "torch.ops.quantized.conv1d_dynamic"]  # which holds conv1d
-    assert cli.main(["ops", "conv?d", "sofmax"]) == 1
-    out, err = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines()] == ["op", "conv1d", "conv2d", "conv3d"]
-    assert err == "hmpx: no op matches 'sofmax'; did you mean 'softmax'?\n"
-    assert cli.main(["ops", "--why", "mm", "softmax"]) == 0
-    heads = [each.split(":")[0] for each in capsys.readouterr().out.split("\n\n")]
-    assert heads == ["mm", "softmax"]
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has stdout be a terminal of 90 columns."""
-    monkeypatch.setattr(output, "is_terminal", lambda: True)
-    monkeypatch.setenv("COLUMNS", "90")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-
-
-def test_ops_fits_a_terminal_and_has_colours(
-    terminal: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same words as elsewhere; the policy tells its colour."""
-    assert cli.main(["ops", "softmax", "matmul"]) == 0
-    shown = capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert cli.main(["ops", "softmax", "matmul"]) == 0
-    plain = capsys.readouterr().out
-    assert re.sub(r"\x1b\[\d+m", "", shown) == plain
-    assert "\x1b[33mFP32" in shown and "\x1b[34mLOW bf16" in shown
-    assert max(map(len, plain.splitlines())) <= 90
-    monkeypatch.setattr(output, "is_terminal", lambda: False)
-    assert cli.main(["ops", "softmax", "matmul"]) == 0
-    piped = capsys.readouterr().out
-    assert piped.split() == plain.split()
-    assert max(map(len, piped.splitlines())) > 90
-
-
-@pytest.mark.parametrize("columns", ["20", "0", "1000"])
-def test_ops_is_complete_on_any_terminal(
-    columns: str,
-    terminal: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Where there is no room, the terminal breaks the lines."""
-    monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setenv("TERM", "dumb")
-    assert cli.main(["ops", "softmax"]) == 0
-    assert "torch.nn.functional.softmax" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -362,18 +250,6 @@ sections:
     )
 
 
-def test_ops_is_quiet_when_its_reader_leaves(directory: Path) -> None:
-    """A reader that takes one line, as head does, causes no error."""
-    with subprocess.Popen(
-        [*HMPX, "ops"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline().split()[:2] == ["op", "policy"]
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait() == 0
-
-
 # --- errors and help ---------------------------------------------------------------------------
 
 
@@ -388,16 +264,6 @@ def test_completion_knows_commands_options_and_files(capsys: pytest.CaptureFixtu
             done = subprocess.run(["bash", "-n"], input=script, text=True, check=False)
             assert done.returncode == 0
             assert "_shtab_hmpx_check_pos_0_COMPGEN=_shtab_compgen_files" in script
-
-
-def test_completion_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where the package that writes it is missing."""
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert cli.main(["completion", "bash"]) == 1
-    said = "hmpx: this needs the package shtab: pip install 'hmpx[completion]'\n"
-    assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize(
@@ -434,16 +300,6 @@ def test_wrong_arguments_give_usage_and_status_2(
         cli.main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("usage: hmpx")
-
-
-def test_an_unknown_option_is_answered_by_its_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the usage of the command, and the nearest option."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["run", "--verbos", "x.py"])
-    assert caught.value.code == 2
-    usage, _, message = capsys.readouterr().err.rpartition("hmpx run: error: ")
-    assert usage.startswith("usage: hmpx run [options] SCRIPT")
-    assert message == "unrecognized arguments: --verbos; did you mean '--verbose'?\n"
 
 
 @pytest.mark.parametrize(
@@ -561,33 +417,6 @@ def test_run_ends_as_python_does(directory: Path) -> None:
         assert statuses["interrupt.py"] == -signal.SIGINT
 
 
-def test_run_shows_the_traceback_that_python_would_show(directory: Path) -> None:
-    """An exception from inside a patched op, and its cause, come without a frame of hmpx."""
-    script = write(
-        directory,
-        "fails.py",
-        """
-import torch
-
-def multiply():
-    return torch.nn.Linear(2, 2)(torch.ones(3, 3))
-
-try:
-    multiply()
-except RuntimeError as error:
-    try:
-        raise KeyError("first") from error
-    except KeyError:
-        raise ValueError("second")
-""",
-    )
-    expected = finish_fork(script, directory=directory)
-    actual = finish_hmpx("run", script, directory=directory)
-    assert actual == expected
-    assert actual.status == 1
-    assert "ValueError: second" in actual.err
-
-
 def test_run_converts_by_the_lists_given(directory: Path) -> None:
     """The script's ops cast as the lists say; warnings and the log are lines of their own."""
     write(directory, "my_bf16.txt", "softmax\nsoftmaxx\n")
@@ -609,29 +438,6 @@ def test_run_converts_by_the_lists_given(directory: Path) -> None:
     assert output == "torch.bfloat16 torch.float32"
     assert log.startswith("casting  softmax(fp32)  to_bf16  LOW by my_bf16.txt:1  at ")
     assert log.endswith("script.py:3")
-
-
-def test_run_takes_the_options_of_number_formats(directory: Path) -> None:
-    """As `convert` does, so that a sweep needs no change to a script."""
-    script = write(
-        directory,
-        "script.py",
-        "import torch\nx = torch.full((1, 1), 1.1e3, requires_grad=True)\n"
-        "y = torch.nn.functional.linear(x, torch.ones(1, 1))\n"
-        "print(y.item(), torch.autograd.grad(y, x, torch.full((1, 1), 0.3))[0].item())\n",
-    )
-    options = ["--low-precision-type", "float8_e4m3fn", "--device-types", "cpu,cuda"]
-    for more, expected in (
-        (["--overflow", "saturate"], "448.0 0.3"),
-        (["--overflow", "saturate", "--round-gradients", "yes"], "448.0 0.3125"),
-        (["--rounding", "toward_zero", "--round-gradients", "float8_e5m2"], "448.0 0.25"),
-    ):
-        actual = finish_hmpx("run", *options, *more, script, directory=directory)
-        assert (actual.status, actual.err) == (0, "")
-        assert actual.out.startswith(expected)
-    actual = finish_hmpx("run", "--rounding", "stochastic", script, directory=directory)
-    assert actual.status == 2
-    assert "rounding has no effect: no op runs in a number format" in actual.err
 
 
 def test_run_converts_by_a_policy_file(directory: Path) -> None:
@@ -702,17 +508,6 @@ def test_doctor_lists_what_stays_uncast(tmp_path: Path) -> None:
     assert plain.out.splitlines()[:4] == early.out.splitlines()[:4]
 
 
-def test_doctor_names_a_module_that_exits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With a status of its own, not the module's; and the module sees no arguments of hmpx."""
-    (tmp_path / "exits_at_once.py").write_text("import sys\nsys.exit(len(sys.argv) - 1)\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert cli.main(["doctor", "exits_at_once"]) == 2
-    assert capsys.readouterr().err == "hmpx: can't import 'exits_at_once': SystemExit: 0\n"
-
-
 def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     """What torch reports of each device's hardware, and each kind of op as measured."""
     actual = finish_hmpx("doctor", "--low-precision-type", "float16", directory=tmp_path)
@@ -728,23 +523,6 @@ def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     assert [row.split()[0] for row in rows] == list(capability.KINDS)
     for row in rows:
         assert re.fullmatch(r" +\w+( +\d+\.\d( slow)?){2}", row)
-
-
-def test_doctor_tries_what_torch_does_not_document(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A line for each part, and what happens without those that are not as expected."""
-    part = torch_parts.Part("modes", ("torch._C.x",), "calls take longer", False, "")
-    broken = dataclasses.replace(part, feature="hooks", fault="torch has no torch._C.x")
-    monkeypatch.setattr("hmpx.torch_internals.parts", lambda: (part, broken))
-    monkeypatch.setattr("hmpx.torch_internals.later_parts", lambda: iter([part]))
-    assert cli.main(["doctor", "--torch"]) == 1
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "relies on 3 parts of torch that it does not document: 1 not as expected; see doctor --torch",
-        "  modes  as expected",
-        "  hooks  torch has no torch._C.x; calls take longer",
-        "  modes  as expected",
-    ]
 
 
 def test_doctor_gives_data(tmp_path: Path) -> None:
@@ -763,63 +541,7 @@ def test_doctor_gives_data(tmp_path: Path) -> None:
     assert all(part["fault"] == "" for part in found["parts"])
 
 
-def test_doctor_says_with_which_torch_the_tests_were_run() -> None:
-    """Those of docs/versions.md; another torch is told so."""
-    results = json.loads((ROOT / "scripts" / "versions.json").read_text("utf-8"))
-    tested = {".".join(each.split(".")[:2]) for each in results}
-    assert set(version.TESTED_TORCH) == tested
-    found = {"hmpx": "1", "python": "3", "tested_torch": list(version.TESTED_TORCH)}
-    assert (
-        doctor._head({**found, "torch": "2.14.1+cu130"}) == "hmpx 1, torch 2.14.1+cu130, Python 3"
-    )
-    assert doctor._head({**found, "torch": "9.1.0"}) == (
-        "hmpx 1, torch 9.1.0 (the tests were run with 2.13, 2.14, 2.15), Python 3"
-    )
-
-
 _NATIVE, _SLOW, _MISSING = (0.8, 0.9), (0.7, 16.14), (math.inf, math.inf)
-
-
-@pytest.mark.parametrize(
-    ("reported", "says"),
-    [
-        (True, "torch reports that the hardware has it"),
-        (False, "torch reports that the hardware lacks it"),
-        (None, "torch does not report whether the hardware has it"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("measured", "cells"),
-    [
-        (_NATIVE, ["     0.8          0.9"]),
-        (_SLOW, ["     0.7         16.1 slow"]),
-        (_MISSING, ["    no kernel    no kernel"]),
-        ((None, None), None),
-        ((0.8, None), ["     0.8            -"]),
-    ],
-)
-def test_doctor_speaks_of_every_state(
-    monkeypatch: pytest.MonkeyPatch,
-    reported: bool | None,
-    says: str,
-    measured: tuple[float | None, float | None],
-    cells: list[str] | None,
-) -> None:
-    """Whatever torch reports, and whatever was measured or not."""
-    found = capability.Capability(reported, *measured)
-    monkeypatch.setattr(compute, "reported", lambda *_: reported)
-    monkeypatch.setattr(compute, "capability", lambda *_: found)
-    known = doctor._capabilities("cpu", torch.bfloat16)
-    first, *rest = doctor._capability_lines("cpu", "bfloat16", json.loads(json.dumps(known)))
-    assert first == f"bfloat16 on cpu: {says}"
-    if cells is None:
-        assert rest == ["  not measured: every op runs in its native kernel"]
-        return
-    assert rest == [
-        "  time of the native kernel divided by that of fp32 with casts; slow kernels are not used",
-        "  ops               inference     training",
-        *[f"  {kind:14}{cells[0]}" for kind in capability.KINDS],
-    ]
 
 
 def test_formats_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hmpx import cli
 from hmpx.reports import Report, merged, read_json
 
-from ..reports.samples import hostile, row, waste
+from ..reports.samples import row, waste
 
 
 @pytest.fixture
@@ -52,15 +52,6 @@ def test_pages_and_tables_are_written(
     assert Path("a.csv").read_bytes().decode() == files[0].to_csv()
 
 
-def test_hostile_reports_are_printed(
-    files: list[Report], capsys: pytest.CaptureFixture[str]
-) -> None:
-    hostile().to_json("hostile.json")
-    assert cli.main(["report", "hostile.json"]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out and "wrote" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -83,32 +74,3 @@ def test_faults_are_lines_on_stderr(
     assert cli.main(["report", *arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err[: len(message)], err.count("\n")) == ("", message, 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: FILE"),
-        (["merge"], "name the reports to merge"),
-        (["merge", "0.json"], "merge needs -o OUT, where it writes"),
-        (
-            ["0.json", "-o", "x.json"],
-            "-o says where merge writes: hmpx report merge FILE... -o OUT",
-        ),
-    ],
-)
-def test_wrong_arguments_give_usage(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["report", *arguments])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.endswith(f"error: {message}\n")
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["report", "--help"])
-    text = capsys.readouterr().out
-    assert "exit status:" in text
-    assert "  hmpx report " in text.partition("example")[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -96,21 +95,6 @@ def test_calls_of_forked_processes_are_added(tmp_path: Path, end: str) -> None:
     assert {each.name for each in tmp_path.iterdir()} == {"report.json", "script.py"}
 
 
-def test_calls_of_a_child_that_runs_the_script_to_its_end_are_added(tmp_path: Path) -> None:
-    end = "child = os.fork()\nlinear(torch.ones(2, 4))\nif child: os.waitpid(child, 0)"
-    assert run(tmp_path, "report.json", end).returncode == 0
-    report = read_json(tmp_path / "report.json")
-    assert sum(row.calls for row in report.rows if row.op == "linear") == 3 + 2
-
-
-def test_a_programs_own_handler_comes_first(tmp_path: Path) -> None:
-    """As for a checkpoint before the time limit."""
-    end = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
-    done = run(tmp_path, "report.json", end + KILL.format("SIGTERM"))
-    assert done.returncode == 9
-    assert read_json(tmp_path / "report.json").error == "SystemExit: 9"
-
-
 def test_ranks_write_files_of_their_own_that_add_up(tmp_path: Path) -> None:
     """As under torchrun."""
     import os
@@ -124,94 +108,9 @@ def test_ranks_write_files_of_their_own_that_add_up(tmp_path: Path) -> None:
     assert both.about["rank"] == "0, 1"
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("report.doc", "unknown format; end the name in .json, .html, .csv or .txt"),
-        ("missing/report.json", "there is no directory missing"),
-    ],
-)
-def test_what_can_not_be_written_is_said_before_the_program_runs(
-    tmp_path: Path, name: str, said: str
-) -> None:
-    """With status 2, as for any wrong option."""
-    done = run(tmp_path, name, "print('ran')")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-
-
-@pytest.mark.parametrize("suffix", [".json", ".html", ".csv", ".txt"])
-def test_a_program_ends_as_it_does_where_its_report_can_not_be_written(
-    tmp_path: Path, suffix: str
-) -> None:
-    """On a full disk; what was lost is said."""
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("there is no device that is always full")
-    (tmp_path / f"report{suffix}").symlink_to(full)
-    done = run(tmp_path, f"report{suffix}", "sys.exit(3)")
-    assert done.returncode == 3
-    assert "hmpx: the report can't be written: " in done.stderr
-    assert "No space left" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_directory_is_refused_before_the_program_runs(tmp_path: Path) -> None:
     """Since nothing could be written there afterwards."""
     (tmp_path / "report.json").mkdir()
     done = run(tmp_path, "report.json", "print('ran')")
     assert (done.returncode, done.stdout) == (2, "")
     assert "report.json is a directory; name a file in it" in done.stderr
-
-
-def test_names_may_end_in_capitals(tmp_path: Path) -> None:
-    """As some programs write them."""
-    assert run(tmp_path, "R.JSON").returncode == 0
-    assert read_json(tmp_path / "R.JSON").rows
-
-
-CHAINS = """
-before = signal.getsignal(signal.SIGTERM)
-def stop(number, frame):
-    if callable(before):
-        before(number, frame)
-    sys.exit(3)
-assert signal.signal(signal.SIGTERM, stop) is before is signal.SIG_DFL
-os.kill(os.getpid(), signal.SIGTERM)
-"""
-RESETS = """
-signal.signal(signal.SIGTERM, lambda *_: None)
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
-os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(60)
-"""
-SPAWNS = """
-import multiprocessing
-child = multiprocessing.get_context("spawn").Process(target=os._exit, args=(5,))
-if __name__ == "__main__":
-    child.start(); child.join(); sys.exit(child.exitcode)
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "status"),
-    [
-        ("import signal" + CHAINS, 3),
-        ("import signal" + RESETS, -signal.SIGTERM),
-        (SPAWNS, 5),
-    ],
-    ids=["chains a handler", "resets a handler", "spawns"],
-)
-def test_a_program_ends_as_it_does_without_a_report(tmp_path: Path, end: str, status: int) -> None:
-    """It does not see the handlers that write the report."""
-    done = run(tmp_path, "report.json", end)
-    assert done.returncode == status, done.stderr
-    assert [row.calls for row in read_json(tmp_path / "report.json").rows] == [3]
-
-
-def test_a_program_may_close_its_stdout(tmp_path: Path) -> None:
-    """In a process of its own: the forked ones of these tests write there at their end."""
-    (tmp_path / "script.py").write_text(SCRIPT.format(end="sys.stdout.close()"))
-    command = [sys.executable, "-m", "hmpx", "run", "--report", "report.json", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert [row.calls for row in read_json(tmp_path / "report.json").rows] == [3]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -81,23 +80,6 @@ def test_the_exit_status_decides(
     assert capsys.readouterr().out == said
 
 
-def test_ops_in_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself, in few runs."""
-    monkeypatch.chdir(tmp_path)
-    modules = tuple(f"layers.{i}" for i in range(6))
-    command = check(tmp_path, [("layers.2", "softmax"), ("layers.4", "add")], modules)
-    assert main(["tune", "--check", command, "--by", "module", "--output", "o"]) == 0
-    policy = hmpx.load_policy("o/policy.yaml")
-    kept = {
-        (section.conditions()[0][1], op)
-        for section in policy.sections
-        for op, decision in section.decisions.items()
-        if decision.cast_policy is hmpx.DENY and op in OPS
-    }
-    assert kept == {(("layers.2",), "softmax"), (("layers.4",), "add")}
-    assert len(list(Path("o").glob("[0-9]*"))) <= 32
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -119,25 +101,6 @@ def test_commands_that_cannot_be_tuned(
     assert message in capsys.readouterr().err
 
 
-def test_a_command_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is ended with what it has started, and counts as failed."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["tune", "--check", "sleep 60 & wait", "--timeout", "0.2"]) == 2
-    assert "exit status timeout" in capsys.readouterr().err
-
-
-def test_another_command_in_the_same_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its results are not mixed with those that are there."""
-    monkeypatch.chdir(tmp_path)
-    main(["tune", "--check", "exit 3"])
-    assert main(["tune", "--check", "exit 4"]) == 2
-    assert "belongs to another search: command differs" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("option", [["--runs", "0"], ["--timeout", "0"], ["--budget", "x"]])
 def test_options(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Numbers that make no sense are refused."""
@@ -147,20 +110,6 @@ def test_options(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # --- commands as users have them ---------------------------------------------------------------------
-
-
-def test_quotes_spaces_and_other_directories(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The shell gets the command as it is; paths of policies hold wherever it goes."""
-    monkeypatch.chdir(tmp_path)
-    inner = tmp_path / "a b'c"
-    inner.mkdir()
-    command = check(inner, [("", "add")])
-    command = f"""cd "a b'c" && test "x  y" = 'x  y' && {command}"""
-    assert main(["tune", "--check", command, "--output", "out of it"]) == 0
-    assert hmpx.load_policy(lists="out of it")["add"].cast_policy is hmpx.DENY
-    assert not list(inner.glob("out*"))
 
 
 def test_reports_of_several_programs_and_processes_count(
@@ -175,76 +124,6 @@ def test_reports_of_several_programs_and_processes_count(
     assert f"1 of {len(OPS) + 1} candidates" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_each_program_of_a_command_writes_a_report(tmp_path: Path) -> None:
-    """The second does not replace the first one's, as --report would."""
-    for name, op in (("a.py", "tanh"), ("b.py", "exp")):
-        (tmp_path / name).write_text(f"import torch\ntorch.ones(2).{op}()\n")
-    (tmp_path / "policy.yaml").write_text("lists: none\nfp32: [tanh, exp]\n")
-    environment = {"HMPX_POLICY": str(tmp_path / "policy.yaml"), "HMPX_REPORT": "report.json"}
-    for name in ("a.py", "b.py"):
-        command = [sys.executable, "-m", "hmpx", "run", name]
-        subprocess.run(command, cwd=tmp_path, env={**os.environ, **environment}, check=True)
-    texts = [each.read_text() for each in tmp_path.glob("report*.json")]
-    assert sorted("tanh" in text for text in texts) == [False, True]
-    assert sorted("exp" in text for text in texts) == [False, True]
-
-
-def test_a_command_that_varies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It passes in fp32 at first, and then does not: that is said, and not that types are at fault."""
-    monkeypatch.chdir(tmp_path)
-    command = f"test ! -e once && touch once && {check(tmp_path, [])}"
-    assert main(["tune", "--check", command, "--output", "o"]) == 2
-    said = capsys.readouterr().err
-    assert "passed once with every op in fp32, and then failed: see o/0001/output.txt" in said
-    assert "its outcome varies" in said
-
-
-def test_what_else_is_in_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Stays, whatever its name."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("o/1a", "o/2024", "o/\u00b2"):
-        Path(name).mkdir(parents=True)
-    Path("o/7").write_text("mine")
-    assert main(["tune", "--check", check(tmp_path, []), "--output", "o"]) == 0
-    assert Path("o/7").read_text() == "mine"
-    assert Path("o/2025/status.json").is_file()
-    assert not list(Path("o/2024").iterdir())
-
-
-@pytest.mark.parametrize("target", ["o", "."])
-def test_a_directory_that_is_deleted_meanwhile(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    target: str,
-) -> None:
-    """Exit status 2, and the reason; no traceback."""
-    place = tmp_path / "here"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    gone = place / target
-    assert main(["tune", "--check", f"rm -r '{gone}'", "--output", "o"]) == 2
-    assert "can't write o/called/status.json: " in capsys.readouterr().err
-
-
-def test_two_searches_in_one_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The second is refused while the first goes on."""
-    monkeypatch.chdir(tmp_path)
-    again = [sys.executable, "-m", "hmpx", "tune", "--check", "true", "--output", "o"]
-    command = f"{shlex.join(again)}; {check(tmp_path, [])}"
-    assert main(["tune", "--check", command, "--output", "o", "--budget", "2"]) == 0
-    said = Path("o/called/output.txt").read_text()
-    assert "another hmpx tune is running in o; wait for it, or give another --output" in said
-    assert main(["tune", "--check", command, "--output", "o", "--budget", "2"]) == 0
-
-
 def processes_with(marker: str) -> list[str]:
     """Returns the command lines of running programs that hold ``marker``."""
     listed = subprocess.run(
@@ -252,26 +131,6 @@ def processes_with(marker: str) -> list[str]:
     )
     lines = [line for line in listed.stdout.splitlines() if marker in line]
     return [line for line in lines if not line.startswith("Z")]
-
-
-STUBBORN = "import signal, sys, time; signal.signal(15, signal.SIG_IGN); open(sys.argv[2], 'w'); time.sleep(60)"
-
-
-def test_what_a_command_leaves_behind_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also what does not listen, and what it has left in the background; nothing of others."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hmpx.tuning.checking._PATIENCE_S", 0.3)
-    marker = f"left-by-{os.getpid()}"
-    start = f'{sys.executable} -c "{STUBBORN}" {marker} up &'
-    wait = "while [ ! -e up ]; do sleep 0.02; done; rm up"
-    assert main(["tune", "--check", f"{start} {wait}; false", "--output", "a"]) == 2
-    assert not processes_with(marker)
-    assert (
-        main(["tune", "--check", f"{start} {wait}; wait", "--timeout", "2", "--output", "b"]) == 2
-    )
-    assert not processes_with(marker)
 
 
 #: Runs hmpx such that it obeys interrupts, also where the tests run in the background of a shell.
@@ -285,10 +144,8 @@ runpy.run_module("hmpx", run_name="__main__")
 @pytest.mark.parametrize(
     ("number", "when"),
     [
-        (signal.SIGINT, "called"),
-        (signal.SIGTERM, "0003"),
+        (signal.SIGINT, "0003"),
         pytest.param(signal.SIGTERM, "called", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "0003", marks=pytest.mark.slow),
     ],
 )
 def test_an_interruption_ends_the_command_too(
@@ -341,19 +198,6 @@ def test_hmpx_run_obeys_the_policy_under_test(tmp_path: Path) -> None:
     done = forks.run(*command, cwd=tmp_path, env={**os.environ, **environment})
     assert (done.returncode, done.stdout) == (0, "torch.bfloat16 torch.float32\n"), done.stderr
     assert (tmp_path / "report.json").is_file()
-
-
-def test_the_shim_has_lists_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """So that a policy under test would not be obeyed."""
-    monkeypatch.setenv("HMPX_POLICY", "policy.yaml")
-    script = tmp_path / "script.py"
-    script.write_text("")
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["run", "--habana-shim", str(script)]) == 2
-    assert "tune it without --habana-shim" in capsys.readouterr().err
 
 
 TRAINING = """

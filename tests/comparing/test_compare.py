@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
-import traceback
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.errors import OptionError
@@ -69,22 +66,6 @@ def test_local_errors_are_those_of_the_op_alone():
     assert 0 < row.ulp < 4
 
 
-def test_what_is_computed_of_a_run_is_not_cast_itself():
-    """Not even where every op is low, `cat` and `stack` among them: errors are those of fewer ops."""
-    x, w = torch.randn(4, 64), torch.randn(3, 64)
-    policies = [
-        hmpx.Policy.from_ops(low=low, low_precision_type="nvfp4") for low in (["linear"], ["*"])
-    ]
-    few, all_low = [
-        hmpx.compare(lambda x: F.linear(x, w), x, policy=policy, **CPU) for policy in policies
-    ]
-    assert few.rows[0].rel > 0
-    assert [repr(row) for row in all_low.rows] == [
-        repr(row) for row in few.rows
-    ]  # some numbers are NaN
-    assert all_low.output_rel == few.output_rel
-
-
 def test_the_effect_on_a_loss_is_gradient_times_difference():
     x = torch.randn(5, 8)
 
@@ -107,17 +88,6 @@ def test_without_a_loss_the_effect_is_that_on_the_outputs():
     found = hmpx.compare(model, x, **low("linear"))
     assert found.rows[0].effect == pytest.approx(found.output_rel, rel=0.1)
     assert math.isnan(found.loss)
-
-
-def test_a_loss_is_computed_in_float32():
-    found = hmpx.compare(
-        nn.Linear(8, 3),
-        torch.randn(4, 8),
-        loss_fn=lambda y: F.cross_entropy(y, torch.tensor([0, 1, 2, 0])),
-        **low("linear", "cross_entropy"),
-    )
-    assert [row.op for row in found.rows] == ["linear"]  # what loss_fn calls is not compared
-    assert found.loss != found.low_loss
 
 
 def test_what_follows_low_inputs_has_its_own_error_only():
@@ -175,14 +145,6 @@ def test_gradients_of_parameters():
     assert all(0 < each.rel < 0.02 and each.cosine > 0.999 for each in found.gradients)
 
 
-def test_gradients_without_a_loss_are_those_of_one_projection_in_both_runs():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 4))
-    found = hmpx.compare(model, torch.randn(16, 8), **low("linear"))
-    assert {each.name for each in found.gradients} == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert all(each.rel < 0.05 and each.cosine > 0.999 for each in found.gradients)
-
-
 def test_passes_find_the_same():
     model = Net()
     x = torch.randn(6, 8)
@@ -226,70 +188,12 @@ def test_overflow_in_the_low_type_has_infinite_effect():
     assert found.rows[0].lost == 4 and not found.rows[0].fits
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints(use_reentrant):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            x = self.a(x)
-            return checkpoint(self.b, x, use_reentrant=use_reentrant)
-
-    model, x = Model(), torch.randn(16, 8)
-    found = {row.module: row for row in hmpx.compare(model, x, **low("linear")).rows}
-    model.forward = lambda x: model.b(model.a(x))
-    plain = {row.module: row for row in hmpx.compare(model, x, **low("linear")).rows}
-    for name in ("a", "b"):
-        assert found[name].calls == 1
-        assert found[name].effect == pytest.approx(plain[name].effect, rel=1e-5)
-
-
 def test_dropout_draws_the_same():
     def model(x):
         return F.dropout(x, 0.5)
 
     (row,) = hmpx.compare(model, torch.randn(32, 32), **low("dropout")).rows
     assert row.lost == 0 and row.rel < 2**-8
-
-
-def test_in_place_ops_are_compared_from_before():
-    def model(x):
-        y = x * 1
-        y.mul_(3).add_(x)
-        return y
-
-    found = hmpx.compare(model, torch.randn(8, 8), **low("mul"))
-    assert torch.isfinite(torch.tensor([row.rel for row in found.rows])).all()
-    assert all(row.rel < 2**-7 for row in found.rows)
-
-
-def test_a_frozen_model_has_effects_too():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).requires_grad_(False)
-    found = hmpx.compare(model, torch.randn(4, 8), **low("linear"))
-    assert all(row.effect > 0 for row in rows_of(found, "linear"))
-    assert not any(p.requires_grad for p in model.parameters())
-
-
-@pytest.mark.parametrize("store", ["dtype", "codes"])
-def test_weights_that_freeze_has_stored_low_can_not_be_compared(store):
-    """Neither in the model, nor in what holds it; after undo they can."""
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval(), torch.randn(4, 8)
-    low_type = torch.bfloat16 if store == "dtype" else "float8_e4m3fn"
-    with hmpx.convert(low_precision_type=low_type, **CPU):
-        expected = hmpx.compare(model, x)
-        frozen = hmpx.freeze(model, x, store=store)
-        before = {name: value.clone() for name, value in model.named_parameters()}
-        for holder in (model, nn.Sequential(model), lambda x: model(x)):
-            with pytest.raises(
-                hmpx.FreezeError, match=r"^Sequential is frozen: .* before hmpx.freeze"
-            ):
-                hmpx.compare(holder, x)
-        assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
-        frozen.undo()
-        found = hmpx.compare(model, x)
-    assert [row.rel for row in found.rows] == [row.rel for row in expected.rows]
 
 
 def test_a_model_without_a_backward():
@@ -309,12 +213,6 @@ def test_where_no_gradient_arrives_the_effect_is_unknown():
     assert "no gradient" in str(found)
 
 
-def test_integers_and_nothing():
-    found = hmpx.compare(lambda x: x + 1, torch.arange(3), **low("add"))
-    assert found.rows == ()
-    assert str(found) == "No calls were compared."
-
-
 def test_a_call_that_depends_on_values():
     def model(x):
         y = torch.tanh(x)
@@ -332,42 +230,6 @@ def test_compiled_models():
     assert rows_of(found, "linear")[0].module == "0"
     assert found.compiled_rel < 0.01
     assert {each.name for each in found.gradients} == {"0.weight", "0.bias"}
-
-
-def test_gradients_arrive_at_what_depends_on_no_parameter():
-    class Model(nn.Linear):
-        def __init__(self):
-            super().__init__(8, 8)
-            self.register_buffer("positions", torch.arange(8.0))
-
-        def forward(self, x):
-            return super().forward(x) * torch.sin(self.positions * 300)
-
-    model = Model()
-    found = hmpx.compare(model, torch.randn(4, 8), **low("linear", "mul"))
-    angles = next(row for row in rows_of(found, "mul") if row.range.largest > 1000)
-    assert angles is found.rows[0] or angles.effect == pytest.approx(found.rows[0].effect, rel=0.01)
-    assert angles.effect > 0.1
-    assert not model.positions.requires_grad
-
-
-def test_what_is_written_to_in_place_draws_no_gradients():
-    def model(x):
-        y = torch.tanh(torch.arange(4.0))
-        y += 1
-        return x * y
-
-    found = hmpx.compare(model, torch.randn(4), **low("tanh"))
-    assert math.isnan(rows_of(found, "tanh")[0].effect)
-    assert found.backward_error is None
-
-
-def test_a_mapping_is_passed_on_by_name():
-    def model(*, x, factor):
-        return {"y": torch.tanh(x) * factor}
-
-    found = hmpx.compare(model, {"x": torch.randn(4), "factor": 2}, **low("tanh"))
-    assert rows_of(found, "tanh")[0].effect > 0
 
 
 def test_several_calls_of_one_line_are_one_row():
@@ -433,143 +295,6 @@ def test_inputs_are_not_written_to():
     assert torch.equal(x, torch.ones(4))
 
 
-class Memory(nn.Module):
-    """Keeps tables, counters, lists and buffers that it makes in its first forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.table, self.count, self.seen = nn.Linear(4, 4), None, 0, []
-
-    def forward(self, x):
-        if self.table is None:
-            self.table = torch.sin(torch.arange(4.0) * 300)
-            self.register_buffer("scale", torch.ones(4))
-        self.count += 1
-        self.seen.append(x)
-        for _ in range(self.count):
-            x = self.layer(x)
-        return x * self.table * self.scale
-
-
-def test_what_a_model_remembers_is_as_before_in_each_run():
-    model = Memory()
-    found = hmpx.compare(model, torch.randn(2, 4), **low("linear", "sin"))
-    assert model.table is None and model.count == 0 and model.seen == []
-    assert not hasattr(model, "scale")
-    assert found.unmatched == 0
-    (sin,) = rows_of(found, "sin")
-    assert 0 < sin.rel < 0.01
-
-
-def _clamped(model, x):
-    with torch.no_grad():
-        model.weight.clamp_(-0.1, 0.1)
-    return F.linear(x, model.weight)
-
-
-def _replaced(model, x):
-    model.weight.data = model.weight.data * 0.5
-    return F.linear(x, model.weight)
-
-
-def _halved(model, x):
-    model.weight.data.mul_(0.5)
-    return F.linear(x, model.weight)
-
-
-def _stepped(model, x):
-    F.linear(x, model.weight).square().sum().backward()
-    torch.optim.SGD([model.weight], 0.1).step()
-    model.zero_grad()
-    return F.linear(x, model.weight)
-
-
-@pytest.mark.parametrize("forward", [_clamped, _replaced, _halved, _stepped])
-def test_parameters_that_a_forward_writes_to_are_as_before(forward):
-    class Model(nn.Linear):
-        def forward(self, x):
-            return forward(self, x)
-
-    model = Model(4, 4)
-    weight, values = model.weight, model.weight.detach().clone()
-    found = hmpx.compare(model, torch.randn(2, 4), passes=2, **low("linear"))
-    assert model.weight is weight and torch.equal(weight, values)
-    assert found.output_rel < 0.02, "each run starts from the same parameters"
-    assert weight.grad is None
-
-
-def test_what_is_done_with_finished_gradients_is_not_done():
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    steps = []
-
-    def step(parameter):
-        steps.append(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    model.weight.register_post_accumulate_grad_hook(step)
-    weight = model.weight.detach().clone()
-    found = hmpx.compare(model, torch.randn(2, 4), **low("linear"))
-    assert steps == [] and torch.equal(model.weight, weight)
-    assert {each.name for each in found.gradients} == {"weight", "bias"}
-    model(torch.randn(2, 4)).sum().backward()
-    assert len(steps) == 1
-
-
-GLOBAL_MODEL = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
-
-
-class Trainer:
-    def __init__(self):
-        self.model = GLOBAL_MODEL
-
-    def step(self, x):
-        return self.model(x)
-
-
-def _step(x, model):
-    return model(x)
-
-
-@pytest.mark.parametrize(
-    "kind", ["closure", "method", "partial", "global", "attribute", "checkpoint", "list"]
-)
-def test_modules_that_a_function_runs_are_as_before(kind):
-    model = GLOBAL_MODEL
-    layers = [model]
-    function = {
-        "closure": lambda x: model(x),
-        "method": model.forward,
-        "partial": functools.partial(_step, model=model),
-        "global": lambda x: GLOBAL_MODEL(x),
-        "attribute": Trainer().step,
-        "checkpoint": lambda x: checkpoint(model, x, use_reentrant=True),
-        "list": lambda x: layers[0](x),
-    }[kind]
-    model[0].weight.grad = gradient = torch.ones(4, 4)
-    model[0].bias.grad = None
-    state = {name: each.clone() for name, each in model.state_dict().items()}
-    found = hmpx.compare(function, torch.randn(8, 4), **low("linear"))
-    assert model[0].weight.grad is gradient and torch.equal(gradient, torch.ones(4, 4))
-    assert model[0].bias.grad is None
-    assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
-    assert rows_of(found, "linear")[0].effect > 0
-    model.zero_grad()
-
-
-def test_leaves_that_a_function_holds_have_the_gradients_of_before():
-    held = {"w": [torch.randn(4, 4, requires_grad=True) for _ in range(2)]}
-    held["w"][0].grad = gradient = torch.ones(4, 4)
-
-    class Holder:
-        weights = held["w"]
-
-    hmpx.compare(lambda x: x @ Holder.weights[0] @ Holder.weights[1], torch.randn(2, 4), **CPU)
-    assert held["w"][0].grad is gradient and torch.equal(gradient, torch.ones(4, 4))
-    assert held["w"][1].grad is None
-
-
 def test_nothing_keeps_the_model_and_its_inputs():
     code = """
 import gc, weakref, torch, hmpx
@@ -584,78 +309,7 @@ print([each() for each in living])
     assert (done.returncode, done.stdout) == (0, "[None, None, None]\n"), done.stderr
 
 
-def test_generators_draw_the_same_and_are_as_before():
-    generator = torch.Generator().manual_seed(3)
-    state = generator.get_state()
-
-    def model(x, g):
-        return torch.tanh(x) + torch.randn(4, generator=generator) + torch.rand(4, generator=g)
-
-    given = torch.Generator().manual_seed(4)
-    found = hmpx.compare(model, torch.randn(4), given, **low("tanh"))
-    assert found.output_rel < 0.01
-    assert torch.equal(generator.get_state(), state)
-    assert torch.equal(given.get_state(), torch.Generator().manual_seed(4).get_state())
-
-
-def test_parameters_that_a_first_run_makes():
-    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyBatchNorm1d())
-    found = hmpx.compare(model, torch.randn(3, 5), **low("linear"))
-    assert rows_of(found, "linear")[0].effect > 0
-    assert model(torch.randn(3, 5)).shape == (3, 4)
-    assert len(found.gradients) == 4
-
-
 # --- what runs in float32 runs here ------------------------------------------------------------------
-
-
-def test_vmap():
-    w, x = torch.randn(4, 4), torch.randn(3, 4)
-
-    def model(x):
-        return torch.vmap(lambda row: torch.tanh(row @ w))(x)
-
-    found = hmpx.compare(model, x, **low("matmul", "tanh"))
-    for name in ("matmul", "tanh"):
-        (row,) = rows_of(found, name)
-        assert 0 < row.rel < 0.01 and row.effect > 0
-    hmpx.compare(torch.func.jacrev(lambda x: torch.tanh(x @ w)), x, **low("matmul", "tanh"))
-
-
-def test_a_model_that_does_not_run_with_gradients():
-    def model(x):
-        out = torch.empty(2, 2)
-        torch.mm(x, x.T, out=out)
-        return torch.tanh(out)
-
-    for loss_fn in (None, torch.sum):
-        found = hmpx.compare(model, torch.randn(2, 4), loss_fn=loss_fn, **low("tanh"))
-        (row,) = rows_of(found, "tanh")
-        assert row.rel > 0 and math.isnan(row.effect)
-        assert "automatic differentiation" in found.backward_error
-
-
-def test_tensors_of_inference_mode():
-    with torch.inference_mode():
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-        x = torch.randn(2, 4)
-    assert rows_of(hmpx.compare(model, x, **low("linear")), "linear")[0].rel > 0
-
-
-def test_tensors_without_values():
-    model = nn.Linear(4, 4, device="meta")
-    found = hmpx.compare(model, torch.empty(2, 4, device="meta"), low_precision_type="bfloat16")
-    assert math.isnan(found.loss) and str(found)
-
-
-def test_a_model_that_fails_in_low_precision_only():
-    def model(x):
-        return (x @ x.T).add(x @ x, alpha=torch.finfo(torch.float32).max)
-
-    with pytest.raises(RuntimeError, match="without overflow") as caught:
-        hmpx.compare(model, torch.randn(4, 4), **low("matmul"))
-    shown = "".join(traceback.format_exception_only(caught.value))
-    assert "keep the op that fails in fp32" in shown
 
 
 # --- arguments --------------------------------------------------------------------------------------
@@ -676,11 +330,6 @@ def test_bad_arguments(arguments, message):
     with pytest.raises((OptionError, TypeError), match=message):
         hmpx.compare(nn.Linear(4, 4), torch.ones(2, 4), **arguments)
     assert not hmpx.is_converted()
-
-
-def test_a_model_that_can_not_be_called():
-    with pytest.raises(OptionError, match="model must be a module or a function, not 3"):
-        hmpx.compare(3, torch.ones(2))
 
 
 async def _coroutine(x):
@@ -716,25 +365,6 @@ def test_what_has_not_run_is_refused(model, message):
 # --- beside other tools ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["raise", "collect"])
-def test_inside_watch_the_default_is_compared(mode):
-    model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    alone = hmpx.compare(model, x, **CPU)
-    with hmpx.watch(mode):
-        found = hmpx.compare(model, x, **CPU)
-        default = hmpx.compare(model, x)
-    effects = [[row.effect for row in each.rows] for each in (alone, found, default)]
-    assert effects[0] == effects[1] == effects[2] != [0.0]
-    assert default.rows[0].dtype == "bfloat16"
-
-
-def test_inside_watch_the_conversion_in_force_is_compared():
-    model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    with hmpx.convert(**low("tanh")), hmpx.watch("collect"):
-        found = hmpx.compare(model, x)
-    assert {row.dtype for row in found.rows} == {""}
-
-
 # --- calls without a gradient ------------------------------------------------------------------------
 
 
@@ -755,22 +385,3 @@ def test_calls_without_a_gradient_are_counted_beside_those_that_have_one():
     assert "unseen" in found.to_csv().splitlines()[0]
     (alone,) = rows_of(hmpx.compare(lambda x: x.sin(), torch.randn(4, 8), **low("sin")), "sin")
     assert alone.unseen == 0
-
-
-def test_calls_without_rounding_need_no_gradient():
-    def model(x):
-        parts = [torch.relu(each) for each in (x, torch.ones(4))]
-        return parts[0] + parts[1].detach()
-
-    (row,) = rows_of(hmpx.compare(model, torch.randn(4), **low("relu")), "relu")
-    assert row.calls == 2 and row.unseen == 0
-
-
-def test_checkpointed_calls_have_gradients():
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
-    def model(x):
-        return checkpoint(layers, x, use_reentrant=True)
-
-    found = hmpx.compare(model, torch.randn(2, 8, requires_grad=True), **low("tanh", "linear"))
-    assert all(row.effect > 0 and row.unseen == 0 for row in found.rows if row.dtype)

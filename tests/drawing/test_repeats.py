@@ -96,41 +96,9 @@ def test_a_block_that_differs_is_drawn() -> None:
     assert dot.count('label="softmax') == 1
 
 
-def test_other_shapes_are_said() -> None:
-    """As of the stages of a ResNet."""
-    model = Net(Block(8, 16), Block(16, 32), Block(32, 64))  # the first takes fp32
-    (label,) = _folds(hmpx.draw(model, X).dot)
-    assert label.startswith("layers.2\\nlike layers.1, in other shapes")
-
-
-def test_of_a_result_blocks_are_folded_too() -> None:
-    """Where modules of additions are only guessed."""
-    model = _model(*[Block(8) for _ in range(6)])
-    folded = hmpx.draw(model(X), model=model)
-    assert len(_folds(folded.dot)) == 1
-    assert len(folded.dot) < len(dataclasses.replace(folded, fold=False).dot) / 2
-
-
 def test_small_modules_are_drawn_each() -> None:
     """A picture of three layers says more than one of one."""
     assert _folds(hmpx.draw(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), X).dot) == []
-
-
-def test_blocks_that_others_lie_between_are_drawn() -> None:
-    """Else arrows would go round in circles."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Block(8) for _ in range(5)])
-            self.mix = nn.ModuleDict({name: Block(8) for name in "abcde"})
-
-        def forward(self, x: Tensor) -> Any:
-            for layer, mix in zip(self.layers, self.mix.values(), strict=True):
-                x = mix(layer(x)).tanh()
-            return x
-
-    assert _folds(hmpx.draw(Mixed(), X).dot) == []
 
 
 def test_nodes_say_what_they_save_for_the_backward() -> None:
@@ -145,14 +113,3 @@ def test_nodes_say_what_they_save_for_the_backward() -> None:
     assert "saves 32 B for the backward:\\n  fp32  2x4  32 B" in drawing.dot
     y.sum().backward()
     assert all(node.saved == () for node in hmpx.draw(y, model=model).nodes)
-
-
-def test_what_hooks_have_packed_is_not_asked_for() -> None:
-    """It may be on a disk."""
-
-    def unpack(packed: Any) -> Any:
-        raise AssertionError("unpacked for a picture")
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: "packed", unpack):
-        y = nn.Linear(8, 4)(X).softmax(-1)
-    assert all(node.saved == () for node in hmpx.draw(y).nodes)

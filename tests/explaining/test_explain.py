@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import CastPolicy, OptionError, Policy, cli, explaining, ops
+from hmpx import CastPolicy, OptionError, cli, explaining, ops
 from hmpx.explaining import Explanation, Explanations
 from hmpx.reports import Report, Row
 
@@ -122,14 +122,6 @@ def test_rules_and_sections_are_asked_first() -> None:
     assert explained("mm", policy=policy).asked_first == (second,)
 
 
-def test_operators_are_named_with_the_line_that_decides_them() -> None:
-    """An in-place operator is not: no line decides it."""
-    found = explained("matmul")
-    assert found.covers == ("rmatmul",)
-    assert "the line of matmul covers it" in str(hmpx.explain("rmatmul"))
-    assert "in-place rule outranks" in str(hmpx.explain("iadd"))
-
-
 def test_calls_that_write_are_named() -> None:
     """In-place methods, and ``out=`` where there is one."""
     found = explained("add")
@@ -164,15 +156,6 @@ def test_a_slow_machine_is_the_reason_to_legalize() -> None:
         (relative,) = explained("scaled_dot_product_attention").device_notes or [("", "")]
     assert "legalized" in note[1] and "9.0 times as long" in note[1]
     assert not relative[1] or relative[1].startswith("given bf16, legalized")
-
-
-def test_lacking_kernels_and_emulation_are_explained() -> None:
-    """Ops that have no kernel in low precision, and number formats."""
-    with hmpx.convert(device_types={"cpu"}):
-        assert explained("avg_pool3d").device_notes[0][1].startswith("no bf16 or fp16 kernel: ")
-    with hmpx.convert(device_types={"cpu"}, low_precision_type="float8_e4m3fn"):
-        assert explained("mm").device_notes[0][1].startswith("emulated: ")
-        assert str(hmpx.explain("mm")).startswith("mm: LOW, inputs are rounded to float8_e4m3fn")
 
 
 def test_what_torch_promotes_itself_is_said_as_it_is_done() -> None:
@@ -226,25 +209,6 @@ def test_a_record_says_where_the_model_calls_the_op() -> None:
     assert "600 calls" in str(hmpx.explain("softma?", many))
     with pytest.raises(OptionError, match=r"record must be what hmpx\.record gives, not 3"):
         hmpx.explain("softmax", 3)  # type: ignore[arg-type]
-
-
-def test_an_explanation_knows_that_casts_are_off() -> None:
-    """Here and now."""
-    with hmpx.convert(device_types={"cpu"}):
-        assert "switched off" not in str(hmpx.explain("mm"))
-        with hmpx.disable_casts():
-            assert "switched off" in str(hmpx.explain("mm"))
-
-
-def test_another_librarys_op_is_explained_from_its_line() -> None:
-    """Installed or not."""
-    found = explained("torchvision.ops.roi_align")
-    assert found.cast_policy is CastPolicy.FP32
-    assert found.reason.startswith("lists/libraries.txt:")
-    policy = Policy.from_ops(low=["collections_of_mine.ops.fused"])
-    assert "no library 'collections_of_mine' is installed" in str(
-        hmpx.explain("collections_of_mine.ops.fused", policy=policy)
-    )
 
 
 def test_the_command_line_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:

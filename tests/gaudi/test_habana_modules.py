@@ -12,9 +12,7 @@ from torch import nn
 
 import hmpx
 from hmpx.gaudi import hpu
-from hmpx.gaudi.devices import device_type
-from hmpx.gaudi.hpex import FusedClipNorm, FusedEMA, _hpex_C
-from hmpx.gaudi.modules import GaudiError
+from hmpx.gaudi.hpex import FusedClipNorm, FusedEMA
 
 
 @pytest.fixture(params=[False, True], ids=["fp32", "converted"])
@@ -76,70 +74,7 @@ def test_the_moving_average_is_that_of_its_definition() -> None:
     assert average.ema.names == ["a"]
 
 
-def test_the_divisor_of_fused_lamb_norm() -> None:
-    """What buckets of gradients are divided by."""
-    gradients = [torch.full((4,), 3.0), torch.full((4,), 4.0)]  # norms 6 and 8
-    assert _hpex_C.fused_lamb_norm(gradients, 2.0).tolist() == [5.0]
-    assert _hpex_C.fused_lamb_norm(gradients, 100.0).tolist() == [1.0]
-
-
 # --- the device ---------------------------------------------------------------------------------
-
-
-def test_memory_is_told_in_habanas_words() -> None:
-    """By the names that its statistics have; none is zero that scripts divide by."""
-    found = hpu.memory_stats()
-    assert found["Limit"] > found["InUse"] > 0 and found["MaxInUse"] >= found["InUse"]
-    free, total = hpu.mem_get_info()
-    assert 0 < free < total == hpu.memory_reserved()
-    hpu.reset_peak_memory_stats()
-    hpu.empty_cache()
-
-
-def test_streams_and_events() -> None:
-    """Work is ordered, and time between events is measured."""
-    stream = hpu.Stream()
-    first, second = hpu.Event(enable_timing=True), hpu.Event(enable_timing=True)
-    with hpu.stream(stream), hpu.stream(None):
-        first.record()
-        x = torch.ones(8).sum()
-        stream.record_event(second)
-    stream.wait_stream(hpu.current_stream())
-    stream.wait_event(second)
-    stream.synchronize()
-    hpu.synchronize()
-    assert second.query() and stream.query() and first.elapsed_time(second) >= 0
-    assert x == 8
-    with pytest.raises(RuntimeError, match="record"):
-        hpu.Event().elapsed_time(second)
-
-
-@pytest.mark.parametrize(
-    ("device", "given"),
-    [("hpu:1", 1), (torch.device("hpu", 1), 1), ("hpu", 7), (3, 3), (None, None)],
-)
-def test_functions_of_cuda_get_indices(
-    monkeypatch: pytest.MonkeyPatch, device: object, given: object
-) -> None:
-    """Where CUDA stands in, for devices called hpu."""
-    seen: list[object] = []
-    monkeypatch.setattr(hpu, "device_type", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
-    monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
-    hpu.synchronize(device)
-    assert seen == [given]
-
-
-def test_states_of_random_numbers() -> None:
-    """Of one device, and of all."""
-    hpu.manual_seed_all(5)
-    state, states = hpu.get_rng_state(), hpu.get_rng_state_all()
-    first = torch.rand(2)
-    hpu.set_rng_state(state)
-    assert torch.equal(torch.rand(2), first)
-    hpu.set_rng_state_all(states)
-    assert torch.equal(torch.rand(2), first)
-    assert hpu.initial_seed() == 5
 
 
 def test_wrapped_models_are_called_as_they_are() -> None:
@@ -148,10 +83,3 @@ def test_wrapped_models_are_called_as_they_are() -> None:
     assert hpu.wrap_in_hpu_graph(model, disable_tensor_cache=True) is model
     assert hpu.ModuleCacher(max_graphs=10)(model=model, inplace=True) is model
     assert hpu.make_graphed_callables(model, (x,)) is model
-
-
-@pytest.mark.skipif(device_type() == "cuda", reason="CUDA's own graphs are used there")
-def test_a_capture_needs_a_device_that_has_graphs() -> None:
-    """In an error with the remedy."""
-    with pytest.raises(GaudiError, match="call the model itself"):
-        hpu.HPUGraph()

@@ -328,36 +328,6 @@ def test_schedulers_closures_and_conversions(make: Make) -> None:
     assert {v.dtype for v in state} <= {torch.float32}
 
 
-def test_a_checkpoint_of_habanas_goes_on_at_its_step() -> None:
-    """Habana's FusedAdamW counts steps for a group, torch's for each parameter."""
-    parameters = [nn.Parameter(torch.ones(2))]
-    optimizer = FusedAdamW(parameters)
-    saved = optimizer.state_dict()
-    saved["state"] = {0: {"step": 0, "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
-    saved["param_groups"][0]["step"] = 7
-    optimizer.load_state_dict(saved)
-    parameters[0].grad = torch.ones(2)
-    optimizer.step()
-    assert optimizer.state[parameters[0]]["step"] == 8
-
-
-def test_lars_takes_part_in_the_groups_of_the_optimizer_inside() -> None:
-    """Zeroing, weight decay after an error, and a mask that is too short."""
-    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
-    inner = FusedSGD(parameters, 0.1, weight_decay=0.5)
-    with pytest.raises(ValueError, match="skip_mask has 1 entries for 2 parameters"):
-        FusedLars(inner, [True])
-    lars = FusedLars(inner, [True, True])
-    for p in parameters:
-        p.grad = torch.ones(2)
-    lars.zero_grad(set_to_none=False)
-    assert [p.grad.tolist() for p in parameters if p.grad is not None] == [[0, 0], [0, 0]]
-    inner.step = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(ZeroDivisionError):
-        lars.step()
-    assert inner.param_groups[0]["weight_decay"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("make", "error"),
     [
@@ -375,16 +345,6 @@ def test_wrong_values_are_refused(make: Make, error: type[Exception]) -> None:
     """Where they are given."""
     with pytest.raises(error):
         make([nn.Parameter(torch.ones(2))])
-
-
-@pytest.mark.parametrize("make", [FusedLamb, lambda p: FusedResourceApplyMomentum(p, 0.1)])
-def test_sparse_gradients_are_refused(make: Make) -> None:
-    """With what to use instead."""
-    embedding = nn.Embedding(4, 2, sparse=True)
-    optimizer = make(embedding.parameters())
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="SparseAdam"):
-        optimizer.step()
 
 
 #: As Habana documents them.

@@ -238,10 +238,9 @@ import json
 import sys
 
 import hmpx
-from hmpx.tensors.devices import default_device_types
 
-found = [sorted(default_device_types()), sorted(hmpx.convert().device_types)]
-print(json.dumps([*found, "habana_frameworks" in sys.modules]))
+found = sorted(hmpx.convert().device_types)
+print(json.dumps([found, "habana_frameworks" in sys.modules]))
 """
 
 
@@ -250,14 +249,12 @@ print(json.dumps([*found, "habana_frameworks" in sys.modules]))
     or getattr(torch.accelerator.current_accelerator(), "type", "cuda") != "cuda",
     reason="this machine has an accelerator that can't be hidden from torch",
 )
-@pytest.mark.parametrize(("is_installed", "device_type"), [(True, "hpu"), (False, "cpu")])
 def test_importable_habana_frameworks_means_hpu(
-    tmp_path: Path, is_installed: bool, device_type: str
+    tmp_path: Path,
 ) -> None:
     """Finding the package is enough; it is not imported, which would start the device."""
-    if is_installed:
-        package = tmp_path / "habana_frameworks" / "torch"
-        package.mkdir(parents=True)
-        for folder in (package.parent, package):
-            (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    assert run(DETECTION, tmp_path) == [[device_type], [device_type], False]
+    package = tmp_path / "habana_frameworks" / "torch"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    assert run(DETECTION, tmp_path) == [["hpu"], False]

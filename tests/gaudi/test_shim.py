@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
-import logging
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -102,22 +100,6 @@ def test_hpu_as_context_and_default_device() -> None:
 
 
 @pytest.mark.usefixtures("shim")
-def test_threads_take_hpu() -> None:
-    """Those that are started from then on, pools and subclasses among them."""
-
-    class Loading(threading.Thread):
-        def run(self) -> None:
-            self.loaded = torch.ones(2).to("hpu")
-
-    thread = Loading()
-    thread.start()
-    thread.join()
-    assert thread.loaded.device.type == DEVICE
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(torch.zeros, 2, device="hpu").result().device.type == DEVICE
-
-
-@pytest.mark.usefixtures("shim")
 def test_autocast_takes_hpu() -> None:
     """An autocast region for hpu is one for the device really used."""
     with torch.autocast("hpu", dtype=torch.bfloat16):
@@ -144,25 +126,6 @@ def test_load_from_and_to_hpu(
     assert loaded.tolist() == [0, 1, 2]
     if map_location in ("hpu", HPU):
         assert loaded.device.type == DEVICE
-
-
-@pytest.mark.usefixtures("shim")
-def test_load_prefers_what_the_callers_function_returns() -> None:
-    """A map_location function has its say before the shim."""
-    file = io.BytesIO()
-    torch.save(torch.ones(2), file)
-    file.seek(0)
-    seen = []
-    torch.load(file, lambda storage, location: seen.append(location) or storage)
-    assert seen == ["cpu"]
-
-
-@pytest.mark.usefixtures("shim")
-def test_a_device_is_made_by_type_and_index() -> None:
-    """It says "hpu" still, and what is placed there lands elsewhere."""
-    for device in (torch.device("hpu", 0), torch.device("hpu", index=0)):
-        assert (device.type, device.index) == ("hpu", 0)
-        assert torch.ones(2, device=device).device.type == DEVICE
 
 
 @pytest.mark.parametrize("backend", ["hccl", "HCCL", "hpu:hccl", "cpu:gloo,hpu:hccl"])
@@ -233,13 +196,6 @@ def test_modules_import_by_the_names_in_use(module: str) -> None:
         assert getattr(found, name) is not None
 
 
-@pytest.mark.usefixtures("shim")
-def test_checkpoints_classes_are_found_without_the_stand_in() -> None:
-    """By the module that defines them, which is hmpx's."""
-    by_habanas = importlib.import_module("habana_frameworks.torch.hpex.optimizers")
-    assert by_habanas.FusedLamb.__module__ == "hmpx.gaudi.optimizers"
-
-
 MODULES = "hmpx's stand-in for 'habana_frameworks' has no "
 NAMED = "hmpx's stand-in for 'habana_frameworks.torch.core' has no 'quantize'; "
 
@@ -292,21 +248,6 @@ def test_what_is_missing_says_so(statement: str, error: type[Exception], message
     with pytest.raises(error) as caught:
         exec(statement, {})
     assert message in str(caught.value)
-
-
-@pytest.mark.usefixtures("shim")
-def test_settings_of_the_graph_compiler_say_once_that_they_do_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Results don't depend on them."""
-    from habana_frameworks.torch.utils import debug
-
-    with caplog.at_level("INFO", "hmpx"):
-        debug._enable_view_once(True)
-        debug._enable_view_once(False)
-    assert caplog.messages == [
-        "habana_frameworks.torch.utils.debug._enable_view_once() has no effect on this device"
-    ]
 
 
 @pytest.mark.usefixtures("shim")
@@ -395,31 +336,6 @@ def test_the_real_package_is_preferred(tmp_path: Path, monkeypatch: pytest.Monke
         sys.modules.pop("habana_frameworks", None)
 
 
-def test_bare_directories_are_no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that happens to be called hmp or habana_frameworks stops nothing."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "hmp").mkdir()
-    (tmp_path / "habana_frameworks").mkdir()
-    assert habana_shim.install()
-    try:
-        assert importlib.import_module("hmp").hmp.convert
-    finally:
-        habana_shim.uninstall()
-        sys.modules.pop("habana_frameworks", None)
-
-
-def test_a_package_called_hmp_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else's package of that name is not replaced."""
-    monkeypatch.syspath_prepend(tmp_path)
-    package(tmp_path, "hmp")
-    assert habana_shim.install()
-    try:
-        assert importlib.import_module("hmp").__file__ == str(tmp_path / "hmp" / "__init__.py")
-    finally:
-        habana_shim.uninstall()
-        sys.modules.pop("hmp", None)
-
-
 # --- the command line --------------------------------------------------------------------------
 
 TRAINING = """
@@ -470,22 +386,6 @@ def test_run_trains_a_script_written_for_gaudi(tmp_path: Path) -> None:
     ]
 
 
-def test_run_says_that_the_real_package_is_used(tmp_path: Path) -> None:
-    """Where habana_frameworks is installed, one notice tells that the shim stays out."""
-    package(tmp_path, "site.habana_frameworks.torch")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import habana_frameworks.torch as t\nimport hmpx\nprint(hmpx.is_converted(), t.__file__)\n"
-    )
-    finished = run(script, str(tmp_path / "site"))
-    assert finished.returncode == 0
-    assert finished.stdout.startswith("False") and finished.stdout.strip().endswith("__init__.py")
-    assert finished.stderr == (
-        "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim, and hmpx "
-        "casts nothing; leave out --habana-shim to have it cast by hmpx\n"
-    )
-
-
 # --- options of the command line ----------------------------------------------------------------
 
 
@@ -525,49 +425,6 @@ def test_what_the_script_says_outranks_the_command_line(
     assert [[*each] for each in found] == [taken, unused]
 
 
-@pytest.mark.parametrize(
-    "call", [{}, {"bf16_file_path": "", "fp32_file_path": None, "isVerbose": False}]
-)
-def test_options_hold_where_the_script_says_nothing(
-    call: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    """An empty path, None, and isVerbose=False say nothing: parsers of arguments have them."""
-    hmp = importlib.import_module("hmpx.gaudi.hmp")
-    options = {"lists": "autocast-cuda", "legalize": "never", "isVerbose": "once"}
-    assert habana_shim.install(options)
-    try:
-        assert habana_shim.options() == options and not gaudi.has_converted()
-        with caplog.at_level("INFO", "hmpx"):
-            hmp.convert(**call)
-        assert gaudi.has_converted()
-        current = session.current()
-        assert current is not None
-        assert current.policy == hmpx.load_policy(lists="autocast-cuda")
-        assert (current.options.legalize, current.arguments()["verbose"]) == ("never", "once")
-    finally:
-        habana_shim.uninstall()
-    assert (
-        "hmp.convert(): lists='autocast-cuda', legalize='never', isVerbose='once' from the command line"
-        in caplog.messages
-    )
-    assert habana_shim.options() is None
-
-
-def test_what_is_outranked_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """In a warning of the log, which is seen without any configuration."""
-    hmp = importlib.import_module("hmpx.gaudi.hmp")
-    assert habana_shim.install({"opt_level": "O2", "device_types": ["cpu"]})
-    try:
-        hmp.convert(opt_level="O1", low_precision_type=torch.float16)
-    finally:
-        habana_shim.uninstall()
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert warnings == [
-        "hmp.convert(): opt_level='O2' from the command line is not used: the script gives "
-        "opt_level='O1', low_precision_type=torch.float16"
-    ]
-
-
 @pytest.mark.usefixtures("shim")
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -604,16 +461,4 @@ def test_true_prints_hmps_lines(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert printed[-1].startswith("casting  <built-in method mm") and printed[-1].endswith(
         "> to_bf16"
-    )
-
-
-def test_run_says_that_options_were_not_used(tmp_path: Path) -> None:
-    """Where the script never converts; lists are looked at before it starts."""
-    script = tmp_path / "baseline.py"
-    script.write_text("import torch\nx = torch.ones(2, 2, device='hpu')\nprint((x @ x).dtype)\n")
-    finished = run(script, options=["--legalize", "never"])
-    assert (finished.returncode, finished.stdout) == (0, "torch.float32\n")
-    assert finished.stderr == (
-        "hmpx: the script never called hmp.convert(): nothing was cast, and the options before its "
-        "name were not used; call it in the script, or leave out --habana-shim\n"
     )

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -189,15 +188,6 @@ def test_hmpx_run_converts_children_of_children(tmp_path: Path) -> None:
 # --- what is sent -------------------------------------------------------------------------------
 
 
-def prepared() -> dict[str, Any]:
-    """Returns what a new process would get, unpickled here."""
-    import multiprocessing.spawn
-
-    data = multiprocessing.spawn.get_preparation_data("name")
-    del data["authkey"]  # is pickled for processes only
-    return dict(pickle.loads(pickle.dumps(data)))
-
-
 @pytest.fixture
 def ends() -> Any:
     """Collects what is to be called at the end of the test."""
@@ -205,40 +195,6 @@ def ends() -> Any:
     yield calls
     for call in reversed(calls):
         call()
-
-
-def test_nothing_is_sent_where_there_is_nothing_to_restore(ends: list[Any]) -> None:
-    """Nor once `follow` was ended."""
-    ends.append(spawning.follow())
-    assert "hmpx" not in prepared()
-
-
-def test_the_conversion_arrives_as_it_is(ends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policy with sections, devices, options."""
-    ends.append(spawning.follow())
-    policy = {"lists": "none", "low": ["mm float16"], "sections": [{"ndim": 2, "fp32": ["exp"]}]}
-    with hmpx.convert(policy=policy, device_types={"cpu"}, legalize="always") as sent:
-        expected = sent.arguments()
-        arrived = mock.Mock()
-        monkeypatch.setattr("hmpx.session.restore", arrived)
-        monkeypatch.setattr(spawning, "follow", lambda: None)
-        prepared()
-    assert {name: arrived.call_args.kwargs[name] for name in expected} == expected
-    arrived.return_value.begin_block.assert_called_once_with()
-
-
-def test_a_conversion_that_cannot_be_sent_is_said(
-    ends: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process starts all the same."""
-    ends.append(spawning.follow())
-    formats = hmpx.formats
-    local = formats.Custom("unsendable", lambda x: x.round())
-    monkeypatch.setattr(spawning, "follow", lambda: None)
-    with hmpx.convert(low_precision_type=local, device_types={"cpu"}), caplog.at_level("WARNING"):
-        data = prepared()
-    assert "hmpx" in data
-    assert any("started processes are not converted" in m for m in caplog.messages)
 
 
 RESTORED = """
@@ -268,15 +224,3 @@ def test_a_process_that_knows_nothing_is_prepared(ends: list[Any], tmp_path: Pat
         check=True,
     )
     assert done.stdout.decode() == "torch.float16 {'legalize': 'never'}\n"
-
-
-def test_the_stand_ins_options_travel(ends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For an hmp.convert() that the new process calls itself."""
-    ends.append(spawning.follow())
-    assert habana_shim.install({"legalize": "never"})
-    ends.append(habana_shim.uninstall)
-    arrived: list[Any] = []
-    monkeypatch.setattr(habana_shim, "install", arrived.append)
-    monkeypatch.setattr(spawning, "follow", lambda: None)
-    prepared()
-    assert arrived == [{"legalize": "never"}]

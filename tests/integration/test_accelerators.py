@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.gaudi.devices import device_type
 
 
 @pytest.fixture
@@ -45,37 +44,11 @@ def test_convert_initializes_no_device(caplog: pytest.LogCaptureFixture) -> None
         assert session.device_types == {"cuda"}
         assert not torch.cuda.is_initialized()
         assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
-    assert device_type() == "cuda"
     said = [record.getMessage() for record in caplog.records if record.name == "hmpx"]
     assert said == [
         "casting on cuda: tensors on the CPU are not cast; "
         'convert(device_types={"cpu"}) casts those'
     ]
-
-
-@IMPORTS
-@pytest.mark.usefixtures("has_cuda_devices")
-@pytest.mark.parametrize("device_types", [{"cpu"}, {"cuda"}])
-def test_who_names_device_types_is_not_told(
-    device_types: set[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nor is the machine looked at."""
-    caplog.set_level(logging.INFO, "hmpx")
-    with hmpx.convert(device_types=device_types) as session:
-        assert session.device_types == device_types
-    assert not [record for record in caplog.records if record.name == "hmpx"]
-
-
-def test_without_devices_tensors_on_the_cpu_are_cast(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also by a torch that was built for CUDA."""
-    caplog.set_level(logging.INFO, "hmpx")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with hmpx.convert() as session:
-        assert session.device_types == {"cpu"}
-    assert not [record for record in caplog.records if record.name == "hmpx"]
 
 
 # --- 0-dim tensors on the CPU, which kernels take beside those on a device -----------------------
@@ -145,12 +118,3 @@ def test_numbers_from_the_cpu_are_cast_as_tensors_on_the_device(kind: str) -> No
         case: dtypes for case, dtypes in found.items() if any(len(set(d)) > 1 for d in dtypes)
     }
     assert not faults
-
-
-@pytest.mark.native
-def test_numbers_on_the_cpu_alone_are_left_alone() -> None:
-    """Nor are they cast beside tensors with dimensions there."""
-    x, number = torch.ones(2), torch.tensor(0.3)
-    with hmpx.convert(policy={"lists": "hmp"}, device_types={"meta"}):
-        assert torch.mul(number, number).dtype is torch.float32
-        torch.testing.assert_close(x * number, torch.full((2,), 0.3), rtol=0, atol=0)

@@ -13,7 +13,6 @@ from torch.nn.attention import flex_attention as flex
 
 import hmpx
 from hmpx import Policy, formats
-from tests import forks
 from tests.values import same_or_nan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -81,31 +80,6 @@ def test_totals_of_the_fp32_list_are_rounded_once(form: str, dtype: torch.dtype)
         same_or_nan(TOTALS[form](x, dtype), expected)
 
 
-@pytest.mark.parametrize("form", ASKED)
-def test_other_calls_are_torchs(form: str) -> None:
-    """With casts off, of float64 numbers, and with a dtype that is not low."""
-    function, scores = ASKED[form], left_padded()
-    expected = [function(scores, BF16), function(scores.double(), BF16), function(scores, FP32)]
-    with hmpx.convert():
-        with hmpx.disable_casts():
-            off = function(scores, BF16)
-        found = [off, function(scores.double(), BF16), function(scores, FP32)]
-    for one, other in zip(found, expected, strict=True):
-        same_or_nan(one, other)
-
-
-@pytest.mark.parametrize("form", [*ASKED, *TOTALS])
-def test_what_is_no_dtype_gets_torchs_error(form: str) -> None:
-    """Whatever it is, and whether or not it has a hash."""
-    function = (ASKED | TOTALS)[form]
-    for wrong in ([1], {}, "bfloat16", 3):
-        with pytest.raises(TypeError) as expected:
-            function(torch.ones(2, 3), wrong)
-        with hmpx.convert(), pytest.raises(TypeError) as found:
-            function(torch.ones(2, 3), wrong)
-        assert str(found.value) == str(expected.value)
-
-
 # --- number formats ------------------------------------------------------------------------------
 
 FORMATS = pytest.mark.parametrize(
@@ -134,17 +108,6 @@ def test_masks_are_not_rounded_to_number_formats(mask: str, format: str) -> None
     same_or_nan(found, by_position)
     (gradient,) = torch.autograd.grad(found.sum(), bias)
     assert gradient.isfinite().all()
-
-
-@pytest.mark.parametrize("format", ["float8_e4m3fn", "int8"])
-def test_a_causal_transformer_is_finite_in_number_formats(format: str) -> None:
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-    x, mask = torch.randn(2, 9, 16), torch.nn.Transformer.generate_square_subsequent_mask(9)
-    expected = layer(x, src_mask=mask)
-    with hmpx.convert(low_precision_type=format):
-        found = layer(x, src_mask=mask)
-    assert (found - expected).norm() < 0.2 * expected.norm()
 
 
 # --- torch.func ----------------------------------------------------------------------------------
@@ -223,18 +186,3 @@ def test_eager_flex_attention_is_that_of_autocast(kind: str) -> None:
         actual = calls[kind]()
     assert actual.dtype is low
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-LOWERINGS = """
-import torch, hmpx
-
-with hmpx.convert(device_types={"cpu"}):
-    from torch._inductor.lowering import lowerings
-print(torch.full in lowerings)
-"""
-
-
-def test_inductor_imported_during_a_conversion_knows_torchs_functions() -> None:
-    """Once it is reverted FlexAttention would not compile in fp32."""
-    run = forks.run("-c", LOWERINGS, imported=forks.TORCH)
-    assert (run.returncode, run.stdout.split()) == (0, ["True"]), run.stderr

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 
 import hmpx
 from hmpx import Policy
-from hmpx.compute.legalize.capability import reported
 from tests import forks
 from tests.values import uniform
 
@@ -214,22 +211,6 @@ def test_compiled_gradients_of_the_default_low_ops_equal_those_of_eager(legalize
         ), name
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_an_autocast_region_in_a_compiled_function(backend: str) -> None:
-    """The lists win inside it, before, within and after the call (pytorch #112260)."""
-
-    def function(a: Tensor) -> list[Tensor]:
-        with torch.autocast("cpu", torch.float16):
-            return [torch.matmul(a, a), a @ a, F.linear(a, a), torch.mm(a, a)]
-
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    with hmpx.convert(policy=POLICY):
-        for _ in range(2):
-            assert [t.dtype for t in compiled(uniform(4, 4))] == [BF16, BF16, BF16, torch.float16]
-        with torch.autocast("cpu", torch.float16):
-            assert [t.dtype for t in compiled(uniform(4, 4))] == [BF16, BF16, BF16, torch.float16]
-
-
 class Small(nn.Module):
     """Linear, norm, attention scores, softmax: with and without a region of its own."""
 
@@ -336,13 +317,6 @@ def test_a_training_step_compiles_whole() -> None:
         torch.testing.assert_close(parameter.grad, grad, rtol=0.1, atol=2**-7)
 
 
-def test_a_function_mode_does_not_break_the_graph() -> None:
-    """Under any TorchFunctionMode, such as a default device, compilation works as without hmpx."""
-    with hmpx.convert(policy=POLICY), torch.device("cpu"):
-        compiled = torch.compile(lambda a: torch.matmul(a, a), backend="eager", fullgraph=True)
-        assert compiled(uniform(4, 4)).dtype is BF16
-
-
 CACHED = """
 import sys, threading, torch
 from torch._dynamo.utils import counters
@@ -393,88 +367,3 @@ def test_the_disk_cache_keeps_policies_apart(steps: tuple[str, ...], tmp_path: P
         run = forks.run("-c", CACHED, *step.split(" "), env=environment)
         assert run.returncode == 0, run.stderr
         assert run.stdout.split() == STEPS[step], step
-
-
-SETTING = "emulate_precision_casts"
-
-
-def seen_by_threads() -> list[bool]:
-    """Returns inductor's setting in this thread, and in a new one."""
-    seen: list[bool] = []
-
-    def look() -> None:
-        seen.append(getattr(torch._inductor.config, SETTING))
-
-    look()
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    return seen
-
-
-def test_inductor_keeps_casts_where_products_are_legalized_in_graphs() -> None:
-    """In all threads, while the conversion holds, and where no other device has a part in it."""
-    # Where no other test has set anything.
-    contextvars.Context().run(check_that_inductor_keeps_casts)
-
-
-def check_that_inductor_keeps_casts() -> None:
-    assert seen_by_threads() == [False, False]
-    for options, expected in (
-        ({"legalize": "always"}, True),
-        ({"legalize": "always", "low_precision_type": "float16"}, True),
-        ({"legalize": "auto"}, reported("cpu", BF16) is False),
-        ({"legalize": "fast"}, False),
-        ({"legalize": "never"}, False),
-        ({"legalize": "always", "low_precision_type": "posit16_1"}, False),
-        ({"legalize": "always", "device_types": {"cpu", "cuda"}}, False),
-    ):
-        with hmpx.convert(**{"device_types": {"cpu"}, **options}):  # type: ignore[arg-type]
-            assert seen_by_threads() == [expected, expected], options
-        assert seen_by_threads() == [False, False]
-
-
-def test_the_setting_outlives_the_conversions_that_replace_each_other() -> None:
-    """Each of them needs it; revert gives it back."""
-    entry = torch._inductor.config._config["emulate_precision_casts"]
-    for low in (["mm"], ["bmm"], ["mm"]):
-        hmpx.convert(policy=Policy.from_ops(low=low), device_types={"cpu"}, legalize="always")
-        assert entry.default is True
-        hmpx.register_rule("exp", lambda call: None)
-        assert entry.default is True
-        hmpx.unregister_rule("exp")
-        assert entry.default is True
-    hmpx.revert()
-    assert entry.default is False
-
-
-@pytest.mark.parametrize("value", [False, True])
-def test_what_a_user_sets_goes_before(value: bool) -> None:
-    """In the thread that sets it, as torch has it; it stays so."""
-    with torch._inductor.config.patch(**{SETTING: value}):
-        with hmpx.convert(device_types={"cpu"}, legalize="always"):
-            assert seen_by_threads() == [value, True]
-        assert seen_by_threads() == [value, False]
-
-
-KERNELS = """
-import sys, torch, hmpx
-
-hmpx.convert(opt_level="O2", device_types={"cpu"}, legalize="always")
-assert not {"torch._inductor.select_algorithm", "torch._inductor.config"} & sys.modules.keys()
-out = torch.compile(lambda a: (a @ a, torch.addmm(a, a, a)))(torch.ones(4, 4))
-assert out[0].dtype is torch.bfloat16
-assert torch._inductor.config.emulate_precision_casts
-hmpx.revert()
-assert not torch._inductor.config.emulate_precision_casts
-from torch._inductor.select_algorithm import extern_kernels
-
-assert "mm" in vars(extern_kernels)
-print([name for name, kernel in vars(extern_kernels).items() if hasattr(kernel, "__hmpx_site__")])
-"""
-
-
-def test_compiled_code_calls_torchs_own_kernels() -> None:
-    """Also where inductor is imported while torch is converted: nothing below is cast again."""
-    run = forks.run("-c", KERNELS, imported=forks.TORCH)
-    assert (run.returncode, run.stdout.split()) == (0, ["[]"]), run.stderr

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-import hmpx
-from hmpx import Policy
 from tests import forks
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
@@ -43,7 +33,6 @@ FSDP = ("fsdp", "fsdp checkpoints", "fsdp mixed", "fsdp casting again")
 CASES = (*DDP, *FSDP, "tensor parallel")
 
 Reports = list[dict[str, Any]]
-T = TypeVar("T")
 
 needs_distributed = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch was built without distributed"
@@ -179,17 +168,6 @@ def test_sharded_gradients_are_clipped_in_fp32(reports: Reports) -> None:
 
 
 @needs_distributed
-def test_full_state_dict(reports: Reports) -> None:
-    """It holds the fp32 parameters that one process trains, and loads into either kind of model."""
-    gathered = reports[0]["fsdp"]
-    assert gathered["full state"] == ["float32"]
-    assert gathered["full state is that of one process"]
-    assert gathered["plain model loads the full state"]
-    for report in reports:
-        assert report["fsdp"]["sharded model loads the full state"]
-
-
-@needs_distributed
 def test_sharded_state_dict(reports: Reports) -> None:
     """Model and optimizer go on from a distributed checkpoint as if nothing had happened."""
     for report in (report["fsdp"] for report in reports):
@@ -207,122 +185,6 @@ def test_workers_of_a_data_loader_cast(reports: Reports, rank: int, start_method
 
 
 # --- threads ------------------------------------------------------------------------------------
-
-
-def in_new_threads(*functions: Callable[[], T]) -> list[T]:
-    """Returns what each function returns, run in a thread of its own, all of them at once."""
-    everyone_is_in = threading.Barrier(len(functions))
-
-    def run(function: Callable[[], T]) -> T:
-        everyone_is_in.wait(TIMEOUT_S)
-        return function()
-
-    with ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(run, functions))
-
-
-class Middle(nn.Module):
-    """Three layers; records the dtype of the product in the middle one, each time it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: Tensor, use_reentrant: bool | None = None) -> Tensor:
-        hidden = self.layers[0](x)
-        if use_reentrant is None:
-            hidden = self.middle(hidden)
-        else:
-            hidden = checkpoint(self.middle, hidden, use_reentrant=use_reentrant)
-        return self.layers[2](hidden).float().square().mean()
-
-    def middle(self, hidden: Tensor) -> Tensor:
-        output = self.layers[1](hidden)
-        self.seen.append(output.dtype)
-        return torch.tanh(output)
-
-    def take_gradients(self) -> list[Tensor]:
-        """Returns the gradients, and leaves none."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        self.zero_grad()
-        return gradients
-
-
-@pytest.mark.parametrize("use_reentrant", [None, True, False])
-@pytest.mark.parametrize("backward_in", ["the caller", "another thread"])
-def test_replicas_in_threads_cast_as_the_caller_does(
-    backward_in: str, use_reentrant: bool | None
-) -> None:
-    """The scheme of nn.DataParallel: same gradients as without (pytorch #54912, #125186)."""
-    model = Middle()
-    parts = torch.randn(8, 8).chunk(2)
-    with hmpx.convert(policy=Policy.from_ops(low=["linear"])):
-        torch.stack([model(part) for part in parts]).sum().backward()
-        expected = model.take_gradients()
-        model.seen.clear()
-        losses = in_new_threads(*(lambda x=part: model(x, use_reentrant) for part in parts))
-        total = torch.stack(losses).sum()
-        if backward_in == "the caller":
-            total.backward()
-        else:
-            in_new_threads(total.backward)
-    assert model.seen == [torch.bfloat16] * (2 if use_reentrant is None else 4)
-    for actual, gradient in zip(model.take_gradients(), expected, strict=True):
-        torch.testing.assert_close(actual, gradient, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("off", ["forward", "backward"])
-def test_a_backward_in_another_thread_recomputes_as_the_forward_ran(
-    off: str, use_reentrant: bool
-) -> None:
-    """Whether casts are on or off in that thread, and for others meanwhile (pytorch #125186)."""
-    model, x = Middle(), torch.randn(4, 8)
-
-    def forward(use_reentrant: bool | None) -> Tensor:
-        with hmpx.disable_casts() if off == "forward" else contextlib.nullcontext():
-            return model(x, use_reentrant)
-
-    def backward(loss: Tensor) -> bool:
-        with hmpx.disable_casts() if off == "backward" else contextlib.nullcontext():
-            loss.backward()
-            return hmpx.casts_enabled()
-
-    with hmpx.convert(policy=Policy.from_ops(low=["linear"])):
-        backward(forward(None))
-        expected = model.take_gradients()
-        loss = forward(use_reentrant)
-        assert in_new_threads(lambda: backward(loss)) == [off == "forward"]
-        assert hmpx.casts_enabled()
-    assert model.seen == [torch.float32 if off == "forward" else torch.bfloat16] * 3
-    for actual, gradient in zip(model.take_gradients(), expected, strict=True):
-        torch.testing.assert_close(actual, gradient, rtol=0, atol=0)
-
-
-def test_threads_that_train_at_once_leave_each_other_alone() -> None:
-    """One with casts off, one with casts on: each trains as it does alone (pytorch #54912)."""
-    untrained, batches = Middle(), [torch.randn(4, 8) for _ in range(20)]
-
-    def train(is_off: bool) -> tuple[list[Tensor], set[torch.dtype]]:
-        model = copy.deepcopy(untrained)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for x in batches:
-            with hmpx.disable_casts() if is_off else contextlib.nullcontext():
-                loss = model(x)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return [p.detach() for p in model.parameters()], set(model.seen)
-
-    with hmpx.convert(policy=Policy.from_ops(low=["linear"])):
-        expected = [train(True), train(False)]
-        actual = in_new_threads(lambda: train(True), lambda: train(False))
-    assert [seen for _, seen in actual] == [{torch.float32}, {torch.bfloat16}]
-    for (parameters, _), (alone, _) in zip(actual, expected, strict=True):
-        for parameter, value in zip(parameters, alone, strict=True):
-            torch.testing.assert_close(parameter, value, rtol=0, atol=0)
 
 
 # --- the example --------------------------------------------------------------------------------
@@ -348,6 +210,7 @@ def run_torchrun(*arguments: str, directory: Path) -> str:
     return output
 
 
+@pytest.mark.sampled(4)
 @needs_distributed
 def test_example(tmp_path: Path) -> None:
     """The command of its docstring runs, the losses agree, and each rank says that it cast."""
@@ -361,15 +224,3 @@ def test_example(tmp_path: Path) -> None:
     found = "output bfloat16, parameters float32, gradients float32, optimizer state float32"
     lines = [f"rank {rank}\n  DDP:   {found}\n  FSDP2: {found}\n" for rank in range(WORLD_SIZE)]
     assert output.endswith("".join(lines))
-
-
-@needs_distributed
-def test_example_without_torchrun_says_how_to_start_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its own error, not one of torch's about a missing variable."""
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    assert "start me with torchrun" in capsys.readouterr().err

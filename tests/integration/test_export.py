@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -146,53 +145,6 @@ def test_scripts_take_low_precision_tensors(dtype: torch.dtype) -> None:
         function(low, x)
 
 
-class Recurrent(nn.Module):
-    """Takes a state in another dtype than its input."""
-
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.layer = kind(4, 4)
-
-    def forward(self, x: Tensor, state: Tensor) -> Tensor:
-        return self.layer(x, state)[0]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
-def test_scripts_of_recurrent_layers(kind: type[nn.RNNBase]) -> None:
-    script = torch.jit.script(Recurrent(kind))
-    x, state = torch.randn(3, 4), torch.zeros(1, 4)
-    with torch.autocast("cpu", BF16):
-        expected = script(x @ torch.eye(4), state)
-    with hmpx.convert(device_types={"cpu"}):
-        actual = script(x @ torch.eye(4), state)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_a_failing_script_leaves_torch_converted() -> None:
-    """The patches come back however scripting ends."""
-
-    def unscriptable(x: Tensor) -> Any:
-        yield x
-
-    with hmpx.convert(policy=Policy.from_ops(low=["matmul"])), pytest.warns(HmpxWarning):
-        with pytest.raises(Exception, match=r".+"):
-            torch.jit.script(unscriptable)
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is BF16
-
-
-def test_torchs_own_scripting_is_silent() -> None:
-    """Torch scripts its decompositions when jvp is first used: no concern of the user's."""
-    code = (
-        "import warnings, torch, hmpx\n"
-        "warnings.simplefilter('error', hmpx.HmpxWarning)\n"
-        "hmpx.convert(); x = torch.ones(2, 2)\n"
-        "torch.func.jvp(lambda t: torch.nn.functional.linear(t, t), (x,), (x,))"
-    )
-    run = forks.run("-c", code)
-    assert run.returncode == 0, run.stderr
-
-
 def test_fx_traces_the_uncast_calls() -> None:
     """symbolic_trace records what the module says; the graph casts when it runs converted."""
 
@@ -243,23 +195,3 @@ def test_function_transforms_equal_casts_by_hand(name: str) -> None:
     with hmpx.convert(policy=Policy.from_ops(low=["linear", "matmul"])):
         actual = FUNCTIONS[name](x)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:hmpx.HmpxWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_scripting_leaves_what_somebody_else_patched_on_top() -> None:
-    """Their patch of a slot is in force after it as before."""
-    with hmpx.convert(policy=Policy.from_ops(low=["matmul", "relu"])):
-        ours = torch.matmul
-
-        def theirs(*args: Tensor) -> Tensor:
-            return ours(*args)
-
-        torch.matmul = theirs
-        try:
-            torch.jit.script(nn.Linear(2, 2))
-            assert torch.matmul is theirs
-            assert torch.relu(torch.ones(2)).dtype is BF16
-        finally:
-            torch.matmul = ours
-    assert torch.relu(torch.ones(2)).dtype is FP32

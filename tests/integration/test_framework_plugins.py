@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.integrations.converted_run import ConvertedRun
 
 from .test_training_frameworks import (
     BF16,
@@ -217,20 +216,6 @@ def test_a_report_is_written_at_the_end(framework: Plugged, tmp_path: Path) -> N
     assert {row["dtype"] for row in linear} == {"bfloat16"}
 
 
-def test_a_second_run_keeps_the_report_of_the_first(tmp_path: Path) -> None:
-    """As an evaluation by itself does after a training."""
-    path = tmp_path / "report.json"
-    run = ConvertedRun({"device_types": {"cpu"}}, path, None)
-    for ops in ("softmax", "log_softmax"):
-        with run:
-            getattr(torch, ops)(torch.ones(2), -1)
-    ran = {
-        name: {row["op"] for row in json.loads((tmp_path / name).read_text())["rows"]}
-        for name in ("report.json", "report-2.json")
-    }
-    assert ran == {"report.json": {"softmax"}, "report-2.json": {"log_softmax"}}
-
-
 class Overflowing(Network):
     """Its second layer's input is beyond all finite numbers from the second step on."""
 
@@ -246,17 +231,6 @@ def test_a_watch_names_the_op(framework: Plugged, tmp_path: Path) -> None:
             framework.fit(plugin, tmp_path, Overflowing())
         finally:
             plugin.run.end()  # the Trainer of Hugging Face tells nobody of an error
-
-
-def test_what_raises_in_a_block_is_raised_and_reported(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    framework = PluggedAccelerate()
-    plugin = framework.plugin(record=tmp_path / "report.json", watch="raise")
-    accelerator = framework.plain.accelerator()
-    with only_inside(), pytest.raises(KeyError, match="planted"), plugin.make(accelerator):
-        torch.exp(torch.full((2,), 1e3))
-        raise KeyError("planted")
-    assert "planted" in (tmp_path / "report.json").read_text()
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -278,24 +252,6 @@ def test_resuming_under_another_policy_warns(framework: Plugged, tmp_path: Path)
     assert plugin.run.carried == hmpx.load_policy(policy=policy)
 
 
-def test_the_checkpoints_policy_can_be_gone_on_with(framework: Plugged, tmp_path: Path) -> None:
-    framework.fit(framework.plugin(lists="autocast-cpu"), tmp_path, Network())
-    first = framework.plugin()
-    with pytest.warns(hmpx.HmpxWarning, match="another policy"):
-        framework.resume(first, tmp_path, Network(seed=1))
-    framework.fit(framework.plugin(lists="autocast-cpu"), tmp_path / "again", Network())
-    framework.resume(framework.plugin(policy=first.run.carried), tmp_path / "again", Network())
-
-
-def test_the_trainers_checkpoints_have_the_policy_as_a_file(
-    hugging_face: PluggedHuggingFace, tmp_path: Path
-) -> None:
-    policy = {"lists": "hmpx", "fp32": ["linear"]}
-    hugging_face.fit(hugging_face.plugin(policy=policy), tmp_path, Network())
-    file = tmp_path / f"checkpoint-{STEPS}" / "hmpx_policy.yaml"
-    assert hmpx.load_policy(policy=file) == hmpx.load_policy(policy=policy)
-
-
 def test_the_trainer_restores_the_callback_from_its_checkpoint(
     hugging_face: PluggedHuggingFace, tmp_path: Path
 ) -> None:
@@ -313,20 +269,6 @@ def test_the_trainer_restores_the_callback_from_its_checkpoint(
     with Products() as products:
         trainer.train(resume_from_checkpoint=True)
     assert set(products.dtypes) == {FP32}
-
-
-def test_lightnings_summary_counts_parameters_in_fp32(
-    lightning: PluggedLightning, tmp_path: Path
-) -> None:
-    """It warns of precisions that it does not know."""
-    from lightning.pytorch.utilities.model_summary import ModelSummary
-
-    network = Network()
-    module = lightning.plain.module(network, sgd(network))
-    trainer = lightning.plain.trainer(tmp_path, max_steps=1, plugins=[lightning.plugin()])
-    trainer.fit(module, data())
-    parameters = sum(parameter.numel() for parameter in network.parameters())
-    assert ModelSummary(module).model_size == pytest.approx(4e-6 * parameters)
 
 
 # --- float16, and frameworks' own mixed precision --------------------------------------------------
@@ -353,24 +295,6 @@ def test_lightning_scales_losses_in_float16(lightning: PluggedLightning, tmp_pat
     resumed = lightning.plugin(low_precision_type="float16")
     lightning.resume(resumed, tmp_path, Network())
     assert resumed.scaler.get_scale() == scalers[1].get_scale()
-
-
-def test_lightning_scales_on_the_cpu_where_torch_is_built_for_a_gpu_that_is_not_there(
-    lightning: PluggedLightning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a warning that a scaler of CUDA is no use."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert lightning.plugin(low_precision_type="float16").scaler.is_enabled()
-
-
-def test_lightning_scales_where_a_single_op_computes_in_float16(
-    lightning: PluggedLightning,
-) -> None:
-    assert lightning.plugin().scaler is None
-    assert lightning.plugin(policy={"low": ["linear float16"]}).scaler is not None
-    sections = {"lists": "hmpx", "sections": [{"module": "first", "low": ["linear float16"]}]}
-    assert lightning.plugin(policy=sections).scaler is not None
 
 
 @pytest.mark.parametrize(
@@ -442,23 +366,3 @@ def test_bad_arguments_are_refused_where_the_plugin_is_made(
 ) -> None:
     with only_inside(), pytest.raises(error, match=said):
         lightning.plugin(**options)
-
-
-def test_evaluation_by_itself_is_converted_in_a_block(
-    hugging_face: PluggedHuggingFace, tmp_path: Path
-) -> None:
-    callback = hugging_face.plugin()
-    trainer = hugging_face.plain.trainer(tmp_path, Network())
-    trainer.add_callback(callback)
-    samples = data(samples=4).dataset
-    with only_inside() as products, callback.converted("cpu"):
-        trainer.evaluate(samples)
-    assert set(products.dtypes) == {BF16}
-
-
-def test_a_plugin_can_be_used_twice(framework: Plugged, tmp_path: Path) -> None:
-    plugin = framework.plugin()
-    for name in ("first", "second"):
-        with only_inside() as products:
-            framework.fit(plugin, tmp_path / name, Network())
-        assert set(products.dtypes) == {BF16}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import hmpx
 from hmpx import Policy, ops
 from tests.integration.test_opinfo_conformance import INFOS, assert_same, op_name, outcome, uncalled
+from tests.samples import drawn
 from tests.values import uniform
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # as samples of torch cause them
@@ -20,10 +21,7 @@ NAMES = sorted({name for info in INFOS if (name := op_name(info)) is not None})
 
 CONVERSIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "observed": {"opt_level": "O2"},
     "low": {"policy": Policy.from_ops(low=NAMES), "legalize": "always"},
-    "fp32": {"policy": Policy.from_ops(fp32=NAMES)},
-    "format": {"low_precision_type": "float8_e4m3fn"},
 }
 
 
@@ -40,20 +38,15 @@ def wrappers() -> dict[int, Callable[..., Any]]:
 
 def kept_over(conversion: str) -> dict[int, Callable[..., Any]]:
     """Returns the wrappers of a conversion that has been reverted."""
-    attached = hmpx.attach(lambda call: None) if conversion == "observed" else None
-    try:
-        with hmpx.convert(**CONVERSIONS[conversion], device_types={"cpu"}):
-            return wrappers()
-    finally:
-        if attached is not None:
-            attached.detach()
+    with hmpx.convert(**CONVERSIONS[conversion], device_types={"cpu"}):
+        return wrappers()
 
 
-def test_each_does_what_torchs_function_does() -> None:
+def test_each_does_what_torchs_function_does(pytestconfig: pytest.Config) -> None:
     """On a sample of torch's own, in every spelling: results and failures."""
     kept = {name: kept_over(name) for name in CONVERSIONS}
     compared = dict.fromkeys(kept, 0)
-    for info in INFOS:
+    for info in drawn(INFOS, 8, whole=pytestconfig.getoption("whole")):
         spellings = info.op, info.method_variant, info.operator_variant, info.inplace_variant
         originals = [
             each for each in spellings if any(id(each) in found for found in kept.values())
@@ -70,7 +63,7 @@ def test_each_does_what_torchs_function_does() -> None:
                     got = outcome(uncalled(wrapper), call, backward=False)
                     assert_same(got, want, f"{name}: {vars(wrapper)['__hmpx_site__']}")
                     compared[name] += 1
-    assert min(compared.values()) > 50, compared
+    assert min(compared.values()) > 15, compared
 
 
 KEPT: dict[str, Callable[[], Callable[..., Any]]] = {

@@ -193,6 +193,7 @@ def step(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     return loss.detach().float(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["bf16", "fp16"])
 @pytest.mark.parametrize("make", MODELS, ids=[make.__name__ for make in MODELS])

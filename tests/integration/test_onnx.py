@@ -299,11 +299,13 @@ def test_the_graph_is_valid_and_holds_the_casts(artefact: Artefact) -> None:
     assert actual == expected
 
 
+@pytest.mark.sampled(4)
 def test_onnx_reference_equals_eager(artefact: Artefact, tmp_path: Path) -> None:
     """In bf16 and fp16, in a process without hmpx, at a size that was not exported too."""
     assert_equals_eager(artefact, "reference", tmp_path)
 
 
+@pytest.mark.sampled(4)
 def test_onnxruntime_equals_eager_or_names_the_kernel_it_lacks(
     artefact: Artefact, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_models_learn(recipe: str) -> None:
     assert sum(found[-4:]) / 4 < found[0] / 2
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -8,7 +8,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
 from hmpx import Policy
-from tests import forks
 from tests.values import normal, same
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -134,32 +133,6 @@ def test_recurrent_modules_take_the_output_of_a_low_precision_layer(name: str, l
     assert {p.grad.dtype for p in module.parameters()} == {FP32}
 
 
-def test_a_recurrent_modules_dtype_check_is_back_where_casts_are_off() -> None:
-    """After revert, bf16 input to an fp32 module is the error that torch makes of it."""
-    module = nn.LSTM(4, 3)
-    with hmpx.convert():
-        pass
-    with pytest.raises(ValueError, match="does not match weight dtype"):
-        module(normal(5, 2, 4, dtype=BF16))
-
-
-@pytest.mark.parametrize("second", [FP32, BF16])
-@pytest.mark.parametrize("leading", [FP32, BF16])
-def test_rnn_utils_do_what_they_do_unconverted(leading: torch.dtype, second: torch.dtype) -> None:
-    """pad_sequence takes the first sequence's dtype; packing and padding change no value."""
-    sequences = [normal(3, 4, dtype=leading), normal(2, 4, dtype=second)]
-
-    def everything() -> list[Any]:
-        padded = rnn.pad_sequence(sequences, batch_first=True)
-        packed = rnn.pack_padded_sequence(padded, [3, 2], batch_first=True)
-        lengths = torch.tensor([3, 2])
-        return [padded, packed.data, *rnn.unpad_sequence(padded, lengths, batch_first=True)]
-
-    expected = everything()
-    with hmpx.convert():
-        same(everything(), expected)
-
-
 # --- attention and its fast paths ---------------------------------------------------------------
 
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -237,50 +210,6 @@ def test_the_encoders_fast_path_does_not_bypass_the_lists(mask: str, lists: str)
     same(actual, expected.detach())
     if lists == "hmp":
         assert actual.dtype is BF16
-
-
-@pytest.mark.parametrize("user_setting", [True, False])
-def test_the_fast_path_is_as_before_where_casts_are_off(user_setting: bool) -> None:
-    """Under disable_casts and after revert torch's result and the user's switch are untouched."""
-    module, data = made(encoder).eval(), normal(2, 3, 8)
-    switch, ask = torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled
-    try:
-        switch(user_setting)
-        with torch.no_grad():
-            expected = module(data)
-            with hmpx.convert(), hmpx.disable_casts():
-                same(module(data), expected)
-            with hmpx.convert():
-                switch(not user_setting)
-            assert torch.backends.mha.get_fastpath_enabled is ask
-            assert ask() is not user_setting
-            switch(user_setting)
-            same(module(data), expected)
-    finally:
-        switch(True)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_whole_transformer_trains(training: bool) -> None:
-    """Encoder, decoder, cross-attention and float padding masks, backward included."""
-    module = made(lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True))
-    module.train(training)
-    data, causal = normal(2, 3, 8), nn.Transformer.generate_square_subsequent_mask(3)
-    padding = torch.zeros(2, 3)
-    padding[0, 2] = float("-inf")
-    with hmpx.convert():
-        output = module(
-            data,
-            data,
-            tgt_mask=causal,
-            tgt_is_causal=True,
-            src_key_padding_mask=padding,
-            tgt_key_padding_mask=padding,
-        )
-        assert output.dtype is FP32  # that of the residual stream, and of the norm at its end
-        assert output.isfinite().all()
-        output.float().square().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
 
 
 SDPA: dict[str, Callable[[Tensor], dict[str, Any]]] = {
@@ -432,16 +361,6 @@ def test_embedding_bags_per_sample_weights_follow_the_table(
         same(module(bags, per_sample_weights=weights), expected)
 
 
-def test_an_embeddings_max_norm_renormalizes_the_table_itself() -> None:
-    """The rows are written in place: a cast copy would lose that."""
-    module = nn.Embedding.from_pretrained(10 * torch.ones(4, 4), freeze=False, max_norm=1.0)
-    with low("embedding"):
-        assert module(torch.tensor([1, 2])).dtype is BF16
-    norms = module.weight.detach().norm(dim=1)
-    torch.testing.assert_close(norms, torch.tensor([20.0, 1.0, 1.0, 20.0]), rtol=1e-4, atol=0)
-    assert module.weight.dtype is FP32
-
-
 # --- other layouts and types --------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -501,29 +420,6 @@ def test_quantized_tensors_are_left_alone() -> None:
     assert [t.dtype for t in actual] == [t.dtype for t in expected]
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
-
-
-COMPLEX_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "matmul": lambda c: c @ c,
-    "mul": lambda c: c * c,
-    "mul by a number": lambda c: c * 2.5,
-    "div": lambda c: c / c,
-    "linear": lambda c: F.linear(c, c),
-    "conv1d": lambda c: F.conv1d(c[None], c[None]),
-    "fft": lambda c: torch.fft.ifft(torch.fft.fft(c)),
-    "cat": lambda c: torch.cat([c, c]),
-    "stft": lambda c: torch.stft(normal(64), 16, window=torch.hann_window(16), return_complex=True),
-    "svd": lambda c: torch.linalg.svdvals(c),
-}
-
-
-@pytest.mark.parametrize("lists", ["hmp", "o2", "autocast-cuda"])
-def test_complex_tensors_are_left_alone(lists: str) -> None:
-    """Complex inputs keep their dtype and every bit."""
-    value = torch.complex(normal(4, 4), normal(4, 4, seed=1))
-    expected = {name: call(value) for name, call in COMPLEX_CALLS.items()}
-    with hmpx.convert(lists=lists):
-        same({name: call(value) for name, call in COMPLEX_CALLS.items()}, expected)
 
 
 NESTED_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -622,20 +518,6 @@ def test_assignment_takes_mixed_types_under_the_default_lists(form: str) -> None
             assert actual.data_ptr() == pointer
 
 
-def test_assignment_by_mask_carries_gradients() -> None:
-    """The value's gradient comes back in its own dtype, the overwritten one is zero."""
-    base, values = torch.zeros(4, requires_grad=True), torch.ones(2, requires_grad=True)
-    mask = torch.tensor([True, False, True, False])
-    with hmpx.convert():
-        target = base.bfloat16()
-        target[mask] = values
-        target.sum().backward()
-    assert values.grad is not None
-    assert base.grad is not None
-    assert (values.grad.dtype, values.grad.tolist()) == (FP32, [1.0, 1.0])
-    assert base.grad.tolist() == [0.0, 1.0, 0.0, 1.0]
-
-
 # --- autograd -----------------------------------------------------------------------------------
 
 
@@ -677,16 +559,6 @@ class WithCustomForward(torch.autograd.Function):
     backward = staticmethod(custom_bwd(linear_backward, device_type="cpu"))
 
 
-class WithCastInputs(torch.autograd.Function):
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, a: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(a, w)
-        return a @ w
-
-    backward = staticmethod(custom_bwd(linear_backward, device_type="cpu"))
-
-
 @pytest.mark.parametrize("region", [False, True])
 @pytest.mark.parametrize("function", [Classic, WithSetupContext, WithCustomForward])
 def test_custom_functions_are_cast_in_forward_and_backward(
@@ -704,30 +576,6 @@ def test_custom_functions_are_cast_in_forward_and_backward(
     assert a.grad is not None
     same(a.grad, (one @ w.detach().bfloat16().t()).float())
     same(w.grad, (a.detach().bfloat16().t() @ one).float())
-
-
-def test_a_custom_function_keeps_its_casts_off() -> None:
-    """disable_casts inside its forward holds there and not in its backward (pytorch #137033)."""
-
-    class ForwardOff(torch.autograd.Function):
-        seen: ClassVar[list[torch.dtype]] = []
-
-        @staticmethod
-        def forward(ctx: Any, a: Tensor) -> Tensor:
-            with hmpx.disable_casts():
-                output = a @ a
-            ForwardOff.seen.append(output.dtype)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            output = gradient @ gradient
-            ForwardOff.seen.append(output.dtype)
-            return output
-
-    with low("matmul"):
-        ForwardOff.apply(normal(4, 4).requires_grad_()).sum().backward()
-    assert ForwardOff.seen == [FP32, BF16]
 
 
 def small_network() -> nn.Module:
@@ -752,21 +600,6 @@ def test_a_pass_without_gradients_does_not_cost_the_next_one_its_own(
     assert not first_pass.requires_grad
     same(second_pass.detach(), first_pass)
     assert all(p.grad is not None and p.grad.dtype is FP32 for p in module.parameters())
-
-
-def test_weights_changed_in_place_are_seen() -> None:
-    """No stale cast: updates through .data, copy_ and views count (pytorch #48049)."""
-    layer, data = nn.Linear(4, 4, bias=False), normal(2, 4)
-    with low("linear"):
-        for change in (
-            lambda: layer.weight.data.mul_(2.0),
-            lambda: layer.weight.detach().numpy().__imul__(3.0),
-            lambda: setattr(layer.weight, "data", normal(4, 4, seed=3)),
-            lambda: layer.load_state_dict({"weight": normal(4, 4, seed=4)}),
-        ):
-            layer(data)
-            change()
-            same(layer(data), F.linear(data.bfloat16(), layer.weight.bfloat16()))
 
 
 def test_grad_scaler_with_fp16_on_the_cpu() -> None:
@@ -802,50 +635,6 @@ def test_grad_scaler_with_fp16_on_the_cpu() -> None:
 
 
 # --- ops that autocast forgets or forbids ---------------------------------------------------------
-
-FORGOTTEN: dict[str, Callable[[], Tensor]] = {
-    "scatter_add": lambda: normal(4, 4).scatter_add(
-        0, torch.zeros(4, 4, dtype=torch.long), normal(4, 4) @ normal(4, 4)
-    ),
-    "scatter_add_": lambda: normal(4, 4).scatter_add_(
-        0, torch.zeros(4, 4, dtype=torch.long), normal(4, 4) @ normal(4, 4)
-    ),
-    "index_add": lambda: normal(4, 4).index_add(
-        0, torch.tensor([0]), (normal(4, 4) @ normal(4, 4))[:1]
-    ),
-    "masked assignment": lambda: normal(4, 4).masked_scatter(
-        normal(4, 4) > 0, normal(4, 4) @ normal(4, 4)
-    ),
-    "cat of three types": lambda: torch.cat(
-        [normal(4, 4) @ normal(4, 4), normal(4, 4), normal(4, 4, dtype=FP16)]
-    ),
-    "baddbmm": lambda: torch.baddbmm(
-        normal(1, 4, 4), (normal(4, 4) @ normal(4, 4))[None], normal(1, 4, 4)
-    ),
-    "lerp": lambda: torch.lerp(normal(4, 4), normal(4, 4) @ normal(4, 4), 0.5),
-    "grid_sample": lambda: F.grid_sample(
-        (normal(4, 4) @ normal(4, 4))[None, None], normal(1, 2, 2, 2), align_corners=False
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FORGOTTEN)
-def test_no_op_refuses_the_types_that_the_lists_bring_together(name: str) -> None:
-    """Under torch.autocast some raise a dtype mismatch (pytorch #51730, #174763, #100932)."""
-    with hmpx.convert():
-        converted = FORGOTTEN[name]().float()
-    torch.testing.assert_close(converted, FORGOTTEN[name]().float(), rtol=0.02, atol=0.02)
-
-
-def test_binary_cross_entropy_runs_in_fp32() -> None:
-    """Under torch.autocast it is an error (pytorch #61098, YOLOX #336, apex #1017)."""
-    layer, target = made(lambda: nn.Linear(4, 1)), torch.ones(4, 1)
-    with hmpx.convert():
-        probability = torch.sigmoid(layer(normal(4, 4)))
-        assert probability.dtype is BF16
-        loss = F.binary_cross_entropy(probability, target.bfloat16())
-    assert loss.dtype is FP32
-    same(loss.detach(), F.binary_cross_entropy(probability.detach().float(), target))
 
 
 # --- torch.autocast regions ---------------------------------------------------------------------
@@ -903,37 +692,6 @@ def test_the_lists_win_inside_an_autocast_region(name: str, region: torch.dtype)
             assert torch.is_autocast_enabled("cpu")
             assert torch.get_autocast_dtype("cpu") is region
     same(actual.detach(), expected.detach())
-
-
-def test_an_autocast_region_holds_for_ops_in_no_list() -> None:
-    """The region is not switched off: it decides for what hmpx leaves alone, and where it is off."""
-    with low("relu"), torch.autocast("cpu", FP16):
-        assert torch.relu(normal(4, 4)).dtype is BF16
-        assert F.linear(normal(4, 4), normal(4, 4)).dtype is FP16
-    with low("linear"), torch.autocast("cpu", FP16):
-        with hmpx.disable_casts():
-            assert F.linear(normal(4, 4), normal(4, 4)).dtype is FP16
-        with torch.autocast("cpu", enabled=False):
-            assert F.linear(normal(4, 4), normal(4, 4)).dtype is FP32
-        assert F.linear(normal(4, 4), normal(4, 4)).dtype is BF16
-
-
-def test_the_lists_win_over_a_whole_model_in_a_region() -> None:
-    """Forward in the region, backward outside of it: the model's outputs and gradients as without."""
-    module, data = made(small_network).eval(), normal(2, 3, 4, 4)
-
-    def gradients(region: contextlib.AbstractContextManager[Any]) -> list[Tensor]:
-        module.zero_grad()
-        with region:
-            output = module(data)
-            loss = F.cross_entropy(output, torch.tensor([0, 1]))
-        loss.backward()
-        return [output.detach(), loss.detach(), *(p.grad.clone() for p in module.parameters())]
-
-    with hmpx.convert():
-        expected = gradients(contextlib.nullcontext())
-        same(gradients(torch.autocast("cpu", FP16)), expected)
-        same(gradients(torch.autocast("cpu", BF16, cache_enabled=False)), expected)
 
 
 # --- __torch_function__ and __torch_dispatch__ ----------------------------------------------------
@@ -1039,118 +797,6 @@ def test_an_override_finds_the_function_under_its_name(policy: str) -> None:
         del sys.modules["early_overrides"]
 
 
-class ByTable(Tensor):
-    """Computes what its class' table says, as bases of quantized tensors in other libraries do."""
-
-    TABLES: ClassVar[dict[type, dict[Any, str]]] = {}
-
-    def __init_subclass__(cls) -> None:
-        cls.TABLES = {cls: dict(cls.TABLES.get(cls.__base__, {}))}  # type: ignore[arg-type]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in cls.TABLES[cls]:
-            return cls.TABLES[cls][func]
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_tables_of_classes_that_inherit_their_override_know_the_functions(policy: str) -> None:
-    """Whatever class in the line has the table, and if no module names that one."""
-    base: Any = type("Base", (ByTable,), {})
-    base.TABLES[base].update({function(): name for name, function in NAMED.items()})
-    child: Any = type("Child", (base,), {})
-    heir: Any = type("Heir", (child,), {})
-    before = dict(child.TABLES[child])
-    module: Any = types.ModuleType("early_overrides")
-    module.Heir = heir
-    sys.modules["early_overrides"] = module
-    try:
-        with hmpx.convert(**POLICIES[policy]):
-            for name in ("torch.matmul", "torch.conv2d", "torch.cat", "b.bmm"):
-                for kind in (base, child, heir):
-                    value = normal(1, 4, 4) if name == "b.bmm" else normal(4, 4)
-                    assert OVERRIDABLE[name](value.as_subclass(kind)) == name
-        assert child.TABLES[child] == before
-    finally:
-        del sys.modules["early_overrides"]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_overrides_get_each_call_once(policy: str) -> None:
-    """Of every kind of callable, and what they return is returned."""
-    expected = {name: call(Duck()) for name, call in OVERRIDABLE.items()}
-    with hmpx.convert(**POLICIES[policy]):
-        for name, call in OVERRIDABLE.items():
-            handed = call(Duck())[1]
-            assert getattr(handed, "__wrapped__", handed) == expected[name][1], name
-
-
-class Unwrapping:
-    """No tensor; computes with the one inside it, as ``__torch_function__`` classes do."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*(a.value if isinstance(a, cls) else a for a in args), **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", ["torch.matmul", "F.linear", "b.bmm", "torch.softmax"])
-def test_what_an_override_calls_is_cast(name: str) -> None:
-    """On the tensors that it holds, which hmpx can't see."""
-    value = normal(1, 4, 4) if name == "b.bmm" else normal(4, 4)
-    with hmpx.convert():
-        same(OVERRIDABLE[name](Unwrapping(value)), OVERRIDABLE[name](value))
-
-
-class Recording(Tensor):
-    functions: ClassVar[list[Any]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.functions.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-SUBCLASS_CALLS: dict[str, Callable[[Any], Any]] = {
-    **{
-        name: OVERRIDABLE[name]
-        for name in ("torch.add", "torch.matmul", "torch.softmax", "F.linear", "F.gelu", "F.relu")
-    },
-    "t @ b": lambda t: t @ b_matrix,
-    "t.matmul": lambda t: t.matmul(b_matrix),
-    "t * 2": lambda t: t * 2,
-    "F.normalize": lambda t: F.normalize(t),
-    "t += b": lambda t: t.__iadd__(b_matrix),
-    "t[0] = 1": lambda t: t.__setitem__(0, 1.0),
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_tensor_subclass_sees_the_call_that_it_would_see(policy: str) -> None:
-    """Each function once, and a result that is of the subclass and cast as a tensor is."""
-
-    def functions(call: Callable[[Any], Any]) -> tuple[list[Any], Any]:
-        value = normal(4, 4).as_subclass(Recording)
-        Recording.functions.clear()
-        result = call(value)
-        return list(Recording.functions), result
-
-    expected = {name: functions(call)[0] for name, call in SUBCLASS_CALLS.items()}
-    faults = []
-    with hmpx.convert(**POLICIES[policy]):
-        for name, call in SUBCLASS_CALLS.items():
-            seen, result = functions(call)
-            seen = [getattr(f, "__wrapped__", f) for f in seen]
-            faults += [f"{name}: {f}" for f in expected[name] if seen.count(f) != 1]
-            if (plain := call(normal(4, 4))) is not None:
-                assert type(result) is Recording, name
-                same(result.as_subclass(Tensor), plain)
-    assert faults == []
-
-
 @pytest.mark.parametrize(
     "name",
     ["torch.matmul", "torch.softmax", "torch.cat", "F.linear", "F.relu", "F.cross_entropy"],
@@ -1186,40 +832,6 @@ def test_dispatch_subclasses_are_cast(name: str) -> None:
     assert type(actual) is TwoTensor
     assert actual.dtype is BF16
     same([actual.a, actual.b], expected)
-
-
-class Overriding(TwoTensor):  # type: ignore[misc]
-    """Computes some functions itself, as quantized tensors of other libraries do."""
-
-    given: ClassVar[list[torch.dtype]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.linear:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        cls.given.extend(each.dtype for each in args if isinstance(each, Tensor))
-        return func(args[0], args[1].a)
-
-
-def test_dispatch_subclasses_that_override_get_arguments_as_they_came() -> None:
-    """As under torch.autocast: what it calls is cast, and what it quantizes is not rounded before."""
-    x, weight = normal(4, 4), Overriding(normal(4, 4), normal(4, 4, seed=2))
-    with low("matmul", "linear", "softmax"):
-        expected = F.linear(x, weight.a)
-        Overriding.given.clear()
-        same(F.linear(x, weight), expected)
-        assert Overriding.given == [FP32, FP32]
-        product = torch.matmul(x, weight)
-        assert type(product) is Overriding
-        assert product.dtype is BF16
-        same(product.a, torch.matmul(x, weight.a))
-
-
-def test_a_default_device_context_keeps_working() -> None:
-    """``with torch.device(...)`` is a function mode that knows torch's factories."""
-    with hmpx.convert(device_types={"meta", "cpu"}), torch.device("meta"):
-        assert torch.zeros(3).device.type == "meta"
-        assert nn.Linear(4, 4)(torch.zeros(2, 4)).dtype is BF16
 
 
 # --- torch.func ---------------------------------------------------------------------------------
@@ -1317,19 +929,6 @@ def test_the_transforms_of_torch_func() -> None:
     assert (weight @ vector).dtype is FP32
 
 
-def test_forward_mode_derivatives_work_when_first_used_under_convert() -> None:
-    """Torch scripts its own formulas for them on first use: then its functions are patched."""
-    script = (
-        "import torch, hmpx, warnings; warnings.simplefilter('error', hmpx.HmpxWarning)\n"
-        "hmpx.convert(); one = torch.eye(2)\n"
-        "output, tangent = torch.func.jvp(lambda v: torch.mm(v, v), (one,), (one,))\n"
-        "assert output.dtype is tangent.dtype is torch.bfloat16, output.dtype\n"
-        "assert tangent.tolist() == [[2.0, 0.0], [0.0, 2.0]]\n"
-    )
-    done = forks.run("-W", "ignore::DeprecationWarning", "-c", script)
-    assert done.returncode == 0, done.stderr
-
-
 def test_per_sample_gradients_and_ensembles() -> None:
     """The two well-known uses of vmap with functional_call."""
     module, data = made(lambda: nn.Linear(4, 2)), normal(3, 4)
@@ -1351,10 +950,3 @@ def test_per_sample_gradients_and_ensembles() -> None:
         )
     assert ensemble.dtype is BF16
     assert off.dtype is FP32
-
-
-def test_vmap_and_disable_casts_inside_an_autocast_region() -> None:
-    """The transform changes nothing about who decides."""
-    data = normal(3, 4)
-    with low("matmul"), torch.autocast("cpu", FP16):
-        assert vmap(lambda v: weight @ v)(data).dtype is BF16

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import runpy
-import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import hmpx
-from tests import forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -366,19 +363,6 @@ def test_resuming(framework: Framework, tmp_path: Path) -> None:
     assert_same(kept(second, optimizers[1]), kept(expected, optimizers[0]))
 
 
-def test_evaluation(framework: Framework, tmp_path: Path) -> None:
-    """The loss of an evaluation is that of a plain forward pass under hmpx, not that of fp32."""
-    network = Network().eval()
-    (batch,) = data(samples=4)
-    with torch.no_grad():
-        in_fp32 = network(**batch)["loss"].item()
-        with converted():
-            expected = network(**batch)["loss"].item()
-    with converted():
-        actual = framework.evaluate(tmp_path, network)
-    assert actual == expected != in_fp32
-
-
 @pytest.mark.native
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 def test_gradient_checkpointing_of_the_trainer(hugging_face: HuggingFace, tmp_path: Path) -> None:
@@ -403,36 +387,7 @@ def test_gradient_checkpointing_of_the_trainer(hugging_face: HuggingFace, tmp_pa
 # --- Lightning's own ------------------------------------------------------------------------------
 
 
-def test_disable_casts_around_lightnings_optimizer_step(
-    lightning: Lightning, tmp_path: Path
-) -> None:
-    """It covers the forward, as the example's docstring warns, for that is the step's closure."""
-    network = Network()
-    module = lightning.module(network, sgd(network))
-    module.optimizer_step = hmpx.disable_casts()(module.optimizer_step)
-    with hmpx.convert(device_types={"cpu"}), Products() as products:
-        lightning.trainer(tmp_path, max_steps=2).fit(module, data())
-    assert set(products.dtypes) == {FP32}
-
-
 # --- the examples ---------------------------------------------------------------------------------
-
-
-def run_in_two(script: Path, cwd: Path) -> str:
-    """Returns what two processes print that torchrun would start; they may warn, but not of hmpx."""
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        port = str(listening.getsockname()[1])
-    places = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"}
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "WORLD_SIZE": "2", **places}
-    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    ended = forks.run_together(
-        [([str(script)], {**os.environ, **settings, **rank}) for rank in ranks], cwd=cwd
-    )
-    said = "".join(each.stderr for each in ended)
-    assert [each.returncode for each in ended] == [0, 0], said
-    assert "HmpxWarning" not in said
-    return "".join(each.stdout for each in ended)
 
 
 def run_here(name: str, monkeypatch: Any, capsys: Any, *arguments: str) -> str:
@@ -475,26 +430,9 @@ def test_accelerate_loop(monkeypatch: Any, capsys: Any) -> None:
     assert_ran(output, "convolution and linear layer", 5 * 8 * 2)
 
 
-def test_accelerate_loop_in_two_processes(tmp_path: Path) -> None:
-    """They share the batches, and one of them prints."""
-    pytest.importorskip("accelerate")
-    output = run_in_two(EXAMPLES / "accelerate_loop.py", cwd=tmp_path)
-    assert_losses_agree(output)
-    assert_ran(output, "convolution and linear layer", 5 * 8 // 2 * 2)
-    assert output.count("epoch") == 1
-
-
 def test_lightning_module(lightning: Lightning, monkeypatch: Any, capsys: Any) -> None:
     """Forty steps of two linear layers."""
     output = run_here("lightning_module.py", monkeypatch, capsys)
     assert_losses_agree(output)
     assert_ran(output, "linear layers", 40 * 2)
     assert "loss scale" not in output
-
-
-def test_lightning_module_in_float16(lightning: Lightning, monkeypatch: Any, capsys: Any) -> None:
-    """The gradients are those of a loss times torch's initial scale, 2^16, and are scaled back."""
-    output = run_here("lightning_module.py", monkeypatch, capsys, "--fp16")
-    assert_losses_agree(output, rtol=0.01)
-    assert_ran(output, "linear layers", 40 * 2, FP16)
-    assert "loss scale: 65536 " in output

@@ -66,6 +66,7 @@ def alarms(entries: list[Entry], low: torch.dtype) -> dict[str, str]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.models
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("no_search_for_early_names")

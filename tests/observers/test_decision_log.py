@@ -29,6 +29,7 @@ def logged(call: Callable[[], object], caplog: pytest.LogCaptureFixture, **optio
     return re.sub(r"  at .*", "", line.removeprefix("casting  "))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("call", "line"),
     [
@@ -143,25 +144,3 @@ def raising() -> None:
     """Leaves a block without casts by an exception."""
     with hmpx.disable_casts():
         raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("name", ["<stdin>", "<string>", "<ipython-input-4-0123456789ab>"])
-def test_lines_that_were_typed_have_the_name_of_where(name: str) -> None:
-    """At a prompt, by ``python -`` or by ``python -c``: ``__main__`` has no file, or one of that name."""
-    calls: list[hmpx.OpCall] = []
-    typed = compile("def f(x):\n    return x @ x\nf(x)\n", name, "exec")
-    with hmpx.convert(device_types={"cpu"}), hmpx.attach(calls.append):
-        exec(typed, {"__name__": "__main__", "x": X})
-        exec(typed, {"__name__": "__main__", "__file__": name, "x": X})
-    assert [each.location for each in calls] == [f"{name}:2"] * 2
-
-
-def test_code_that_was_generated_is_on_no_line() -> None:
-    """A call in a method that `dataclasses` writes is on the line that calls it."""
-    calls: list[hmpx.OpCall] = []
-    names: dict[str, object] = {"__name__": __name__}
-    exec(compile("def f(x):\n    return x @ x\n", "<string>", "exec"), names)
-    with hmpx.convert(device_types={"cpu"}), hmpx.attach(calls.append):
-        names["f"](X)  # type: ignore[operator]
-    (location,) = [each.location for each in calls]
-    assert location.startswith(f"{__file__}:")

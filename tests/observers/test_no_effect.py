@@ -120,7 +120,7 @@ def converted(is_converted: bool) -> AbstractContextManager[Any]:
 RUNS = [plain, in_checkpoint, in_reentrant_checkpoint, in_vmap]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("is_converted", [False, True])
@@ -137,7 +137,7 @@ def test_an_observer_changes_no_bit(
             assert_same(results(run), expected, f"{name} inside")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("is_converted", [False, True])
@@ -177,6 +177,7 @@ def test_a_tool_changes_no_bit(
     assert_same(kept[1:], kept[:1], "inside draw")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("run", RUNS[:2])
 @pytest.mark.parametrize("around", AROUND)
 def test_the_log_changes_no_bit(

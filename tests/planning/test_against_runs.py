@@ -52,6 +52,7 @@ def run(
     return rec
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_figure_is_that_of_a_real_run(name: str) -> None:
     """Parameters, gradients, states, saved bytes by dtype, weight casts, peaks by kind, FLOPs."""
@@ -72,6 +73,7 @@ def test_each_figure_is_that_of_a_real_run(name: str) -> None:
     assert autocast.weight_cast_bytes == real.memory.weight_cast_bytes
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_legalized_ops_keep_what_they_keep(name: str) -> None:
     """Low-precision tensors in the place of those that they compute with."""
@@ -94,6 +96,7 @@ def test_a_plan_with_keyword_arguments_is_that_of_positional_ones() -> None:
     assert found == [found[0]] * 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["SGD", "SGD momentum=0.9", "Adam", "Adafactor", "NAdam", "Muon"])
 def test_an_optimizer_keeps_what_it_keeps_in_a_real_step(name: str) -> None:
     """Also those that read values, of which there are none."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import time
 from typing import Any
 
 import pytest
@@ -59,16 +58,6 @@ def test_figures_of_a_perceptron_are_those_of_arithmetic(device: str) -> None:
     assert {row.device_type for row in plan.report.rows} == {device}
 
 
-@pytest.mark.parametrize("device", ["cuda", "hpu"])
-def test_accelerators_keep_masks_of_dropout_as_bools(device: str) -> None:
-    """The CPU keeps floats."""
-    plan = hmpx.plan(
-        lambda: nn.Sequential(linear(), nn.Dropout(0.5), nn.ReLU()), batch, device=device
-    )
-    assert plan.memory.saved["bool"] == 8
-    assert "bool" not in hmpx.plan(nn.Dropout(0.5), batch, device="cpu").memory.saved
-
-
 @pytest.mark.parametrize(("mask", "dropout"), [(False, 0.0), (False, 0.1), (True, 0.1)])
 def test_attention_is_fused_on_accelerators(mask: bool, dropout: float) -> None:
     """So no scores are kept, with dropout neither: inputs, output, a sum for each row, and seeds."""
@@ -120,7 +109,7 @@ def test_layers_add_equally() -> None:
     ids = torch.randint(0, 100, (2, 16))
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     found = [
-        hmpx.plan(lambda layers=layers: llama(layers), inputs, device="hpu") for layers in (1, 2, 5)
+        hmpx.plan(lambda layers=layers: llama(layers), inputs, device="hpu") for layers in (1, 2, 4)
     ]
     for name in (
         "parameter_bytes",
@@ -129,8 +118,8 @@ def test_layers_add_equally() -> None:
         "saved_bytes",
         "weight_cast_bytes",
     ):
-        one, two, five = (getattr(plan, name) for plan in found)
-        assert five - one == 4 * (two - one) > 0
+        one, two, four = (getattr(plan, name) for plan in found)
+        assert four - one == 3 * (two - one) > 0
 
 
 def test_freeze_stores_what_it_stores() -> None:
@@ -141,32 +130,6 @@ def test_freeze_stores_what_it_stores() -> None:
         frozen = hmpx.freeze(model, torch.randn(8, 256))
     assert plan.frozen_bytes == sum(each.stored_bytes for each in frozen.weights)
     assert plan.frozen_bytes == plan.parameter_bytes // 2
-
-
-def test_a_large_model_takes_little(pytestconfig: pytest.Config) -> None:
-    """Seven billion parameters, which would be 28 GB: seconds, and no memory."""
-    width, layers = 8192, 8
-
-    def build() -> nn.Module:
-        config = transformers.LlamaConfig(
-            num_hidden_layers=layers,
-            hidden_size=width,
-            intermediate_size=22016,
-            num_attention_heads=64,
-        )
-        return transformers.LlamaForCausalLM(config)
-
-    def inputs() -> dict[str, Any]:
-        ids = torch.randint(0, 100, (1, 2048))
-        return {"input_ids": ids, "labels": ids, "use_cache": False}
-
-    began = time.process_time()
-    plan = hmpx.plan(build, inputs, device="hpu")
-    assert time.process_time() - began < 30
-    assert plan.parameters == 7_000_432_640
-    assert plan.peak_bytes > 16 * plan.parameters
-    linear_weights = plan.parameters - 32_000 * width - (2 * layers + 1) * width
-    assert plan.weight_cast_bytes == 2 * linear_weights
 
 
 # --- what resists --------------------------------------------------------------------------------
@@ -199,28 +162,6 @@ def test_what_depends_on_values_is_named_with_its_line(kind: type[nn.Linear]) ->
     assert plan.parameter_bytes == 80
     assert plan.weight_cast_bytes + plan.saved_bytes > 0
     assert "real tensors" in str(plan)
-
-
-def test_a_mixture_of_experts_is_planned_small() -> None:
-    """Its experts are chosen by values."""
-    config = transformers.MixtralConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-        num_local_experts=4,
-    )
-    config._experts_implementation = "eager"
-    ids = torch.randint(0, 100, (1, 16))
-    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-    with pytest.raises(PlanError, match=r"modeling_mixtral\.py:\d+: aten\.nonzero"):
-        hmpx.plan(lambda: transformers.MixtralForCausalLM(config), inputs, device="hpu")
-    plan = hmpx.plan(
-        lambda: transformers.MixtralForCausalLM(config), inputs, device="hpu", small=True
-    )
-    assert plan.low_precision_flops_share > 0.5
 
 
 @functools.cache
@@ -292,31 +233,6 @@ def test_shared_weights_count_once() -> None:
     assert (
         hmpx.plan(lambda: Tied().to("hpu", torch.bfloat16), ids, device="hpu").parameter_bytes == 80
     )
-
-
-@pytest.mark.parametrize("device", ["cuda", "hpu"])
-def test_programs_may_name_the_device(device: str) -> None:
-    """And move models, which are there already, and inputs."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = linear()
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.device.type == device
-            same = x.to(x.device)
-            assert same is x
-            return self.inner(x) + torch.ones(4, device=device) + torch.zeros(4, device=x.device)  # type: ignore[no-any-return]
-
-    plan = hmpx.plan(
-        lambda: Model().to(device), lambda: torch.randn(2, 4).to(device), device=device
-    )
-    assert plan.parameter_bytes == 80
-    elsewhere = hmpx.plan(Model, lambda: torch.randn(2, 4, device="cpu"), device=device)
-    assert elsewhere.memory == plan.memory
-    assert Tensor.to is torch._C.TensorBase.to
-    assert torch.ones(1).device.type == "cpu"
 
 
 def test_without_gradients_it_is_a_forward() -> None:
@@ -391,30 +307,6 @@ def test_what_models_raise_passes(
     assert caught.value.__notes__[0].startswith(f"hmpx.plan: {note}")
     assert vars(F)["scaled_dot_product_attention"] is torch._C._nn.scaled_dot_product_attention
     assert "dropout" not in vars(torch._VF)
-
-
-def test_tensors_made_before_are_elsewhere() -> None:
-    """As they would be on the device."""
-    before = torch.ones(4)
-    with pytest.raises(RuntimeError, match="device") as caught:
-        hmpx.plan(lambda: lambda x: x * before, batch, device="hpu")
-    assert "make all tensors inside model_fn" in caught.value.__notes__[0]
-    assert hmpx.plan(lambda: lambda x: x * before, batch, device="cpu").peak_bytes > 0
-
-
-def test_modes_around_a_plan_don_t_change_it() -> None:
-    """Nor does a region of torch.autocast."""
-    expected = hmpx.plan(mlp, torch.ones(8, 256), device="hpu").run("float32").memory
-    for mode in (
-        torch.no_grad(),
-        torch.inference_mode(),
-        torch.autocast("cpu"),
-        torch.device("meta"),
-    ):
-        inputs = torch.ones(8, 256, device="cpu")
-        with mode:
-            found = hmpx.plan(mlp, inputs, device="hpu").run("float32").memory
-        assert found == expected
 
 
 # --- views ---------------------------------------------------------------------------------------

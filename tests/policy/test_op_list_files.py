@@ -191,53 +191,6 @@ def test_default_lists_decide(kind: str, cast_policy: CastPolicy) -> None:
     assert not wrong
 
 
-FLEX_ATTENTION = "torch.nn.attention.flex_attention.flex_attention"
-
-
-def test_lean_is_hmps_less_two_ops_and_with_attention() -> None:
-    """Products of positions, of new weights and of data stay fp32, and a view is a view.
-
-    Queries and keys that rotary embeddings have made fp32 don't bring attention there.
-    """
-    policy, hmps = hmpx.load_policy(lists="lean"), hmpx.load_policy(lists="hmp")
-    differing = {op for op in hmps.decisions if hmps[op].cast_policy is not policy[op].cast_policy}
-    assert differing == {"mul", "imul", "rmul", "t", "scaled_dot_product_attention"}
-    assert policy["scaled_dot_product_attention"].cast_policy is CastPolicy.LOW
-    assert policy.decisions.keys() == hmps.decisions.keys() - {"t"} | {FLEX_ATTENTION}
-    assert policy[FLEX_ATTENTION].cast_policy is CastPolicy.LOW
-    assert {policy[op].cast_policy for op in ("mul", "imul", "rmul")} == {CastPolicy.WIDEST}
-
-
-def test_lean_has_no_norms_and_dropouts_in_float16() -> None:
-    """They follow their input: torch.autocast doesn't round the residual stream either."""
-    policy = hmpx.load_policy(lists="lean")
-    halves = hmpx.load_policy(lists="lean", low_precision_type=torch.float16)
-    low = {
-        name
-        for name in policy.decisions
-        if policy[name].cast_policy is not halves[name].cast_policy
-    }
-    norms = {"batch_norm", "group_norm", "instance_norm", "layer_norm"}
-    assert low == {*norms, "dropout", "dropout1d", "dropout2d", "dropout3d"}
-    assert {halves[name].cast_policy for name in norms} == {CastPolicy.FIRST}
-    assert halves["linear"].dtype is torch.float16
-    assert hmpx.load_policy(low_precision_type="float16", lists="hmp")["dropout"].dtype is not None
-    removed = {"remove": ["dropout", "mul"]}
-    file = {"lists": "lean", "low_precision_type": "float16", "low": removed}
-    assert hmpx.load_policy(policy=file) == halves
-
-
-def test_the_default_is_the_set_hmpx() -> None:
-    """For both low types alike."""
-    policy, halves = hmpx.load_policy(), hmpx.load_policy(low_precision_type=torch.float16)
-    assert hmpx.load_policy(lists="hmpx") == policy
-    assert {
-        name
-        for name in policy.decisions.keys() | halves.decisions.keys()
-        if policy[name].cast_policy is not halves[name].cast_policy
-    } == set()
-
-
 def test_the_default_leaves_products_to_torch_and_views_alone() -> None:
     """They have no wrapper; ``weight.t()`` is the weight."""
     mul, t = torch.mul, torch.Tensor.t
@@ -250,16 +203,6 @@ def test_the_default_leaves_products_to_torch_and_views_alone() -> None:
         assert (torch.ones(2).bfloat16() * 2).dtype is torch.bfloat16
         weight.t().zero_()
     assert not weight.any()
-
-
-def test_no_list_outranks_the_defaults_of_its_own_set() -> None:
-    """The widest list adds ops to HMP's lists; where it repeats one, HMP's list decides."""
-    policy = hmpx.load_policy(lists="hmp")
-    for name in lines(LISTS / "hmp" / "widest.txt"):
-        listed = {
-            kind for kind in HMP if ops.resolve(name) in map(ops.resolve, HMP[kind].split(", "))
-        }
-        assert (policy[name].cast_policy is CastPolicy.WIDEST) == (not listed), name
 
 
 # --- HMP's users' --------------------------------------------------------------------------------
@@ -309,17 +252,3 @@ def test_users_lists_convert(low: str, fp32: str) -> None:
             elif ops.resolve(line.strip()) != ops.resolve(name):
                 wrong.append(f"{name}: the reason {decision.reason} is the line {line!r}")
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize(("low", "fp32"), PAIRS)
-def test_users_lists_in_strict_mode(low: str, fp32: str) -> None:
-    """With ``strict`` the pairs without unknown names load as before; the others are refused."""
-    paths = (f"{low}_bf16.txt", f"{fp32}_fp32.txt")
-    arguments = [str(USER_LISTS / path) for path in paths]
-    unknown = [name for path in paths for name in UNKNOWN.get(path, ())]
-    if not unknown:
-        assert hmpx.load_policy(*arguments, strict=True) == hmpx.load_policy(*arguments)
-        return
-    with pytest.raises(hmpx.OpListError) as error:
-        hmpx.load_policy(*arguments, strict=True)
-    assert all(name in str(error.value) for name in unknown)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -68,11 +66,6 @@ def test_a_file_that_says_nothing_is_the_shipped_lists(
     assert load(text) == load_policy()
 
 
-def test_what_a_shipped_list_has_taken_out_may_be_removed(load: Callable[..., Policy]) -> None:
-    """A file may be written for several sets."""
-    assert load("lists: lean\nlow: {remove: [mul, t]}\n") == load_policy(lists="lean")
-
-
 def test_lists_add_to_a_base_and_remove_from_it(load: Callable[..., Policy]) -> None:
     """A plain list adds; ``add`` and ``remove`` do what they say; a file's own lines outrank."""
     policy = load("""\
@@ -114,17 +107,6 @@ def test_every_shipped_set_is_a_base(load: Callable[..., Policy], base: str) -> 
     assert load(f"lists: {base}") == load_policy(lists=base)
 
 
-def test_a_base_may_be_none_or_a_directory(load: Callable[..., Policy], tmp_path: Path) -> None:
-    """A directory's path is relative to the file."""
-    assert load("lists: none") == Policy({})
-    assert dict(load("lists: none\nlow: [mm]").decisions) == {"mm": Decision(hmpx.ALLOW, BF16)}
-    folder = tmp_path / "deep" / "lists"
-    folder.mkdir(parents=True)
-    (folder / "bf16.txt").write_text("tan")
-    policy = load("lists: lists\nlow: [exp]", "deep/p.yaml")
-    assert kinds(policy, "tan", "exp", "add", "linear") == ["LOW", "LOW", "WIDEST", "FIRST"]
-
-
 def test_what_a_line_of_a_list_may_be_an_item_may(load: Callable[..., Policy]) -> None:
     """Includes, removals, everything, dtypes of its own; in quotes where YAML wants them."""
     policy = load("""\
@@ -155,23 +137,6 @@ def test_convert_takes_files_dicts_and_what_is_loaded(load: Callable[..., Policy
             assert session.policy == policy
             assert torch.mm(x(), x()).dtype is BF16
         assert load_policy(**source) == policy
-
-
-def test_dicts_take_what_python_has(load: Callable[..., Policy]) -> None:
-    """Tuples, sets, dtypes."""
-    policy = load_policy(
-        policy={
-            "lists": "none",
-            "low_precision_type": torch.float16,
-            "low": ("mm",),
-            "fp32": {"exp"},
-            "sections": ({"dtype": {FP16}, "ndim": range(2).stop, "pass": ["mm"]},),
-        }
-    )
-    assert policy == load(
-        "lists: none\nlow_precision_type: fp16\nlow: mm\nfp32: exp\n"
-        "sections: [{dtype: fp16, ndim: 2, pass: mm}]"
-    )
 
 
 # --- sections -----------------------------------------------------------------------------------
@@ -215,14 +180,6 @@ def test_a_section_holds_where_all_of_its_conditions_do(
         for _ in range(2):
             wanted = FP64 if holds or value.dtype is FP64 else BF16
             assert torch.relu(value).dtype is wanted
-
-
-def test_a_section_of_tensors_does_not_hold_without_one(load: Callable[..., Policy]) -> None:
-    """Of integers there is nothing to decide."""
-    policy = load("lists: none\nsections: [{max_numel: 9, low: [mul]}]")
-    with hmpx.convert(policy=policy):
-        assert (torch.arange(3) * 2).dtype is torch.int64
-        assert (torch.arange(3) * x(3)).dtype is BF16
 
 
 def test_a_section_has_all_six_lists_and_a_low_type_of_its_own(
@@ -360,17 +317,6 @@ def test_gaudi_configurations_of_hmp(load: Callable[..., Policy], tmp_path: Path
     assert load("{}", name) == load_policy(lists="hmp")
 
 
-def test_gaudi_configurations_of_o2(load: Callable[..., Policy]) -> None:
-    """O2 has its own lists; those in the file are left out, with a word."""
-    assert load('{"hmp_opt_level": "O2"}', "g.json") == load_policy(opt_level="O2")
-    with pytest.warns(HmpxWarning) as caught:
-        policy = load('{"hmp_opt_level": "O2", "hmp_fp32_ops": ["mm"]}', "g.json")
-    assert policy == load_policy(opt_level="O2")
-    assert [str(warning.message) for warning in caught] == [
-        "g.json: hmp_opt_level 'O2' ignores its op lists; use 'O1' to read them"
-    ]
-
-
 def test_gaudi_configurations_of_autocast(load: Callable[..., Policy], tmp_path: Path) -> None:
     """Their lists count where HMP is off or not spoken of; one alone does, too."""
     lists = {"autocast_bf16_ops": ["linear", "_convolution.deprecated"],
@@ -389,26 +335,6 @@ def test_gaudi_configurations_of_autocast(load: Callable[..., Policy], tmp_path:
     assert load(json.dumps({**on, **lists}), "g.json") == load_policy(lists="hmp")
     empty = '{"autocast_bf16_ops": null, "autocast_fp32_ops": null}'
     assert load(empty, "g.json") == load_policy(lists="hmp")
-
-
-def test_a_configuration_that_is_off_casts_nothing_and_says_so(load: Callable[..., Policy]) -> None:
-    """Neither HMP nor autocast's lists."""
-    with pytest.warns(HmpxWarning) as caught:
-        assert load('{"use_habana_mixed_precision": false}', "g.json") == Policy({})
-    assert [str(warning.message) for warning in caught] == [
-        "g.json: use_habana_mixed_precision is false: nothing is cast"
-    ]
-
-
-def test_hmp_is_verbose_turns_the_log_on(
-    load: Callable[..., Policy], caplog: pytest.LogCaptureFixture
-) -> None:
-    """As the argument does."""
-    load('{"hmp_is_verbose": true, "hmp_bf16_ops": ["exp"]}', "g.json")
-    with hmpx.convert("g.json"):
-        caplog.clear()
-        torch.exp(x())
-        assert len(caplog.messages) == 1
 
 
 # --- faults -------------------------------------------------------------------------------------
@@ -552,19 +478,6 @@ FAULTS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [f"low: {'[' * 800}", "- " * 800, "{a: " * 800])
-def test_what_is_nested_too_deep_is_an_error(load: Callable[..., Policy], text: str) -> None:
-    """Wherever Python's own limit is; here it is the usual one."""
-    before = sys.getrecursionlimit()  # torch.compile raises it
-    sys.setrecursionlimit(1000)
-    try:
-        with pytest.raises(PolicyFileError) as error:
-            load(text)
-    finally:
-        sys.setrecursionlimit(before)
-    assert str(error.value) == "p.yaml: nested too deep to be a policy"
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_an_error_with_its_line_and_nothing_is_patched(
     load: Callable[..., Policy], fault: str
@@ -699,27 +612,6 @@ def test_unknown_ops_are_one_warning_or_an_error_if_strict(load: Callable[..., P
     )
 
 
-def test_names_without_end_are_counted_not_suggested_for(load: Callable[..., Policy]) -> None:
-    """A suggestion takes milliseconds: of the rest only the number is told."""
-    with pytest.warns(HmpxWarning) as caught:
-        load("low:\n" + "".join(f"- unknown{i}\n" for i in range(5000)))
-    lines = str(caught[0].message).splitlines()
-    assert lines[1].startswith("  p.yaml:2: unknown op 'unknown0'")
-    assert lines[-1] == "  and 4,980 more"
-    assert len(lines) == 22
-
-
-@pytest.mark.parametrize("text", ["[[a]", "[a&&b]", "[a||b]"])
-def test_python_s_warnings_about_patterns_are_no_errors(
-    load: Callable[..., Policy], text: str
-) -> None:
-    """They are about regular expressions of a future Python."""
-    for kind in ("module", "module_regex"):
-        load(f"lists: none\nsections:\n- {kind}: '{text}'\n  low: [mm]\n")
-        with hmpx.convert(policy="p.yaml"):
-            assert torch.mm(x(), x()).dtype is FP32
-
-
 # --- writing ------------------------------------------------------------------------------------
 
 NAMES = sorted(name for name in ops.table() if ops.is_castable(name))
@@ -849,77 +741,6 @@ sections:
 
 # --- any text -----------------------------------------------------------------------------------
 
-FRAGMENTS = st.sampled_from(
-    ["low", "fp32", "sections", "lists", "pass", "module", "module_regex", "ndim", "min_numel",
-     "phase", "device", "dtype", "low_precision_type", "add", "remove", ": ", ":\n", "\n", "\n- ",
-     "\n  ", "- ", "  ", "[", "]", "{", "}", ", ", "&a ", "*a", "!!int ", "!!python/name:os.system ",
-     "!x ", "'", '"', "|\n ", "> ", "# ", "---\n", "...\n", "%YAML 1.1\n", "<<", "? ", "@hmp", "*",
-     "mm", "conv2d float16", "sum accumulate=float32", "-mul", "hmp", "none", "null", "~", "true",
-     "1", "-1", "0x10", "1e3", "1:30", ".inf", "²", "\t", "\0", "\ufeff", "\u2028", "\x85",
-     "\\U00110000", "(", "a{9999999999}", "train", "cpu", "fp32", "float64", "é", "\ud800"]
-)  # fmt: skip
-TEXTS = st.one_of(st.lists(FRAGMENTS, max_size=25).map("".join), st.text(max_size=40))
-
-
-def tried(path: Path) -> Policy | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HmpxWarning)
-        try:
-            return load_policy(policy=path)
-        except HmpxError as error:
-            assert str(error)
-            return None
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(text=TEXTS, suffix=st.sampled_from([".yaml", ".json"]))
-def test_any_text_loads_or_is_an_error(tmp_path: Path, text: str, suffix: str) -> None:
-    """Whatever it says: a policy that can be written again, or an `HmpxError`."""
-    path = tmp_path / f"p{suffix}"
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    policy = tried(path)
-    if policy is not None:
-        assert load_policy(policy=yaml.safe_load(policy.to_yaml())) == policy
-
-
-VALUES = st.recursive(
-    st.one_of(
-        FRAGMENTS, st.text(max_size=6), st.integers(), st.floats(), st.booleans(), st.none(),
-        st.sampled_from([BF16, FP64, b"mm", object, torch.int8]),
-    ),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FRAGMENTS, inner, max_size=4),
-    max_leaves=12,
-)  # fmt: skip
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-@given(content=st.dictionaries(FRAGMENTS, VALUES, max_size=4))
-def test_any_dict_loads_or_is_an_error(content: dict[str, Any]) -> None:
-    """As any text."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HmpxWarning)
-        try:
-            assert isinstance(load_policy(policy=content), Policy)
-        except HmpxError as error:
-            assert str(error)
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-@given(content=st.dictionaries(
-    st.sampled_from(["use_habana_mixed_precision", "hmp_opt_level", "hmp_is_verbose", "hmp_bf16_ops",
-                     "hmp_fp32_ops", "autocast_bf16_ops", "autocast_fp32_ops", "use_fused_adam"]),
-    st.one_of(st.none(), st.booleans(), st.sampled_from(["O1", "O2", "mm"]),
-              st.lists(st.sampled_from(["mm", "exp", "add", "rsub"]), max_size=2)),
-    max_size=5,
-))  # fmt: skip
-def test_any_gaudi_configuration_loads_or_is_an_error(
-    tmp_path: Path, content: dict[str, Any]
-) -> None:
-    """As any text."""
-    path = tmp_path / "gaudi_config.json"
-    path.write_text(json.dumps(content))
-    tried(path)
-
 
 # --- all faults -----------------------------------------------------------------------------------
 
@@ -980,27 +801,6 @@ low: [bmm]
         assert part in fault
 
 
-def test_an_unknown_op_is_found_beside_one_that_is_in_two_lists(tmp_path: Path) -> None:
-    found = faults_of(tmp_path, "low: [mm]\nfp32: [mm, nosuchop]\n")
-    assert len(found) == 2
-    assert "unknown op 'nosuchop'" in "".join(found)
-    assert "'mm' is in two lists" in "".join(found)
-
-
-def test_what_only_loading_finds_is_among_the_faults(tmp_path: Path) -> None:
-    text = "low: {remove: [softmax]}\nfp32: [expp]\n"
-    found = faults_of(tmp_path, text)
-    assert "no 'softmax' in the shipped low list to remove" in found[0]
-    assert found[1].startswith("2: unknown op 'expp'")
-
-
-def test_faults_of_lists_come_in_the_order_of_their_lines(tmp_path: Path) -> None:
-    path = tmp_path / "bf16.txt"
-    path.write_text("mm\nmm\nnosuchop\nmatmull\nbmm\nbmm\n")
-    found = check_files({"low": (str(path),)})
-    assert [int(fault.partition(":")[2].partition(":")[0]) for fault in found] == [2, 3, 4, 6]
-
-
 def test_a_dict_is_cited_by_its_keys() -> None:
     """There are no lines: the keys lead to what is wrong, and to what decides."""
     given = {"lists": "none", "sections": [{"module": "a", "low": ["mm", "bmm"]}]}
@@ -1010,32 +810,6 @@ def test_a_dict_is_cited_by_its_keys() -> None:
     given["sections"][0]["mod_ule"] = "b"
     with pytest.raises(PolicyFileError, match=r"<policy>\['sections'\]\[0\]\['mod_ule'\]: unknown"):
         hmpx.load_policy(policy=given)
-
-
-BROKEN_LINES = (
-    "linear, bmm",
-    "gelu bfloat",
-    "mm ; torch == 2.14",
-    "@nothing",
-    "matmull",
-    "relu x=1",
-)
-
-
-def test_every_line_that_is_not_valid_is_found(tmp_path: Path) -> None:
-    """Not the first alone; what is wrong with the other lines is found as well."""
-    path = tmp_path / "low.txt"
-    path.write_text("\n".join(("linear", *BROKEN_LINES, "linear")))
-    found = check_files({"low": (str(path),)})
-    assert [each.removeprefix(f"{path}:")[:2] for each in found] == [f"{n}:" for n in range(2, 9)]
-
-
-def test_every_line_of_a_policy_file_that_is_not_valid_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "policy.yaml"
-    quoted = ", ".join(f'"{line}"' for line in BROKEN_LINES if ";" not in line)
-    path.write_text(f"low: [{quoted}]\nfp32: [softmax bf16, x y z]\n".replace(", ", ",\n  "))
-    found = check_files({"policy": (str(path),)})
-    assert len(found) == len(BROKEN_LINES) - 1 + 2
 
 
 @pytest.mark.parametrize(

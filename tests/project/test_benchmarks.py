@@ -60,6 +60,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load_module
 
 
+@pytest.mark.sampled(3)
 def test_train(tmp_path: Path) -> None:
     """Each candidate has its times, its memory, and its loss after as many steps as fp32's."""
     options = ["--candidates", "hmpx", "--steps", "3"]
@@ -74,35 +75,6 @@ def test_train(tmp_path: Path) -> None:
     assert figures["fp32"]["ratio"] == 1
     assert figures["fp32"]["loss_minus_fp32"] == 0
     assert figures["hmpx"]["loss_minus_fp32"] != 0
-
-
-@pytest.mark.slow
-def test_profile_step(tmp_path: Path) -> None:
-    """Kinds of work add up to the step; only legalized steps have casts, and both have the same products."""
-    options = ["--sizes", "small", "--rounds", "1", "--steps", "1", "--candidates", "hmpx fast"]
-    run("profile_step.py", "--models", "gpt", *options, folder=tmp_path)
-    figures = saved(tmp_path / "profile_step-cpu.json")["figures"]["gpt"]["small"]
-    assert list(figures) == ["fp32", "hmpx fast"]
-    for figure in figures.values():
-        kinds = ("raising", "rounding", "layout", "elementwise", "optimizer", "allocation", "rest")
-        assert sum(figure[f"{kind}_s"] for kind in kinds) == pytest.approx(figure["step_s"])
-    assert figures["fp32"]["raising_s"] == figures["fp32"]["rounding_s"] == 0
-    assert figures["hmpx fast"]["rounding_s"] > 0
-
-
-@pytest.mark.slow
-def test_inference(tmp_path: Path) -> None:
-    """Frozen weights take about half the bytes; each candidate runs compiled, too."""
-    names = ["fp32", "hmpx frozen", "fp32, compiled", "hmpx frozen, compiled"]
-    options = ["--candidates", *names[:2], "--compile", "--backend", "eager"]
-    output = run("inference.py", "--cases", "decode", *QUICK, *options, folder=tmp_path)
-    assert all(name in output for name in names)
-    figures = saved(tmp_path / "inference-cpu.json")["figures"]["decode"]["small"]
-    assert list(figures) == names
-    for figure in figures.values():
-        assert figure.keys() == TIMES | {"weight_bytes", "weight_ratio", "process_bytes"}
-    assert figures["fp32"]["weight_ratio"] == 1
-    assert 0.5 <= figures["hmpx frozen"]["weight_ratio"] < 0.7
 
 
 def test_memory(tmp_path: Path) -> None:
@@ -121,14 +93,7 @@ def test_memory(tmp_path: Path) -> None:
     assert figures["bf16"]["saved_ratio"] == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.slow
-def test_overhead(tmp_path: Path) -> None:
-    """All tables are there."""
-    run("overhead.py", "--repeats", "1", folder=tmp_path)
-    result = saved(tmp_path / "overhead-cpu.json")
-    assert list(result)[len(HEADER) :] == ["convert_ms", "ops_us", "models_us"]
-
-
+@pytest.mark.sampled(3)
 def test_first_use(tmp_path: Path) -> None:
     """Neither the import nor `convert` compiles or opens a connection, or the program would fail."""
     run("first_use.py", "--processes", "1", folder=tmp_path)
@@ -136,85 +101,6 @@ def test_first_use(tmp_path: Path) -> None:
     assert 0 < figures["import_share"] < 1
     assert 0 < figures["convert_share"] < 1
     assert figures["import_gc_ms"] < figures["import_ms"]
-
-
-@pytest.mark.slow
-def test_calls(tmp_path: Path) -> None:
-    """Each case is measured in both checkouts."""
-    checkout = str(BENCHMARKS.parent)
-    run("calls.py", "--rounds", "1", "--against", checkout, folder=tmp_path)
-    figures = saved(tmp_path / "calls-cpu.json")["calls_us"]
-    assert {"linear", "linear, casting 3", "module"} <= figures.keys()
-    for figure in figures.values():
-        assert figure.keys() == {"raw", "adds", "adds there"}
-        assert figure["raw"] > 0
-
-
-@pytest.mark.slow
-def test_observers(tmp_path: Path) -> None:
-    """Each candidate trains, and has its ratio."""
-    options = "--models gpt --sizes small --rounds 1 --steps 1 --candidates record watch"
-    run("observers.py", *options.split(), folder=tmp_path)
-    figures = saved(tmp_path / "observers-cpu.json")["figures"]["gpt"]["small"]
-    assert figures.keys() == {"hmpx", "record", "watch"}
-    assert figures["hmpx"]["ratio"] == 1
-
-
-@pytest.mark.slow
-def test_tuning(tmp_path: Path) -> None:
-    """Each search passes; hmpx asks for fewer sets than one at a time and keeps no more than ddmin."""
-    run("tuning.py", "--models", "mlp", "--sizes", "small", "--threads", "1", folder=tmp_path)
-    for found in saved(tmp_path / "tuning-cpu.json")["figures"]["mlp"]["small"].values():
-        assert found.keys() == {"hmpx", "one at a time", "ddmin", "halving", "prefix"}
-        for figures in found.values():
-            assert figures["error"] <= figures["tolerance"]
-        assert found["hmpx"]["evaluations"] <= 40
-
-
-@pytest.mark.models
-@pytest.mark.slow
-def test_tuned_lists(tmp_path: Path) -> None:
-    """Within the error of each list, and of halving; what lists keep is counted among the candidates."""
-    run("tuned_lists.py", "--models", "vit", "--steps", "3", "--threads", "1", folder=tmp_path)
-    figures = saved(tmp_path / "tuned_lists-cpu.json")["figures"]["vit"]
-    assert figures.keys() == {"op", "module"}
-    for rivals in figures.values():
-        assert rivals.keys() == {"hmp", "autocast-cpu", "halving"}
-        for label, found in rivals.items():
-            assert 0 < found["rival"]["flops_share"] <= 1 or label == "halving"
-            assert found["rival"]["kept"] < found["rival"]["candidates"]
-            if label != "halving":  # which stops below its tolerance
-                assert found["hmpx"]["error"] <= found["rival"]["error"] * (1 + 1e-6)
-
-
-@pytest.mark.slow
-def test_compiled(tmp_path: Path) -> None:
-    """The results of hmpx and of casts by hand are bit-equal, or the program would fail."""
-    options = ["--rounds", "1", "--samples", "1", "--backend", "eager"]
-    run("compiled.py", *options, folder=tmp_path)
-    assert saved(tmp_path / "compiled-cpu.json")["bit_equal"] is True
-
-
-def test_compiled_models(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is measured is shown and saved; to measure it takes minutes of inductor's."""
-    program = load("compiled_models")
-    row = dict.fromkeys(program.COLUMNS, 1.0)
-    monkeypatch.setattr(program, "measure", lambda *what: {"fp32, compiled": row})
-    words = ["--phases", "inference", "--models", "gpt", "--save", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["benchmarks/compiled_models.py", *words])
-    program.main()
-    figures = saved(tmp_path / "compiled_models-cpu.json")["figures"]
-    assert figures == {"inference": {"gpt": {"medium": {"fp32, compiled": row}}}}
-
-
-@pytest.mark.models
-@pytest.mark.slow
-def test_kernels(tmp_path: Path, on_fake_cuda: Any) -> None:
-    """Counts every candidate."""
-    run("kernel_counts.py", "--models", "lstm", folder=tmp_path)
-    figures = saved(tmp_path / "kernel_counts-fake_cuda.json")["figures"]["lstm"]
-    assert {"fp32", "autocast", "hmpx", "inference, hmpx frozen"} <= figures.keys()
-    assert figures["fp32"]["casts"] == 0 < figures["hmpx"]["casts"]
 
 
 def test_tables_of_kernels_are_those_saved(load: Any) -> None:
@@ -227,6 +113,7 @@ def test_tables_of_kernels_are_those_saved(load: Any) -> None:
         kernels.documented("", figures)
 
 
+@pytest.mark.sampled(3)
 def test_trainings(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each mode starts from fp32's weights and batches; what is in the journal is not trained again."""
     journal = ["--journal", "journal.jsonl"]
@@ -261,22 +148,6 @@ def test_trainings(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert f"| mlp | 1.00 | {hmpx['time_ratio']:.2f} |" in made
     with pytest.raises(SystemExit, match="has 0 tables marked 'modes', not one"):
         program.documented(marks, figures)
-
-
-def test_trainings_are_compared_pair_by_pair(load: Any) -> None:
-    """By the paired t-test; a difference within the spread of the seeds is none, NaN is one."""
-    outcomes = load("outcomes")
-    base, values = [0.90, 0.95, 0.91, 0.97], [0.89, 0.93, 0.91, 0.94]
-    test = pytest.importorskip("scipy.stats").ttest_rel(values, base)
-    found = outcomes.compared(values, base)
-    assert found["p"] == pytest.approx(test.pvalue)
-    interval = test.confidence_interval()
-    assert [found["low"], found["high"]] == pytest.approx([interval.low, interval.high])
-    assert outcomes.compared(base, base)["p"] == 1
-    for shift, differs in ((0.001, False), (0.5, True), (float("nan"), True)):
-        found = outcomes.compared([value + shift for value in base], base)
-        assert found["differs"] is differs
-        assert "p" not in found or found["p"] < 1e-6
 
 
 def test_tables_of_trainings_are_those_saved(load: Any) -> None:
@@ -318,73 +189,6 @@ def test_shapes(load: Any, name: str, size: str) -> None:
     assert losses[0] == losses[1] > 0
 
 
-def test_sizes_are_the_same_everywhere(load: Any) -> None:
-    """Each device has each model in both sizes."""
-    sizes = load("models").SIZES
-    assert sizes["cpu"].keys() == sizes["cuda"].keys()
-    for models in sizes.values():
-        assert all(list(model) == ["small", "medium"] for model in models.values())
-
-
-@pytest.mark.parametrize("is_explicit", [False, True])
-def test_decoding(load: Any, is_explicit: bool) -> None:
-    """A token at a time from the cache gives the logits of the whole text at once."""
-    models = load("models")
-    model = models.build("decoder", "small", is_attention_explicit=is_explicit)
-    tokens = models.batch("decoder", "small", rows=2).inputs[:, :8]
-    with torch.inference_mode():
-        expected = model(tokens)
-        cache = model.new_cache(2)
-        parts = [model(tokens[:, :5], torch.arange(5), cache)]
-        parts += [model(tokens[:, i : i + 1], torch.tensor([i]), cache) for i in range(5, 8)]
-    torch.testing.assert_close(torch.cat(parts, 1), expected)
-
-
-class Fake:
-    """Takes the given durations, one step a turn, and notes its turns."""
-
-    def __init__(self, name: str, durations: list[float], log: list[str]) -> None:
-        self.name, self.durations, self.log = name, iter(durations), log
-
-    def call(self, method: str, *arguments: Any) -> list[float]:
-        self.log.append(self.name)
-        return [next(self.durations)]
-
-
-def test_turns(load: Any) -> None:
-    """The order alternates, who is over the limit sits out, ratios are taken round by round."""
-    timing = load("timing")
-    log: list[str] = []
-    fakes = {
-        "fp32": Fake("fp32", [1.0, 2.0, 4.0], log),
-        "fast": Fake("fast", [0.5, 1.0, 1.0], log),
-        "slow": Fake("slow", [30.0], log),
-    }
-    turns = timing.take_turns(fakes, base="fp32", rounds=3, turn_s=0.1, limit_s=5.0)
-    assert log == ["fp32", "fast", "slow", "fast", "fp32", "fp32", "fast"]
-    summary = timing.summarize(turns, "fp32")
-    assert summary["fast"] == {
-        "ratio": 0.5,
-        "ratio_min": 0.25,
-        "ratio_max": 0.5,
-        "median_s": 1.0,
-        "min_s": 0.5,
-        "rounds": 3,
-        "steps": 3,
-    }
-    assert (summary["slow"]["ratio"], summary["slow"]["rounds"]) == (30.0, 1)
-
-
-def test_failing_worker(load: Any) -> None:
-    """What fails in a process ends the program, with the candidate's name and its traceback."""
-    timing = load("timing")
-    with (
-        pytest.raises(SystemExit, match=r"(?s)fp32 failed in its process.*'no_such_method'"),
-        timing.workers(["fp32"], str, threads=1) as workers,
-    ):
-        workers["fp32"].call("no_such_method")
-
-
 def test_draw(load: Any, tmp_path: Path) -> None:
     """Draws every group, and writes the figure of a bar that is too long; or asks for matplotlib."""
     draw = load("draw")
@@ -406,29 +210,13 @@ def test_draw(load: Any, tmp_path: Path) -> None:
         assert f">{label}<" in text
 
 
-def test_nothing_to_draw(load: Any, tmp_path: Path) -> None:
-    """Without results, the error tells how to get them."""
-    with pytest.raises(SystemExit, match=r"run train\.py and inference\.py with --save"):
-        load("draw").read_panels(tmp_path, "cpu")
-
-
+@pytest.mark.sampled(3)
 def test_formats(tmp_path: Path) -> None:
     """Each shipped format is rounded to, by kernels and by torch ops."""
     options = ["--elements", "4096", "--rounds", "1", "--threads", "1"]
     output = run("formats.py", *options, folder=tmp_path)
     saved(tmp_path / "formats-cpu.json")
     assert all(name in output for name in ("float8_e4m3fn", "posit16_1", "mxfp8_e4m3"))
-
-
-@pytest.mark.models
-def test_casts() -> None:
-    """Queries, keys and values each cast their input, as under torch.autocast."""
-    result = forks.run(str(BENCHMARKS / "casts.py"))
-    assert result.returncode == 0, result.stderr
-    rows = {tuple(line.split()[:2]): line.split()[2:] for line in result.stdout.splitlines()[1:]}
-    assert rows["bert", "hmpx"] == ["17", "8", "50"]
-    assert rows["bert", "autocast-cuda"] == ["17", "8", "50"]
-    assert rows["resnet", "autocast-cpu"] == ["1", "0", "22"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run all tests on the GPU")

@@ -32,6 +32,12 @@ def test_ci_runs_the_gate_on_each_version_of_python() -> None:
     assert set(re.findall(r'"--python-version", "([\d.]+)"', gate)) == {"3.10", "3.13"}
 
 
+def test_each_night_every_case_runs() -> None:
+    """Of the tests of which the gate draws a sample."""
+    (job,) = loaded(".github/workflows/nightly.yml")["jobs"].values()
+    assert {"run": "python scripts/test.py --whole"} in job["steps"]
+
+
 def test_hooks_run_programs_that_the_extra_installs() -> None:
     """And the shipped lists, each set by itself, have no faults."""
     (local,) = loaded(".pre-commit-config.yaml")["repos"]

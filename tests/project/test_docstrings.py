@@ -40,20 +40,11 @@ def test_each_entry_of_the_menu_has_an_example() -> None:
     assert len(MENU) > 30
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MENU)
 @pytest.mark.usefixtures("has_low_precision")
 def test_examples_show_what_happens(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Torch is as it was afterwards."""
-    run(name, capsys)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", MENU)
-@pytest.mark.usefixtures("lacks_low_precision")
-def test_examples_show_the_same_where_low_precision_is_slow(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What is legalized."""
     run(name, capsys)
 
 

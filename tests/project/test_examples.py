@@ -118,22 +118,6 @@ def test_train_gpt(tmp_path: Path) -> None:
         assert re.search(f"^  {decision}", output, re.MULTILINE), decision
 
 
-def test_train_gpt_follows_its_lists(tmp_path: Path) -> None:
-    """With an empty low-precision list the two runs are the same, bit for bit."""
-    (tmp_path / "none.txt").write_text("# nothing\n", encoding="utf-8")
-    (tmp_path / "more.txt").write_text("@hmp\nlayer_norm\n", encoding="utf-8")
-    output = run_example(
-        *("train_gpt.py", "--steps", "3", "--seed", "5", "--verbose"),
-        *("--bf16", "none.txt", "--fp32", "more.txt", "--device", "cpu"),
-        cwd=tmp_path,
-    )
-    losses = gpt_losses(output)
-    assert len(losses) == 3
-    assert all(fp32 == mixed for fp32, mixed in losses)
-    assert "bf16" not in output
-    assert re.search(r"^casting  layer_norm\(.*\)  to_fp32  FP32 by more.txt:2  in ", output, re.M)
-
-
 def test_custom_lists(tmp_path: Path) -> None:
     """Each kind of list line does what its comment says, and the misspelt name is an error."""
     output = run_example("custom_lists/custom_lists.py", cwd=tmp_path)
@@ -177,32 +161,6 @@ def test_hmp_script_learns(tmp_path: Path) -> None:
     assert float(accuracy[1]) > 90
 
 
-def test_hmp_script_casts_by_its_own_lists(tmp_path: Path) -> None:
-    """HMP's verbose log names each op, and follows the lists that the script gave."""
-    output = run_hmp_script("--steps", "1", "--hmp-verbose", cwd=tmp_path)
-    for op, outcome in {
-        "conv2d": "to_bf16",
-        "linear": "to_bf16",
-        "max_pool2d": "to_bf16",  # in the script's list, not in the shipped one
-        "log_softmax": "to_fp32",
-        "nll_loss_nd": "to_fp32",
-    }.items():
-        assert re.search(rf"^casting  <.*\b{op}\b.*> {outcome}$", output, re.M), op
-
-
-def test_hmp_script_knows_nothing_of_hmpx() -> None:
-    """The script imports torch and Habana's modules only."""
-    tree = ast.parse((EXAMPLES / HMP_SCRIPT).read_text(encoding="utf-8"))
-    imported = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add(node.module)
-    assert "habana_frameworks.torch.hpex" in imported
-    assert not any(name and name.startswith("hmpx") for name in imported)
-
-
 def test_graph(tmp_path: Path) -> None:
     """Seven casts under hmpx, none in fp32, and a picture of each graph."""
     output = run_example("graph.py", "--out", "pictures", cwd=tmp_path)
@@ -234,16 +192,3 @@ def test_reports(tmp_path: Path) -> None:
     output = run_example("reports.py", "resnet", "--to", str(tmp_path), cwd=tmp_path)
     assert output.startswith("resnet: 100 % of FLOPs, ")
     assert "conv2d" in (tmp_path / "resnet.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_tune(tmp_path: Path) -> None:
-    """The lists that it writes pass what `hmpx check` checks."""
-    output = run_example("tune.py", "--tolerance", "0.005", "--to", "lists", cwd=tmp_path)
-    assert "candidates stay in fp32 beside bfloat16" in output
-    assert "On inputs that the search has not seen" in output
-    files = {kind: (str(tmp_path / f"lists/{name}.txt"),) for kind, name in LISTS.items()}
-    assert policy.check_files(files) == []
-
-
-LISTS = {"low": "bf16", "fp32": "fp32"}

@@ -54,18 +54,6 @@ def test_objects_show_themselves_as_tables(cells: list[Any], source: str, words:
     assert [word for word in words if word not in html] == []
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_search_shows_one_line(cells: list[Any]) -> None:
-    """That of the evaluation that it has come to; each replaces the one before."""
-    (line,) = (
-        text
-        for text in shown(cells, "best", "text/plain").splitlines()
-        if "tune: evaluation" in text
-    )
-    assert line.startswith("tune: evaluation ")
-    assert not line.startswith("tune: evaluation 1,")
-
-
 def test_it_is_kept_without_outputs() -> None:
     """They would be of somebody's machine."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)

@@ -48,6 +48,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_casts_are_exact(name: str) -> None:
     """Forward and backward, those of hmpx and the program's own."""
@@ -81,6 +82,7 @@ def test_casts_are_exact(name: str) -> None:
     )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("legalize", ["never", "always"])
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_are_those_of_torchs_counter(name: str, legalize: str) -> None:

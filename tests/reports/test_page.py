@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html.parser
-import importlib.resources
 import json
 import re
 import shutil
@@ -16,9 +15,9 @@ from typing import Any
 import pytest
 
 from hmpx.reports import Report
-from hmpx.reports.report_page import module_tree, source_files, split_location
+from hmpx.reports.report_page import module_tree, source_files
 
-from .samples import HOSTILE, hostile, large, row, waste, wide_row
+from .samples import hostile, large, row, waste, wide_row
 
 #: What may be called outside of attributes: the page itself names nothing on a network.
 ADDRESS = re.compile(r"(https?:)?//[a-z]", re.IGNORECASE)
@@ -112,12 +111,6 @@ def test_numbers_are_such_as_a_script_can_read() -> None:
     assert all(0 <= each <= 10**300 for each in numbers)
 
 
-def test_the_page_files_are_package_data() -> None:
-    folder = importlib.resources.files("hmpx.reports") / "page"
-    names = {"page.html", "page.css", "page.js", "report.html", "report.js"}
-    assert {each.name for each in folder.iterdir()} == names
-
-
 def test_verdict_and_fixes_need_no_script() -> None:
     report = Report(
         (row(),), tuple(waste(fix=f"bf16.txt: op{i}") for i in range(25)), {}, "KeyError"
@@ -150,13 +143,6 @@ def test_modules_sum_up_what_is_inside_them() -> None:
     assert [each.flops for each in sums] == [1111, 111, 101, 100]
     assert [each.low_flops for each in sums] == [1011, 11, 1, 0]
     assert [each.seconds for each in sums] == [3.0, 1.0, 1.0, None]
-
-
-def test_names_of_modules_may_be_anything() -> None:
-    nodes = module_tree([row(module=name) for name in (*HOSTILE, "a" + ".b" * 10_000)])
-    assert all(parent < index for index, (_, _, parent, _) in enumerate(nodes))
-    assert nodes[0][3].calls == 2 * (len(HOSTILE) + 1)
-    assert len(module_tree([])) == 1
 
 
 # --- source --------------------------------------------------------------------------------------
@@ -212,22 +198,6 @@ def test_files_that_are_not_shown_have_a_note(location: str, note: str, tmp_path
     assert file.lines == ()
     assert note in file.note
     assert note.replace("'", "&#39;") in report.to_html()
-
-
-def test_many_lines_are_left_out_with_a_note(tmp_path: Path) -> None:
-    path = tmp_path / "long.py"
-    path.write_text("x = 1\n" * 5000)
-    (file,) = source_files([row(location=f"{path}:{i}") for i in range(1, 4000)])
-    assert len(file.lines) == 1000
-    assert file.note == "3,002 more lines are left out"
-
-
-def test_locations_are_split_at_their_line() -> None:
-    assert split_location("C:\\a\\train.py:12") == ("C:\\a\\train.py", 12)
-    assert split_location("train.py") == ("train.py", 0)
-    assert split_location("") == ("", 0)
-    assert split_location("x:\u0663") == ("x:\u0663", 0)
-    assert split_location("x:" + "9" * 5000)[1] == 0
 
 
 # --- in a browser --------------------------------------------------------------------------------
@@ -394,46 +364,3 @@ def test_the_modules_open_and_zoom(tmp_path: Path) -> None:
         "by_calls": "50 % low, 100 % of calls, 88 kB cast",
         "measures": ["FLOPs", "bytes", "calls", "bytes cast"],
     }
-
-
-@needs_browser
-@pytest.mark.parametrize(
-    "report", [hostile(), Report(()), Report((row(phase="backward", flops=0, bytes=0),))]
-)
-def test_odd_reports_are_shown_without_errors(report: Report, tmp_path: Path) -> None:
-    """And without a page that is wider than the window."""
-    found = in_browser(
-        report.to_html(),
-        """
-        document.querySelectorAll("#tree details").forEach((each) => { each.open = true; });
-        for (const option of document.getElementById("grouping").options) {
-          document.getElementById("grouping").value = option.value;
-          document.getElementById("grouping").dispatchEvent(new Event("change"));
-        }
-        document.querySelectorAll("th button").forEach((button) => button.click());
-        return [document.documentElement.scrollWidth - document.documentElement.clientWidth, document.querySelectorAll("img").length,
-                /NaN|undefined|Infinity/.test(document.querySelector("main").innerText)];
-        """,
-        tmp_path,
-    )
-    assert found == [0, 0, False]
-
-
-@needs_browser
-def test_a_large_report_is_shown_row_by_row(tmp_path: Path) -> None:
-    """The table is drawn as far as one looks."""
-    found = in_browser(
-        large(5000).to_html(),
-        """
-        const table = document.querySelector("#ops-table");
-        const count = () => table.querySelectorAll("tbody tr").length;
-        const grouping = document.getElementById("grouping");
-        grouping.selectedIndex = grouping.length - 1;
-        grouping.dispatchEvent(new Event("change"));
-        const first = count();
-        table.querySelector(".more").click();
-        return [first, count(), document.getElementById("ops-count").textContent];
-        """,
-        tmp_path,
-    )
-    assert found == [100, 600, "5,000 rows"]

@@ -11,8 +11,7 @@ import pickle
 
 import pytest
 
-from hmpx.reports import Column, Report, Table, cells, grouped, totals
-from hmpx.reports.cells import count, duration, share, size, wrapped
+from hmpx.reports import Column, Report, Table, grouped, totals
 
 from .samples import HOSTILE, hostile, large, row, waste, wide_row
 
@@ -54,11 +53,6 @@ def test_a_report_reads_from_the_verdict_to_the_table() -> None:
         "softmax         bf16  fp32  fp32     58      4   100 kB    8 %   38 %\n"
         "linear   bwd    fp32  bf16  bf16      2      0      0 B    0 %    1 %"
     )
-
-
-def test_an_error_follows_the_verdict() -> None:
-    report = Report((row(),), error="RuntimeError: out\nof memory")
-    assert str(report).splitlines()[3] == "the run ended with: RuntimeError: out of memory"
 
 
 def test_an_empty_report_says_so() -> None:
@@ -119,82 +113,6 @@ def test_no_line_is_wider_than_a_terminal(report: Report) -> None:
         assert all(map(str.isprintable, lines))
 
 
-def test_each_combination_of_wide_columns_fits() -> None:
-    dtypes = ("float8_e4m3fn", "float32", "bfloat16")
-    report = Report(
-        tuple(
-            row(
-                op="scaled_dot_product_attention" * n,
-                phase="recompute",
-                dtype="float8_e4m3b11fnuz",
-                input_dtypes=dtypes[:n],
-                output_dtypes=dtypes,
-                calls=999_999,
-                casts=999_999,
-                cast_bytes=999_000_000,
-                seconds=0.999,
-            )
-            for n in (1, 2, 3)
-        )
-    )
-    assert max(map(len, str(report.by_op()).splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    ("number", "counted", "sized"),
-    [
-        (0, "0", "0 B"),
-        (999, "999", "999 B"),
-        (1_000, "1,000", "1.0 kB"),
-        (9_949, "9,949", "9.9 kB"),
-        (9_950, "9,950", "10 kB"),
-        (999_499, "999,499", "999 kB"),
-        (999_500, "999,500", "1.0 MB"),
-        (38_000_000, "38 M", "38 MB"),
-        (10**21 - 1, "1.0e+21", "1.0e+21 B"),
-        (34 * 10**26, "3.4e+27", "3.4e+27 B"),
-        (10**4000, "1.0e+4000", "1.0e+4000 B"),
-    ],
-)
-def test_numbers_are_short(number: int, counted: str, sized: str) -> None:
-    assert (count(number), size(number)) == (counted, sized)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (None, "-"),
-        (math.nan, "-"),
-        (math.inf, "-"),
-        (0.0, "0.0 us"),
-        (1.234e-6, "1.2 us"),
-        (0.0561, "56 ms"),
-        (3.14, "3.1 s"),
-        (1e9, "1e+09 s"),
-    ],
-)
-def test_times_are_short(seconds: float | None, shown: str) -> None:
-    assert duration(seconds) == shown
-
-
-def test_a_share_is_all_or_nothing_only_if_it_is() -> None:
-    shares = [share(part, 1000) for part in (0, 1, 10, 500, 999, 1000)]
-    assert shares == ["0 %", "<1 %", "1 %", "50 %", ">99 %", "100 %"]
-    assert share(0, 0) == "-"
-    assert share(10**400, 4 * 10**400) == "25 %"
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_text_is_cut_and_wrapped(text: str) -> None:
-    text = cells.clean(text)
-    for columns in range(1, 40):
-        for cut in (cells.without_end, cells.without_start):
-            assert len(cut(text, columns)) <= columns
-    lines = wrapped(f"{text} and {text}", "    ")
-    assert max(map(len, lines)) <= 80
-    assert "".join(lines).replace(" ", "") == f"{text}and{text}".replace(" ", "")
-
-
 def test_bool_and_integer_dtypes_are_not_low_precision() -> None:
     assert [row(dtype=name).is_low for name in ("int64", "bool", "float32", "")] == [False] * 4
     assert [row(dtype=name).is_low for name in ("float16", "float8_e4m3fn", "tf32")] == [True] * 3
@@ -252,13 +170,6 @@ def test_print_is_plain_where_it_is_no_terminal(capsys: pytest.CaptureFixture[st
     stream = io.StringIO()
     report.print(stream)
     assert capsys.readouterr().out == stream.getvalue() == f"{report}\n"
-
-
-def test_print_is_plain_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    stream = Terminal()
-    small().print(stream)
-    assert stream.getvalue() == f"{small()}\n"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason="rich is not installed")

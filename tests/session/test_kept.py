@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import pickle
-import signal
 import sys
-import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -54,10 +51,6 @@ def wrappers() -> list[Callable[..., Any]]:
     return list(found.values())
 
 
-def is_retired(wrapper: Any) -> bool:
-    return wrapper.__module__ == "hmpx.patches.pickling"
-
-
 @pytest.fixture
 def module() -> Iterator[Any]:
     made = types.ModuleType("a_module")
@@ -80,40 +73,6 @@ def test_an_equal_block_has_the_same_wrappers_and_torch_is_as_it_was_between() -
             assert not hmpx.is_converted()
         assert seen[0][-1] is seen[1][-1]
         assert seen[2][-1] is seen[3][-1]
-
-
-def test_wrappers_that_somebody_has_kept_are_retired_and_no_others() -> None:
-    """At the first leave and at later ones; those that conversions share, too."""
-    with block():
-        shared = [each for each in wrappers() if "__hmpx_use__" in vars(each)]
-    assert len(shared) > 100
-    assert all(map(is_retired, shared))
-    hmpx.revert()
-    for _ in range(3):
-        with block():
-            counted = len(wrappers())
-        left = sessions._left
-        assert left is not None
-        assert left.kept is not None
-        inside = left.kept.installation.wrappers
-        retired = {id(each) for each in inside if is_retired(each)}
-        assert retired >= set(map(id, shared)) & set(map(id, inside))
-        assert len(retired) <= len(shared) + 2  # that hmpx has within others
-    del shared, left, inside
-    for _ in range(2):
-        with block():
-            kept = wrappers()
-            assert not any(map(is_retired, kept))
-        assert len(kept) == counted
-        assert all(map(is_retired, kept))
-        del kept
-    with block():
-        linear, mm = F.linear, torch.mm
-    assert linear(X, X).dtype is FP32
-    assert pickle.loads(pickle.dumps(mm)) is mm
-    with block():
-        assert linear is F.linear
-        assert linear(X, X).dtype is BF16
 
 
 def test_names_that_are_taken_between_blocks_or_in_one_are_found(module: Any) -> None:
@@ -206,67 +165,6 @@ def test_graphs_stay_with_the_conversion_that_they_were_traced_in() -> None:
     assert counter.frame_count == 3
     with block(policy=hmpx.Policy.from_ops(fp32=["matmul"])):
         assert step(X.bfloat16()).dtype is FP32
-
-
-class Stop(BaseException):
-    """What a signal raises."""
-
-
-@pytest.mark.parametrize("at", [0, 1, 7, 100, 600, 1100, 1500, 2100])
-def test_an_exception_while_slots_are_written_leaves_one_state_or_the_other(
-    at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared()
-    before, left = namespaces(), at
-
-    def interrupted(patch: Any, value: Any, write: Any = patching._write) -> None:
-        nonlocal left
-        left -= 1
-        write(patch, value)
-        if left == 0:
-            raise Stop
-
-    monkeypatch.setattr(patching, "_write", interrupted)
-    try:
-        with block():
-            assert F.linear(X, X).dtype is BF16
-    except Stop:
-        pass
-    monkeypatch.undo()
-    assert not hmpx.is_converted() or left <= 0
-    hmpx.revert()
-    assert differences(before) == []
-    with block():
-        assert F.linear(X, X).dtype is BF16
-    assert differences(before) == []
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
-def test_a_signal_at_any_time_leaves_torch_as_it_was() -> None:
-    policy = hmpx.Policy.from_ops(low=["linear"])  # no directory is read
-    prepared(policy=policy)
-    before = namespaces()
-
-    def stop(*args: object) -> None:
-        raise Stop
-
-    earlier = signal.signal(signal.SIGALRM, stop)
-    try:
-        for n in range(40):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-4 + 3e-4 * n)
-                end = time.perf_counter() + 2e-2
-                while time.perf_counter() < end:
-                    with block(policy=policy):
-                        pass
-            except Stop:
-                pass
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            assert not hmpx.is_converted()
-            assert differences(before) == []
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
 
 
 @pytest.mark.parametrize("argument", ["policy", "bf16_file_path", "lists"])

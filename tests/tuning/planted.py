@@ -77,13 +77,6 @@ def _layer(fault: Callable[[Tensor], Tensor], at: int, expected: str, **options:
     return Planted(lambda: stack(fault, at), names, by="module", **options)  # type: ignore[arg-type]
 
 
-def logistic_map(h: Tensor) -> Tensor:
-    h = h.abs().clamp(0.05, 0.95)
-    for _ in range(10):
-        h = 3.7 * h * (1 - h)
-    return h
-
-
 def normalized(h: Tensor) -> Tensor:
     x = 3000 * h
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))

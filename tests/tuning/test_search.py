@@ -6,13 +6,11 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Sequence
 
 import pytest
 
 from hmpx.tuning.candidates import Candidate, Kept, Outcome
 from hmpx.tuning.entry import find_in_time
-from hmpx.tuning.search import Search
 
 from .oracles import TOLERANCE, Oracle, oracle, run
 
@@ -70,31 +68,6 @@ def test_a_verdict_instead_of_an_error(seed: int) -> None:
     assert len(evaluated) <= 14
 
 
-@pytest.mark.parametrize("seed", range(RUNS))
-def test_without_scores(seed: int) -> None:
-    """Nothing is known beforehand but the order of the default lists."""
-    model = oracle(60, 3, seed=seed)
-    draw = random.Random(seed)
-    blind = [
-        Candidate(each.name, benefit=each.benefit, prior=draw.randrange(3))
-        for each in model.candidates
-    ]
-    kept, evaluated = run(blind, model.error)
-    assert kept == model.culprits
-    assert len(evaluated) <= 50
-
-
-def test_a_clean_model_takes_one_evaluation() -> None:
-    """All low passes."""
-    model = oracle(40, 0, seed=1)
-    assert run(model.candidates, model.error) == (frozenset(), [frozenset()])
-
-
-def test_no_candidates() -> None:
-    """Nothing to keep, and nothing to ask."""
-    assert run([], lambda kept: math.inf) == (frozenset(), [])
-
-
 @pytest.mark.parametrize("hard", [1, 2, 4])
 def test_what_overflows_is_kept_before_anything_is_searched(hard: int) -> None:
     """The second set asked for holds these alone; if it passes, only minimality is left to show."""
@@ -106,83 +79,6 @@ def test_what_overflows_is_kept_before_anything_is_searched(hard: int) -> None:
         assert len(evaluated) == 2 + 4
 
 
-def test_what_seemed_to_overflow_is_taken_out_again() -> None:
-    """A range that is left does no harm where nothing depends on it."""
-    candidates = [Candidate(name, score=1.0, is_hard=name in "ab") for name in "abcd"]
-    kept, _ = run(candidates, lambda kept: 0.0 if "a" in kept else math.inf)
-    assert kept == {"a"}
-
-
-def test_what_no_gradient_arrives_at() -> None:
-    """One evaluation tells whether it matters; if so it is kept like what overflows, else passed over."""
-    errors = {"linear": 0.2, "softmax": 4.0, "sin": 3.0, "cos": 0.01}
-    candidates = [
-        Candidate(
-            name,
-            score=0.0 if name in ("sin", "cos") else value,
-            is_unseen=name in ("sin", "cos"),
-        )
-        for name, value in errors.items()
-    ]
-
-    def error(kept: Kept) -> float:
-        return math.sqrt(sum(errors[name] ** 2 for name in errors if name not in kept))
-
-    kept, evaluated = run(candidates, error)
-    assert kept == {"softmax", "sin"}
-    assert evaluated[1] == {"linear", "softmax"}
-    errors["sin"] = 0.01
-    kept, evaluated = run(candidates, error)
-    assert kept == {"softmax"}
-    assert len(evaluated) == 3
-
-
-def test_all_have_to_stay() -> None:
-    """The set of all is known to pass, and is not asked for."""
-    names = [f"op{i}" for i in range(9)]
-    everything = frozenset(names)
-    kept, evaluated = run(
-        [Candidate(name, score=1.0) for name in names],
-        lambda kept: 0.0 if kept == everything else 2.0,
-    )
-    assert kept == everything
-    assert everything not in evaluated
-
-
-def test_work_in_low_precision_counts() -> None:
-    """Of two sets that pass, the one without the expensive op."""
-    costs = {"linear": 0.9, "softmax": 0.03, "layer_norm": 0.03, "gelu": 0.04}
-    errors = {"linear": 5.0, "softmax": 3.0, "layer_norm": 3.0, "gelu": 2.5}
-    candidates = [Candidate(name, score=errors[name], benefit=costs[name]) for name in costs]
-
-    def error(kept: Kept) -> float:
-        return math.sqrt(sum(errors[name] ** 2 for name in errors if name not in kept))
-
-    kept, _ = run(candidates, error, tolerance=5.2)
-    assert kept == {"softmax", "layer_norm", "gelu"}
-
-
-def test_an_op_whose_rounding_compensates() -> None:
-    """Errors are not monotone: what is found passes, and nothing can be taken out of it."""
-    found = 0
-    for seed in range(60):
-        draw = random.Random(seed)
-        signed = {f"op{i}": draw.gauss(0, 1) for i in range(14)}
-        candidates = [
-            Candidate(name, score=abs(value), benefit=1 / 14) for name, value in signed.items()
-        ]
-
-        def error(kept: Kept, signed: dict[str, float] = signed) -> float:
-            return abs(sum(value for name, value in signed.items() if name not in kept))
-
-        tolerance = 0.3 * error(frozenset())
-        kept, _ = run(candidates, error, tolerance)
-        assert error(kept) <= tolerance
-        assert all(error(kept - {name}) > tolerance for name in kept)
-        found += bool(kept)
-    assert found > 30
-
-
 def test_it_is_deterministic() -> None:
     """Neither the order of the candidates nor that of sets of strings counts."""
     model = oracle(40, 4, seed=3, off=10, pair=True)
@@ -190,24 +86,6 @@ def test_it_is_deterministic() -> None:
     shuffled = list(model.candidates)
     random.Random(0).shuffle(shuffled)
     assert run(shuffled, model.error) == first
-
-
-def test_the_proof_names_its_next_sets() -> None:
-    """So that they can be evaluated at once; none is named twice at a time."""
-    model = oracle(100, 8, seed=5, off=4)
-    named: set[Kept] = set()
-    foreseen = 0
-
-    def evaluate(kept: Kept, phase: str, ahead: Sequence[Kept]) -> Outcome:
-        nonlocal foreseen
-        foreseen += kept in named
-        assert len(set(ahead)) == len(ahead)
-        assert kept not in ahead
-        named.update(ahead)
-        return Outcome(model.error(kept))
-
-    Search(model.candidates, TOLERANCE, evaluate).run()
-    assert foreseen >= len(model.culprits) / 2
 
 
 def test_minimal_sets_by_brute_force() -> None:
@@ -291,14 +169,3 @@ def test_what_is_found_costs_little_more_than_the_best() -> None:
         counts.append(len(evaluated))
     assert statistics.mean(ratios) <= 1.1
     assert max(counts) <= 24
-
-
-def test_an_infinite_error_and_effects_that_are_not_known() -> None:
-    """What makes an error infinite stays."""
-    candidates = [
-        Candidate("exp", score=0.0, benefit=0.5, is_hard=True),
-        Candidate("sin", score=0.0, benefit=0.3, is_unseen=True),
-        Candidate("linear", score=1.0, benefit=0.2),
-    ]
-    kept, _ = run(candidates, lambda kept: 0.1 if "exp" in kept else math.inf, 0.5)
-    assert kept == {"exp"}

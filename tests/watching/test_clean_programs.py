@@ -42,19 +42,6 @@ def causal_attention_by_hand(low: torch.dtype) -> None:
 
 
 @clean
-def mask_added_as_infinities(low: torch.dtype) -> None:
-    q = x(2, 5, 4).to(low).requires_grad_()
-    mask = torch.zeros(5, 5, dtype=low).masked_fill(causal(5), -INFINITY)
-    (torch.softmax(torch.bmm(q, q.transpose(1, 2)) + mask, -1) @ q).float().sum().backward()
-
-
-@clean
-def mask_by_triu_of_infinities(low: torch.dtype) -> Tensor:
-    mask = torch.full((5, 5), -INFINITY).triu(1)
-    return F.log_softmax(x(5, 5) + mask, -1).exp().sum()
-
-
-@clean
 def mask_of_the_least_number_overflows(low: torch.dtype) -> None:
     scores = x(2, 5, 5, scale=50.0).to(low).requires_grad_()
     mask = causal(5).to(low) * torch.finfo(low).min
@@ -136,27 +123,6 @@ def topk_filter_of_logits(low: torch.dtype) -> Tensor:
 
 
 @clean
-def maxima_over_segments(low: torch.dtype) -> Tensor:
-    start = torch.full((3,), -INFINITY)
-    return start.scatter_reduce(0, torch.tensor([0, 1, 2, 0]), x(4), "amax").sum()
-
-
-@clean
-def assigned_infinities(low: torch.dtype) -> Tensor:
-    scores = x(3, 4)
-    scores[0, 1:] = -INFINITY
-    scores[:, 0].fill_(1.0)
-    return torch.softmax(scores, -1).sum()
-
-
-@clean
-def the_only_token_that_may_follow(low: torch.dtype) -> Tensor:
-    scores = torch.full((2, 5), -INFINITY)
-    scores[:, 1] = 0
-    return scores
-
-
-@clean
 def subgradients_at_zero(low: torch.dtype) -> None:
     h = torch.zeros(3, requires_grad=True)
     g = h * 1
@@ -178,47 +144,11 @@ def data_with_missing_values(low: torch.dtype) -> Tensor:
 
 
 @clean
-def large_values_whose_sum_overflows(low: torch.dtype) -> Tensor:
-    large = torch.full((64,), 1e38) * 3
-    return (large * 1e-30).mean()
-
-
-@clean
 def memory_that_is_used_again(low: torch.dtype) -> None:
     for _ in range(20):
         masked = x(64, 64).masked_fill(torch.ones(64, 64, dtype=torch.bool), -INFINITY)
         del masked
         (x(64, 64) * 2).relu()
-
-
-@clean
-def gradients_twice(low: torch.dtype) -> None:
-    h = x(3).requires_grad_()
-    (gradient,) = torch.autograd.grad((h * h).exp().sum(), h, create_graph=True)
-    gradient.square().sum().backward()
-
-
-@clean
-def views_of_a_masked_tensor(low: torch.dtype) -> Tensor:
-    scores = x(4, 4).masked_fill(causal(4), -INFINITY)
-    return (scores[-1] * 2).exp().sum() + torch.softmax(scores[:2], -1).sum()
-
-
-@clean
-def hand_written_sgd(low: torch.dtype) -> None:
-    layer = nn.Linear(3, 1)
-    for _ in range(3):
-        layer(x(4, 3)).square().mean().backward()
-        with torch.no_grad():
-            for p in layer.parameters():
-                p.sub_(0.1 * p.grad)
-                p.grad = None
-
-
-@clean
-def transforms(low: torch.dtype) -> None:
-    h = x(3, 4)
-    torch.vmap(torch.func.grad(lambda a: a.exp().sum()))(h)
 
 
 @clean

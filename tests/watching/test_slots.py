@@ -107,43 +107,6 @@ def test_one_value_anywhere(found: Any, dtype: torch.dtype, count: int) -> None:
         assert_same(actual, expected(tensor))
 
 
-@pytest.mark.parametrize("dtype", [*LOW, torch.float32], **ids)
-def test_threads(found: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = []
-    for place in (0, 700, 999):
-        tensor = normal(1000).to(dtype)
-        tensor[place] = -INFINITY
-        tensors.append(tensor)
-    tensors.append(normal(3).to(dtype))
-    monkeypatch.setattr(slots, "_MANY", 1)
-    for threads in (2, 3, 1000):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        for actual, tensor in zip(found(*tensors), tensors, strict=True):
-            assert_same(actual, expected(tensor))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, **ids)
-def test_in_whichever_order_elements_lie(found: Any, dtype: torch.dtype) -> None:
-    """Only what belongs to a view counts, even where its memory has more."""
-    base = normal(4, 6, 8).to(dtype)
-    rows = [base.permute(2, 0, 1), base[1:3], base.mT[2], base[0, 0, 0]]
-    outside = base.clone()
-    outside[0], outside[:, 5] = INFINITY, NAN
-    apart = [outside[1:, :5], outside[1:, :5:2, ::3], outside[1:2, :1, :1].expand(1, 2, 8)]
-    for tensors, by_kernel in ((rows, True), (apart, False)):
-        for actual, tensor in zip(found(*tensors, by_kernel=by_kernel), tensors, strict=True):
-            assert_same(actual, expected(tensor))
-
-
-def test_tensors_whose_memory_is_not_their_values(found: Any) -> None:
-    imaginary = torch.complex(normal(4), normal(4, seed=1).abs() + 1).conj().imag
-    assert imaginary.is_neg()
-    assert_same(found(imaginary, by_kernel=False)[0], expected(imaginary))
-    assert found(torch.empty(0), by_kernel=False) == [None]
-    zeros = torch._efficientzerotensor(3)
-    assert_same(found(zeros, by_kernel=False)[0], (0.0, 0.0))
-
-
 def test_complex_numbers(found: Any) -> None:
     values = torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([-3.0, INFINITY]))
     slots = Slots()
@@ -165,24 +128,4 @@ def test_one_value_in_one_of_many_slots_is_read(found: Any, value: float, positi
     for number, tensor in zip(numbers, tensors, strict=True):
         assert number is not None
         assert_same(values[number], expected(tensor))
-    assert measured.read() is None
-
-
-def test_slots_are_taken_anew_once_all_was_finite(found: Any) -> None:
-    measured = Slots()
-    for _ in range(2):
-        numbers = [measured.measure(torch.tensor([float(each)])) for each in range(300)]
-        assert len(set(numbers)) == 300
-        assert measured.read() is None
-        assert measured.count == 0
-    number = measured.measure(torch.tensor([INFINITY, 1.0]))
-    values = measured.read()
-    assert number is not None and values is not None
-    assert values == {number: (1.0, INFINITY)}
-
-
-def test_a_value_that_only_float64_has_is_finite(found: Any) -> None:
-    measured = Slots()
-    measured.measure(torch.tensor([1.0]))
-    measured.measure(torch.tensor([1e300], dtype=torch.float64))
     assert measured.read() is None

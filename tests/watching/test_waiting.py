@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import hmpx
-from hmpx.torch_internals import disable_modes
 from hmpx.watching import notes, records, slots
 
 pytestmark = pytest.mark.usefixtures("no_search_for_early_names")
@@ -102,27 +101,3 @@ def test_a_step_waits_for_devices_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert few[1] == many[1]
     assert few[1]["tolist"] == 1
     assert not set(few[1]) & {"item", "aten::_local_scalar_dense", "cpu", "__bool__", "synchronize"}
-
-
-def test_steps_that_are_not_watched_wait_for_nothing() -> None:
-    with convert(), hmpx.watch("collect", every=3) as w:
-        for step in range(6):
-            torch.tanh(torch.mm(x(4, 4), x(4, 4)))
-            with profile(activities=[ProfilerActivity.CPU]) as profiled:
-                w.step()
-            names = {each.name for each in profiled.events()}
-            assert bool(names) == (step % 3 == 0), names
-
-
-def test_waits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above fails on a watch that looks at each value, also behind modes' backs."""
-    measure = slots.Slots.measure
-
-    def looking(self: slots.Slots, tensor: Tensor) -> int | None:
-        with disable_modes():
-            tensor.detach().reshape(-1)[0].item()
-        return measure(self, tensor)
-
-    monkeypatch.setattr(slots.Slots, "measure", looking)
-    step, _ = waits(2, monkeypatch)
-    assert {"item", "aten::_local_scalar_dense"} <= set(step)
