@@ -19,14 +19,11 @@ bfloat16, *hmpx* is `convert()` with the default lists, *frozen* is that after `
 `lists=`; the rest are `low_precision_type=` with the default lists.
 """
 _TUNED = """`hmpx.tune` looked for the smallest set of ops out of low precision with which the first measure of the task stays
-within one percent of fp32's (a distance, such as the error of forces: below one percent). *batches* is of
-how many that holds: with *limit* for 95 % of batches like these, a quarter of which the search has not seen, else for
-the mean. *(budget)* marks a search that ended at its budget: some of its set may not be needed. *fresh* is of batches of six other seeds: on how
-many the change is within one percent, its mean, and the largest. The sets are policies in
-[examples/trained_lists](../examples/trained_lists).
-
-Before, *3, mean*, sets just passed on the mean of their batches. For Silero VAD in float8_e4m3fn that held on 3 of 6
-fresh batches, the largest 2.04%; asking for the worst of eight found the same set; the limit holds on 6 of 6.
+within one percent of fp32's (a distance, such as the error of forces: below one percent). *8, limit*: that holds for
+the [limit](tune.md#on-other-data) from six batches, and for two others. *3, mean*: for the mean of three, in an older
+search; if its set changes nothing, it is the smallest for the limit, too. *(budget)* marks a search that ended at its
+budget: some of its set may not be needed. *fresh* is of batches of six other seeds: on how many the change is within
+one percent, its mean, and the largest. The sets are policies in [examples/trained_lists](../examples/trained_lists).
 """
 
 Models = Mapping[tuple[str, str], Mapping[str, Line]]
@@ -102,6 +99,23 @@ def _tuned(models: Models) -> Iterator[str]:
             )
 
 
+def _held(models: Models) -> str:
+    """Returns on how many fresh batches the sets hold."""
+    sets = [
+        line["fresh"] for lines in models.values() for line in lines.values() if "fresh" in line
+    ]
+    changing = [fresh for fresh in sets if any(fresh)]
+
+    def share(sets: Sequence[Sequence[float]]) -> str:
+        batches = [each for fresh in sets for each in fresh]
+        return f"{sum(each <= 0.01 for each in batches)} of {len(batches)} fresh batches"
+
+    return (
+        f"The {len(sets)} sets hold on {share(sets)}; the {len(changing)} that change anything, "
+        f"on {share(changing)}."
+    )
+
+
 def _change(value: float) -> str:
     return f"{value:.2%}" if value < 10 else f"{value:.1g}"
 
@@ -160,7 +174,7 @@ def document(lines: Iterable[Line], about: Mapping[str, str]) -> str:
         for error in found.get(mode, {}).get("errors", {}).values()
     ]
     section("Stops", "", "| model | mode | error |", "|---|---|---|", *stops)
-    section("Tuned", _TUNED, *_tuned(models))
+    section("Tuned", f"{_TUNED}\n{_held(models)}", *_tuned(models))
     known = causes()
     notes = [
         f"- **{model}**: {known[key]}" for p, model in models if (key := f"{p}/{model}") in known
