@@ -56,7 +56,7 @@ else:  # not needed by a program's first op
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]
 
 
 __all__ = [

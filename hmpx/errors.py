@@ -175,6 +175,11 @@ def said_by(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def brief(self: object) -> str:
+    """The ``__repr__`` of results that print as several lines: their class and first line."""
+    return f"<hmpx.{type(self).__name__}: {cut(str(self).partition(chr(10))[0])}>"
+
+
 def noted(error: _Error, note: str) -> _Error:
     """Adds a note to an error; tracebacks show it below the message.
 

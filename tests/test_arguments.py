@@ -82,6 +82,14 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: hmpx.convert(verbose="loud"), "verbose must be True, False, 'once' or 'hmp', not 'loud'"),
     (lambda: hmpx.convert(verbose="once", isVerbose=True),
      "isVerbose is HMP's name for verbose: give one of the two"),
+    (lambda: hmpx.convert(dtype="fp16"),  # type: ignore[arg-type]
+     "hmpx.convert has no argument 'dtype'; did you mean 'low_precision_type'?"),
+    (lambda: hmpx.convert(enabled=False),  # type: ignore[arg-type]
+     "hmpx.convert has no argument 'enabled'; hmpx.disable_casts() is a block without casts"),
+    (lambda: hmpx.convert(exclude=3), "exclude must be a list of names of modules, not 3"),  # type: ignore[arg-type]
+    (lambda: hmpx.load_policy(policy={"bf16": ["mm"]}),
+     "<policy>['bf16']: unknown key 'bf16' of a policy; did you mean 'low'?"),
+    (lambda: hmpx.explain("F.sofmax"), "no op matches 'F.sofmax'; did you mean 'softmax'?"),
     (lambda: hmpx.convert(legalize=["auto"]),
      "legalize must be one of 'auto', 'always', 'never', 'fast', not ['auto']"),
     (lambda: hmpx.convert(legalize="alwayss"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from ..errors import OptionError, shown
+from ..errors import OptionError, brief, shown
 from ..reports import Column, Table, Written, clean, page, paragraphs, size, wrapped
 from .variants import BASE
 
@@ -139,6 +139,8 @@ class Bench(Written):
                 return each
         known = ", ".join(repr(each.name) for each in self.variants)
         raise OptionError(f"this benchmark has no {shown(name)} (there is: {known})")
+
+    __repr__ = brief
 
     def __str__(self) -> str:
         said = [line for each in _sentences(self) for line in wrapped(each)]

@@ -162,14 +162,14 @@ class Options:
     overflow: str | None = _option(
         None,
         lambda n, v: None if v is None else arguments.choice(n, v, OVERFLOWS),
-        "what values beyond a format's largest become",
+        "result for values beyond a format's largest",
         is_of_formats=True,
         choices=OVERFLOWS,
     )
     round_gradients: bool | Format = _option(  # noqa: RUF009
         False,
         _rounded_gradients,
-        "round gradients, too: to the op's own format, or to this one, such as float8_e5m2",
+        "round gradients too: yes, to the op's format; or to FORMAT, such as float8_e5m2",
         is_of_formats=True,
         metavar="yes|FORMAT",
     )

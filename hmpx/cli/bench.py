@@ -34,11 +34,11 @@ def add_parser(commands: Any) -> None:
         epilog="""\
 FUNCTION is one of these:
   make_step    returns the step: a function without arguments, with a model, an optimizer and data of
-               its own; what a step returns, if that is a number, is the loss
+               its own; a number that the step returns is the loss
   step         is the step itself
-  build_model  returns a model, whose forward is timed, in evaluation mode and without gradients, on what
-               the function of --inputs returns
-The file is run anew for each variant, with the same seed. What it runs by itself belongs under
+  build_model  returns a model; its forward is timed, in evaluation mode and without gradients, on the
+               result of the function of --inputs
+The file runs again for each variant, with the same seed. Its own training belongs under
 `if __name__ == "__main__":`.
 
 exit status:
@@ -50,30 +50,32 @@ examples:
   hmpx bench train.py:make_step --variants auto fast --runs 20 --threads 4 --json bench.json
   hmpx bench train.py:build_model --inputs make_batch --variants auto frozen""",
     )
-    parser.add_argument("step", metavar="FILE.py:FUNCTION", help="what makes the step")
-    option(parser, "--inputs FUNCTION", "returns what a model is called with; default: inputs")
+    parser.add_argument(
+        "step", metavar="FILE.py:FUNCTION", help="the function that makes the step, see below"
+    )
+    option(parser, "--inputs FUNCTION", "function that returns the model's inputs; default: inputs")
     option(
         parser,
         "--variants NAME",
-        "of fp32, autocast, auto, fast, frozen, prepared, always, never; default: the first four, and "
+        "variants to run, of fp32, autocast, auto, fast, frozen, prepared, always, never; default: the first four, and "
         "frozen for models",
         nargs="+",
     )
-    option(parser, "--runs N", "of each variant; default: 10", type=int)
+    option(parser, "--runs N", "runs of each variant; default: 10", type=int)
     option(parser, "--warmup N", "steps before the first run; default: 3", type=int)
-    run_time = "that a run takes, if that is time for more than a step; default: 0.2"
+    run_time = "shortest time of a run, which repeats short steps; default: 0.2"
     option(parser, "--run-seconds SECONDS", run_time, type=float)
-    option(parser, "--threads N", "of torch", type=int)
+    option(parser, "--threads N", "number of torch's threads", type=int)
     option(
         parser,
         "--clock",
-        "cpu is this process's processor time, for machines that others keep busy; default: wall",
+        "wall time, the default; or cpu, the processor time of this process, for busy machines",
         choices=("wall", "cpu"),
     )
-    option(parser, "--device TYPE", "the step's; default: the accelerator, else cpu")
-    option(parser, "--seed N", "of all variants; default: 0", type=int)
-    option(parser, "--json FILE", "write the figures")
-    option(parser, "--quiet", "say nothing before the table")
+    option(parser, "--device TYPE", "device of the step; default: the accelerator, else cpu")
+    option(parser, "--seed N", "seed of all variants; default: 0", type=int)
+    option(parser, "--json FILE", "write the figures as JSON")
+    option(parser, "--quiet", "no progress, only the table")
     add_list_options(parser)
 
 

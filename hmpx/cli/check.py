@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from .. import policy
+from ..errors import OptionError, short
 from . import output
 from .options import add_command, option
 
@@ -18,24 +20,25 @@ def add_parser(commands: Any) -> None:
         "check",
         run,
         help="find the faults of op lists and policy files",
-        usage="hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILES...]",
+        usage="hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILE_OR_DIR...]",
         description="Prints every fault of op lists and policy files as FILE:LINE: MESSAGE: names that"
         "\ntorch does not know, repeated lines, ops that are in two lists, unknown keys.",
         epilog="""\
 exit status:
   0 no fault; 1 faults; 2 wrong arguments
 
-example:
+examples:
   hmpx check my_bf16.txt my_fp32.txt
+  hmpx check my_lists
   hmpx check policy.yaml gaudi_config.json""",
     )
     parser.add_argument(
         "files",
         nargs="*",
-        metavar="FILES",
-        help="policy files (.yaml, .yml, .json), or op lists: a file whose name contains fp32 or fp16 holds ops for that type, "
-        f"{policy.FILE_NAMES['widest']} the ops that follow their widest input, "
-        "any other name is the low-precision list",
+        metavar="FILE_OR_DIR",
+        help="a policy file (.yaml, .yml, .json); a directory of op lists; or an op list: its kind is fp32 or fp16 if its "
+        f"name contains that, {policy.FILE_NAMES['widest']} names ops that follow their widest input, any other is the "
+        "low-precision list",
     )
     for kind in ("bf16", "fp16", "fp32"):
         text = f"an op list for {kind}, whatever its name; may be repeated"
@@ -48,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     files["low"] += options.bf16
     files["fp16"] += options.fp16
     files["fp32"] += options.fp32
-    for path in options.files:
+    for path in itertools.chain.from_iterable(map(_files, options.files)):
         files[_kind(path)].append(path)
     count = sum(map(len, files.values()))
     if not count:
@@ -69,6 +72,27 @@ def run(options: argparse.Namespace) -> int:
     return output.show(
         [f"{output.counted(count, 'file')}, {output.counted(op_count, 'op')}: no faults"]
     )
+
+
+#: Written by `hmpx.tune` next to lists.
+_REPORT: Final = "report.txt"
+
+
+def _files(path: str) -> list[str]:
+    """Returns the file ``path`` without reports, or the lists and policy files of a directory."""
+    if Path(path).name == _REPORT:
+        return []
+    if not Path(path).is_dir():
+        return [path]
+    names = policy.FILE_NAMES.values()
+    found = [
+        each
+        for each in sorted(Path(path).iterdir())
+        if each.name in names or each.suffix in (".yaml", ".yml")
+    ]
+    if not found:
+        raise OptionError(f"{short(path)} holds neither {', '.join(names)} nor a policy file")
+    return [str(each) for each in found]
 
 
 def _kind(path: str) -> str:

@@ -12,7 +12,7 @@ from .options import add_command
 _SHELLS: Final = ("bash", "zsh", "tcsh", "fish")
 
 #: Metavars of arguments that name files or directories.
-_PATHS: Final = {"DIR", "FILE", "FILES", "NAME_OR_DIR", "OUT", "PATH"}
+_PATHS: Final = {"DIR", "FILE", "FILE_OR_DIR", "NAME_OR_DIR", "OUT", "PATH"}
 
 
 def add_parser(commands: Any) -> None:
@@ -21,10 +21,10 @@ def add_parser(commands: Any) -> None:
         commands,
         "completion",
         run,
-        help="print what a shell needs to complete commands and options",
+        help="print a script for shell completion",
         usage="hmpx completion SHELL",
-        description="Prints a script for the shell that completes the commands and options of hmpx. The shell\n"
-        "then asks nobody: completing starts no Python. Needs `pip install 'hmpx[completion]'`.",
+        description="Prints a script for the shell that completes the commands and options of hmpx without\n"
+        "starting Python. Needs `pip install 'hmpx[completion]'`.",
         epilog="""\
 exit status:
   0; 1 if the extra is not installed; 2 wrong arguments

@@ -26,13 +26,13 @@ def add_parser(commands: Any) -> None:
         commands,
         "doctor",
         run,
-        help="what hmpx finds on this machine, and what it can't reach",
+        help="show versions, devices, and functions that stay uncast",
         usage="hmpx doctor [options] [MODULES...]",
-        description="Prints the versions and devices that count. Then imports MODULES, converts, and"
-        "\nprints where they keep functions of torch that were taken before and stay uncast.",
+        description="Prints versions, devices, and the speed of the low type. Then imports MODULES, converts,\n"
+        "and prints the functions of torch that they took before the conversion, which stay uncast.",
         epilog="""\
 exit status:
-  0 all is reached; 1 something stays uncast, or torch is not as expected; 2 wrong arguments, or a
+  0 all functions are cast; 1 some stay uncast, or torch is not as expected; 2 wrong arguments, or a
   module can't be imported
 
 examples:
@@ -44,9 +44,9 @@ examples:
     parser.add_argument(
         "modules", nargs="*", metavar="MODULES", help="modules to import, by dotted name"
     )
-    parts = "try each part of torch that hmpx relies on and torch does not document, and exit"
+    parts = "check each undocumented part of torch that hmpx relies on, and exit"
     option(parser, "--torch", parts)
-    option(parser, "--json", "print the same as data")
+    option(parser, "--json", "print JSON")
     add_list_options(parser)
 
 

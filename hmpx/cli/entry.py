@@ -1,4 +1,4 @@
-"""Entry of the command line: ``hmpx run``, ``report``, ``bench``, ``plan``, ``tune``, ``check``, ``ops``, ...
+"""Entry of the command line: ``hmpx run``, ``report``, ``bench``, ``plan``, ...
 
 A command is a module with two functions: ``add_parser(commands)`` adds its parser, and ``run(options)``
 runs it and returns the exit status. A new command also needs its place in `_COMMANDS`.
@@ -7,16 +7,17 @@ runs it and returns the exit status. A new command also needs its place in `_COM
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from .. import __version__
 from ..errors import HmpxError, HmpxWarning, suggestion
-from . import bench, check, completion, doctor, ops, output, plan, report, run, tune
+from . import bench, check, completion, doctor, lists, ops, output, plan, report, run, tune
 
 #: In the order of ``hmpx --help``.
 _COMMANDS: Final = (
-    run, report, bench, plan, tune, check, ops, doctor, completion,
+    run, report, bench, plan, tune, check, lists, ops, doctor, completion,
 )  # fmt: skip
 
 
@@ -30,10 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: The arguments are wrong, ``--help`` was given, or the script raised it.
         KeyboardInterrupt: The script was interrupted.
     """
-    options, unknown = parser().parse_known_args(argv)
+    whole = parser()
+    given = sys.argv[1:] if argv is None else list(argv)
+    if not given:
+        whole.print_help()
+        return 0
+    _check_command(whole, given[0])
+    options, unknown = whole.parse_known_args(given)
     if unknown:
         known = list(options.parser._option_string_actions)
-        hint = suggestion(unknown[0].partition("=")[0], known)
+        hint = suggestion(unknown[0].partition("=")[0], known, _OTHER_OPTIONS)
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     command: Callable[[argparse.Namespace], int] = options.command
     try:
@@ -43,12 +50,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+#: Functions of hmpx -> the command that does the same; ``""`` for none.
+_FUNCTIONS: Final = {
+    "explain": "hmpx ops --why OP",
+    "convert": "hmpx run SCRIPT",
+    "record": "hmpx run --report FILE SCRIPT",
+    "watch": "hmpx run --watch raise SCRIPT",
+    **dict.fromkeys(("compare", "draw", "freeze"), ""),
+}
+
+#: Options of other programs, with ``_`` for ``-`` -> options of ``hmpx run``.
+_OTHER_OPTIONS: Final = {
+    **dict.fromkeys(("__dtype", "__precision", "__type"), "--low-precision-type"),
+    **dict.fromkeys(("__device", "__devices"), "--device-types"),
+    **dict.fromkeys(("__skip", "__ignore"), "--exclude"),
+}
+
+
+def _check_command(whole: argparse.ArgumentParser, word: str) -> None:
+    """Ends the program with a hint if ``word``, the first argument, is neither a command nor an option."""
+    commands = [command.__name__.rpartition(".")[2] for command in _COMMANDS]
+    if word in commands or word.startswith("-"):
+        return
+    hint = suggestion(word, commands) or f"; commands are {', '.join(commands)}"
+    if word in _FUNCTIONS:
+        hint = f"; in Python it is hmpx.{word}()"
+        if _FUNCTIONS[word]:
+            hint += f", on the command line {_FUNCTIONS[word]}"
+    elif word.endswith(".py"):
+        hint = f"; did you mean `hmpx run {word}`?"
+    whole.error(f"there is no command {word!r}{hint}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose message about ``--flag=value`` says what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message.replace("ignored explicit argument", "it takes no value, not"))
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command line."""
-    whole = argparse.ArgumentParser(
+    whole = _Parser(
         prog="hmpx",
         description="Mixed precision for PyTorch, op by op, from plain-text op lists.",
-        epilog="Each command explains itself: hmpx run --help",
+        epilog="hmpx COMMAND --help explains a command. To start: hmpx run --report report.html train.py",
         allow_abbrev=False,
     )
     whole.add_argument("--version", action="version", version=f"hmpx {__version__}")

@@ -18,18 +18,17 @@ def add_parser(commands: Any) -> None:
         commands,
         "ops",
         run,
-        help="show what a list may name, and what is done with it",
+        help="show ops, their policy, and the line that decides",
         usage="hmpx ops [list options] [--why] [PATTERN...]\n       hmpx ops --formats",
-        description="Prints every op that a list may hold, what the policy does with it, the line\n"
-        "that says so, and the places in torch where it is called. On a terminal the table is as wide as\n"
-        "that, and in colours, unless NO_COLOR is set.",
+        description="Prints each op that a list may name, its policy, the line that decides, and its call sites in\n"
+        "torch. On a terminal the table fits the width, in colours unless NO_COLOR is set.",
         epilog="""\
-what is done:
+policies:
   LOW bf16  inputs are cast to bf16        FIRST  ... to the type of the first one
   FP32      ... to fp32                    -      nothing
   WIDEST    ... to the widest type among them
   FOLLOW    ... to fp32, unless all have one low type already
-  Lines without an op's name are what sections of the policy file do with it.
+  Rows without an op's name are decisions of sections of the policy file.
 
 exit status:
   0; 1 if a pattern matches no op; 2 wrong arguments or op lists
@@ -44,7 +43,7 @@ examples:
     add_list_options(parser)
     formats = "list the number formats that may be the low type, instead of ops"
     option(parser, "--formats", formats)
-    why = "explain ops: the line that decides, what may outrank it, how it computes here"
+    why = "explain ops: the line that decides, possible overrides, how it computes here"
     option(parser, "--why", why)
     parser.add_argument(
         "patterns",

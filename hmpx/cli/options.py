@@ -57,11 +57,13 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
         "--lists NAME_OR_DIR",
         f"a set of lists: a shipped one, or a directory that holds {files}",
     )
+    modules = "modules to keep in fp32, by names as in model.named_modules()"
+    option(group, "--exclude NAME[,NAME]", modules)
     option(
         group,
         "--opt-level",
-        "O1, the default, follows the lists; O2 runs GEMMs and convolutions in the low type, all "
-        "else in fp32",
+        "O1, the default, follows the lists; O2 runs GEMMs and convolutions in the low type, other ops in "
+        "fp32",
         choices=("O1", "O2"),
     )
     option(
@@ -69,7 +71,7 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
         "--low-precision-type TYPE",
         "bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops --formats)",
     )
-    option(group, "--strict", "an unknown name is an error")
+    option(group, "--strict", "make an unknown name an error")
 
 
 def add_computing_options(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +97,7 @@ def list_options(options: argparse.Namespace) -> dict[str, Any]:
         fp16_file_path=options.fp16,
         lists=options.lists,
         policy=options.policy,
+        exclude=options.exclude.split(",") if options.exclude else None,
         opt_level=options.opt_level,
         low_precision_type=options.low_precision_type,
         strict=options.strict,

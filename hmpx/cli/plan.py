@@ -16,16 +16,16 @@ def add_parser(commands: Any) -> None:
         commands,
         "plan",
         run,
-        help="show what a training step would take: precision, memory, casts",
+        help="estimate a training step: dtypes, memory, casts",
         usage="hmpx plan FILE.py:FUNCTION [--inputs FUNCTION] [--device TYPE] [options]\n"
         "       hmpx plan MODULE:FUNCTION ...",
-        description="Runs a training step on tensors without values, in float32, as torch.autocast casts and\n"
-        "as hmpx does, and prints what runs in low precision and the memory of tensors. It needs\n"
-        "neither the device nor the memory, whatever the size of the model.",
+        description="Runs a training step on tensors without values: in float32, under torch.autocast and under\n"
+        "hmpx. Prints the ops in low precision and the memory of tensors. It needs neither the device\n"
+        "nor the memory, whatever the size of the model.",
         epilog="""\
-FUNCTION returns the model, and that of --inputs what it is called with: a tuple of arguments, a dict
-of those by name, or a tensor. --inputs and --loss name functions of the same file, or have a FILE.py: or
-MODULE: of their own. The file is imported: what it runs belongs under `if __name__ == "__main__":`.
+FUNCTION returns the model. That of --inputs returns its inputs: a tuple of arguments, a dict of arguments
+by name, or a tensor. --inputs and --loss name functions of the same file, or have a FILE.py: or
+MODULE: of their own. The file is imported, so its training belongs under `if __name__ == "__main__":`.
 
 exit status:
   0; 2 if the model can't be planned, or the arguments are wrong
@@ -35,12 +35,17 @@ examples:
   hmpx plan models/llama.py:build_70b --optimizer Adafactor --world-size 8 --html plan.html
   hmpx plan my_package.models:build --inference --lists hmp""",
     )
-    parser.add_argument("model", metavar="FILE.py:FUNCTION", help="what returns the model")
-    option(
-        parser, "--inputs FUNCTION", "what returns its inputs; default: inputs", default="inputs"
+    parser.add_argument(
+        "model", metavar="FILE.py:FUNCTION", help="the function that returns the model"
     )
-    option(parser, "--loss FUNCTION", "gets what the model returns, and returns the loss")
-    where = "cpu, cuda, hpu, ..., here or not; default: the one here"
+    option(
+        parser,
+        "--inputs FUNCTION",
+        "function that returns its inputs; default: inputs",
+        default="inputs",
+    )
+    option(parser, "--loss FUNCTION", "function of the model's output that returns the loss")
+    where = "cpu, cuda, hpu, ..., present or not; default: the one here"
     option(parser, "--device TYPE", where)
     option(
         parser,
@@ -48,12 +53,14 @@ examples:
         'of torch.optim, also with options: "SGD momentum=0.9"; none for none; default: AdamW',
         default="AdamW",
     )
-    option(parser, "--inference", "a forward instead of a step")
-    small = "run on real tensors, for a small model that computes what depends on values"
+    option(parser, "--inference", "plan a forward instead of a training step")
+    small = (
+        "run on real tensors, for models whose computation depends on values; use a small config"
+    )
     option(parser, "--small", small)
-    option(parser, "--world-size N", "also print what each of N processes holds", type=int)
+    option(parser, "--world-size N", "also print the memory of each of N processes", type=int)
     option(parser, "--html FILE", "write a page that needs no network")
-    option(parser, "--json FILE", "write the figures")
+    option(parser, "--json FILE", "write the figures as JSON")
     add_list_options(parser)
 
 

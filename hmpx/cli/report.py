@@ -22,8 +22,8 @@ def add_parser(commands: Any) -> None:
         run,
         help="print reports of runs, or turn them into a page or a table",
         usage="hmpx report [--html OUT] [--csv OUT] FILE...\n       hmpx report merge FILE... -o OUT",
-        description="Prints what was recorded: how much ran in low precision, casts to do without,\n"
-        "and a table by op. Several files, as those of ranks, are added up.",
+        description="Prints the share of work in low precision, avoidable casts, and a table by op.\n"
+        "Several files, such as those of ranks, are merged.",
         epilog="""\
 exit status:
   0; 2 if a file can't be read or written, holds no report, or the arguments are wrong
@@ -34,11 +34,14 @@ examples:
   hmpx report merge rank0.json rank1.json -o all.json""",
     )
     parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="reports as JSON, as Report.to_json writes them"
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="a report in JSON, from hmpx run --report x.json or Report.to_json",
     )
     option(parser, "--html OUT", "write a page that needs no network")
-    option(parser, "--csv OUT", "write a table with a line for each row")
-    option(parser, "-o --output OUT", "where merge writes JSON")
+    option(parser, "--csv OUT", "write a table")
+    option(parser, "-o --output OUT", "the file that merge writes, in JSON")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import warnings
-from typing import Any
+from typing import Any, Final
 
 from .. import gaudi, policy, session
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
@@ -26,6 +26,8 @@ from .options import (
 )
 from .scripts import ScriptError
 
+_HABANA: Final = "habana_frameworks"
+
 
 def add_parser(commands: Any) -> None:
     """Adds the parser of ``hmpx run``."""
@@ -38,15 +40,15 @@ def add_parser(commands: Any) -> None:
         description="Converts torch, then runs SCRIPT as `python SCRIPT ARGS` would.\n"
         "Options of hmpx go before SCRIPT; everything after it belongs to the script.",
         epilog="""\
-With --habana-shim nothing is cast before the script's own hmp.convert(): the options above are what
-that call uses where it does not say otherwise. Processes that the script starts are converted as it is.
+With --habana-shim, casts begin with the script's own hmp.convert(). The options above fill in what that
+call leaves out. Python processes that the script starts are converted too.
 
 environment variables, which hmpx tune sets:
-  HMPX_POLICY  a policy file that outranks the list options
-  HMPX_REPORT  as --report FILE, but each program that is run writes a file of its own
+  HMPX_POLICY  a policy file that overrides the list options
+  HMPX_REPORT  like --report FILE, but each program writes a file of its own
 
 exit status:
-  that of the script: 0, what it gives to sys.exit, 1 after an uncaught exception;
+  that of the script: 0, its argument of sys.exit, or 1 after an uncaught exception;
   2 if the script is missing, or the op lists or options are wrong
 
 examples:
@@ -73,8 +75,8 @@ examples:
     option(
         parser,
         "--report FILE",
-        "record the run, and write what ran in which type, why, and at what cost, to FILE: "
-        ".html, .json, .csv or .txt; of several ranks each writes its own",
+        "record the run, and write each op's dtype, reason and cost to FILE: .html, .json, .csv or .txt; "
+        "each rank writes its own",
     )
     option(
         parser,
@@ -86,8 +88,8 @@ examples:
     option(
         parser,
         "--habana-shim",
-        "stand in for habana_frameworks where it isn't installed: what the script places on "
-        '"hpu" lands on cuda, or else on the cpu, and is cast from its own hmp.convert(...) on',
+        'stand in for habana_frameworks where it isn\'t installed: tensors on "hpu" go to cuda, or else to '
+        "the cpu; casts begin with the script's hmp.convert(...)",
     )
     option(parser, "-m", "run a module, as python -m does", dest="is_module")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -132,6 +134,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     # Outside the handler, so that the script's excepthook does not see it as context.
     scripts.show_uncaught(uncaught)
+    if isinstance(uncaught, ModuleNotFoundError) and _HABANA in str(uncaught.name):
+        output.complain(f"to run it without {_HABANA}: hmpx run --habana-shim {name}")
     if isinstance(uncaught, KeyboardInterrupt):
         sys.excepthook = lambda *_: None  # python sets the exit status, and need not print anything
         raise uncaught

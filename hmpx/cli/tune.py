@@ -22,16 +22,16 @@ def add_parser(commands: Any) -> None:
         run,
         help="find the smallest set of ops that a command needs in fp32",
         usage='hmpx tune --check "CMD" [--output DIR] [options]',
-        description="Runs CMD again and again, each time with other ops in fp32 and all else in low\n"
-        "precision, and writes lists with the fewest ops in fp32 with which it exits with 0.\n"
-        "A script under `hmpx run` in CMD needs no change: the policy under test is in the file\n"
-        "that the environment variable HMPX_POLICY names, and outranks the options of `hmpx run`.",
+        description="Runs CMD repeatedly, each time with different ops in fp32. Writes the lists with the fewest\n"
+        "fp32 ops for which CMD exits with 0. Scripts under `hmpx run` in CMD need no change: the\n"
+        "environment variable HMPX_POLICY names the policy under test, which overrides the options of\n"
+        "`hmpx run`.",
         epilog="""\
 exit status:
   0 if lists were found, after Ctrl-C the best so far; 130 if it was interrupted before any was tried;
   2 if CMD fails with everything in fp32, or the arguments are wrong
 
-Each run's policy, output and exit status stay in DIR/NUMBER; started anew, the search goes on.
+Each run's policy, output and exit status stay in DIR/NUMBER, and a restart continues the search.
 Models that are Python functions are tuned in fewer runs by hmpx.tune(), which ranks ops by effect.
 
 examples:
@@ -49,9 +49,14 @@ examples:
         default="op",
     )
     option(parser, "--low-precision-type TYPE", "as for hmpx run; default: bfloat16")
-    option(parser, "--runs N", "how often CMD must pass; default: 1", type=_count, default=1)
-    option(parser, "--timeout SECONDS", "a run that takes longer fails", type=_seconds)
-    option(parser, "--budget N", "most evaluations; default: 200", type=_count, default=200)
+    option(parser, "--runs N", "how many runs must pass; default: 1", type=_count, default=1)
+    option(
+        parser,
+        "--timeout SECONDS",
+        "time limit of a run, which fails if it takes longer",
+        type=_seconds,
+    )
+    option(parser, "--budget N", "largest number of runs; default: 200", type=_count, default=200)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,7 +77,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         best = tune_by_check(check)
     except KeyboardInterrupt:
-        output.complain("interrupted before any policy was tried; started anew, the search goes on")
+        output.complain(
+            "interrupted before any policy was tried; the same command continues the search"
+        )
         return _INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)

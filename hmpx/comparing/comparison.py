@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
+from ..errors import brief
 from ..reports import (
     Column,
     Table,
@@ -85,6 +86,8 @@ class Comparison(Written):
         names = [field.name for field in fields(ComparedSite) if field.name != "exponents"]
         lines = [[_cell(getattr(row, name)) for name in names] for row in self.rows]
         return written(Table.of(names, lines).to_csv(), path)
+
+    __repr__ = brief
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

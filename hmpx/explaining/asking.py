@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +44,7 @@ class Recorded(Protocol):
 
 
 def explain(
-    op: str,
+    op: str | Callable[..., Any],
     record: Recorded | Report | None = None,
     *,
     policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -53,7 +53,7 @@ def explain(
 
     Args:
         op: An op name in any spelling that lists accept, or a glob: ``"softmax"``,
-            ``"torch.nn.functional.softmax"``, ``"aten::nll_loss2d"``, ``"*norm*"``.
+            ``"torch.nn.functional.softmax"``, ``"aten::nll_loss2d"``, ``"*norm*"``; or a function of torch.
         record: A record of a run: adds the run's call sites of the op, and its dtypes there.
         policy: The policy to explain, in any form that `convert` takes. None: the policy in force, or
             that of ``hmpx.convert()``.
@@ -75,6 +75,8 @@ def explain(
           in place      torch.erf_, torch.Tensor.erf_: the dtype of the tensor that is
                         written to decides, not the lists
     """
+    if callable(op):
+        op = getattr(op, "__name__", op)
     pattern = arguments.text("op", op, "an op name, or a glob such as '*norm*'")
     rows = _rows(record)
     given = None if policy is None else load_policy(policy=policy)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from .. import ops
-from ..errors import lined, shown, suggestion
+from ..errors import brief, lined, shown
 from ..policy import UNDECIDED, CastPolicy, Decision, Policy
 from ..reports import Row, located
 from ..tensors import short_name
@@ -81,6 +81,8 @@ class Explanation:
         """The rule for its inputs."""
         return self.decision.cast_policy
 
+    __repr__ = brief
+
     def __str__(self) -> str:
         return lined(self._lines())
 
@@ -151,6 +153,8 @@ class Explanations(tuple[Explanation, ...]):
     """
 
     __slots__ = ()
+
+    __repr__ = brief
 
     def __str__(self) -> str:
         rows = [(each.op, outcome(each.decision), each.reason) for each in self]
@@ -232,7 +236,7 @@ def why_no_match(pattern: str, names: list[str], otherwise: str) -> str:
     if resolved is not None:
         return f"{shown(pattern)} computes nothing from tensors, so there is nothing to cast"
     spellings = [spelling for spelling, name in ops.names().items() if name in names]
-    return f"no op matches {shown(pattern)}{suggestion(pattern, spellings, ops.of_modules()) or otherwise}"
+    return f"no op matches {shown(pattern)}{ops.nearest(pattern, spellings) or otherwise}"
 
 
 def outcome(decision: Decision) -> str:

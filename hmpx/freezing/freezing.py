@@ -7,6 +7,7 @@ are replaced in place, and the model is sealed against training.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -47,7 +48,7 @@ def freeze(
 
     Args:
         model: In evaluation mode. Its parameters stay the same objects.
-        *example_inputs: Inputs of the forward to watch.
+        *example_inputs: Inputs of the forward to watch; or a mapping of its arguments by name.
         outputs: ``"fp32"`` upcasts bfloat16 and float16 outputs of the model to float32; ``"keep"`` leaves
             its outputs unchanged.
         store: ``"dtype"`` stores weights in the low type. ``"prepared"`` also keeps float32 copies of large
@@ -81,6 +82,8 @@ def freeze(
     outputs = arguments.choice("outputs", outputs, _OUTPUTS)
     store = arguments.choice("store", store, _STORES)
     keep_fp32 = arguments.truth("keep_fp32", keep_fp32)
+    if len(example_inputs) == 1 and not kwargs and _are_keywords(model, example_inputs[0]):
+        example_inputs, kwargs = (), dict(example_inputs[0])
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
     found = found_tensors(model)
     watch = watch_forward(model, found, example_inputs, kwargs)
@@ -122,6 +125,17 @@ def freeze(
             if originals is not None:
                 originals.restore()
         raise
+
+
+def _are_keywords(model: object, example: object) -> bool:
+    """Whether an example is a mapping of arguments by name, rather than a single argument."""
+    if not isinstance(model, nn.Module) or not isinstance(example, Mapping):
+        return False
+    try:
+        inspect.signature(model.forward).bind(**example)
+    except TypeError:
+        return False
+    return True
 
 
 def _checked(model: object, *, has_example: bool) -> session.Session:

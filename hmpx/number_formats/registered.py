@@ -32,6 +32,7 @@ _FIRST_CODE: Final = 129
 _LAST_CODE: Final = 255
 
 #: TVM's spelling: with the bits, and with lanes, which are ignored.
+_FLOAT: Final = re.compile(r"e([0-9]{1,2})m([0-9]{1,2})")
 _CUSTOM: Final = re.compile(r"custom\[(\w{1,100})\]([0-9]{1,4})(?:x[0-9]{1,4})?")
 
 _E4M3FN: Final = Float("float8_e4m3fn", 4, 3, kind="fn")
@@ -199,7 +200,8 @@ def get(name: str | torch.dtype | Format) -> Format:
 
     Args:
         name: Such as ``"posit16_1"``, or ``"custom[posit16_1]16"`` in TVM's spelling; a common name of
-            one format, such as ``"e4m3"`` or ``"half"``, see docs/formats.md; or a dtype of torch, numpy or
+            one format, such as ``"e4m3"`` or ``"half"``, see docs/formats.md; ``"e6m3"``, a float of that many
+            bits, with infinities; or a dtype of torch, numpy or
             ml_dtypes.
 
     Raises:
@@ -220,6 +222,9 @@ def get(name: str | torch.dtype | Format) -> Format:
     known = formats.get(canonical(spelling))
     if known is not None:
         return known
+    match = _FLOAT.fullmatch(plain(spelling))
+    if match is not None:
+        return Float(match[0], exponent_bits=int(match[1]), mantissa_bits=int(match[2]))
     match = _CUSTOM.fullmatch(spelling)
     if match is not None:
         known = get(match[1])

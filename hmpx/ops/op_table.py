@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -143,7 +143,14 @@ def unknown(name: str) -> str:
         >>> unknown("matmull"), unknown("nn.LayerNorm")
         ("unknown op 'matmull'; did you mean 'matmul'?", "unknown op 'nn.LayerNorm'; did you mean 'layer_norm'?")
     """
-    return f"unknown op {shown(name)}{suggestion(name, names(), of_modules())}"
+    return f"unknown op {shown(name)}{nearest(name, names())}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns ``"; did you mean 'softmax'?"`` for a misspelt name, also behind a prefix: ``"F.sofmax"``."""
+    known = [*known]
+    bare = name.rpartition(".")[2]
+    return suggestion(name, known, of_modules()) or suggestion(bare, known, of_modules())
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from .. import arguments
-from ..errors import OptionError, shown
+from ..errors import OptionError, brief, shown
 from ..reports import Memory, Report, Written, page, page_file, paragraphs, section
 from . import text
 from .sharding import PerRank, ShardGroup, per_rank
@@ -157,6 +157,8 @@ class Plan(Written):
         """
         ranks = [self.per_rank(world_size, each) for each in _STRATEGIES]
         return str(text.rank_table(world_size, ranks))
+
+    __repr__ = brief
 
     def __str__(self) -> str:
         return "\n".join(text.lines(self))

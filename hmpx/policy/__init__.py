@@ -21,7 +21,7 @@ from .decisions import (
     settled_dtype,
 )
 from .faults import check_files
-from .lists import of_libraries, read_list, set_names
+from .lists import directory, of_libraries, read_list, set_names
 from .loading import load_policy, made_policy
 from .op_lists import FILE_NAMES, LIST_KINDS, PolicySource, is_policy_file
 from .policy import Policy
@@ -55,6 +55,7 @@ __all__ = [
     "Rule",
     "Verdict",
     "check_files",
+    "directory",
     "is_policy_file",
     "leaves_pointwise_einsums",
     "load_policy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
@@ -235,7 +236,7 @@ def parse_low_type(value: object) -> LowType:
         return native[name]
     if is_a(value, torch.dtype) and value in tensors.COMPUTED:
         name = ""  # the format float32 is available by name
-    if name in number_formats.names() or name.startswith("custom["):
+    if name in number_formats.names() or re.match(r"custom\[|e\d+m\d+$", name):
         return number_formats.get(name)
     known = " or ".join(str(dtype) for dtype in tensors.LOW_PRECISION)
     hint = number_formats.said_of(given)

@@ -113,7 +113,8 @@ class _Reader:
                     raise self.error(key_node, f"{shown(key)} is given twice, at {earlier} too")
                 seen[key] = nodes.place(key_node)
                 if key not in readers:
-                    hint = suggestion(key, readers) or f" ({', '.join(readers)})"
+                    others = {k: v for k, v in _OTHER_KEYS.items() if v in readers}
+                    hint = suggestion(key, readers, others) or f" ({', '.join(readers)})"
                     raise self.error(key_node, f"unknown key {shown(key)} of {what}{hint}")
                 found[key] = readers[key](self, key, value)
             except PolicyFileError as error:
@@ -283,19 +284,27 @@ class _Reader:
                 self.faults.append(error)
         return tuple(found)
 
+    def exclude(self, key: str, node: yaml.Node) -> SectionSource:
+        """Returns the section that keeps these modules in float32."""
+        stars = from_lines([("*", self.where(node))], "fp32")
+        return SectionSource(
+            {"fp32": stars}, {"module": self.texts(key, node)}, None, self.where(node)
+        )
+
     def policy(self, node: yaml.Node | None) -> PolicySource:
         """Returns the content of a policy file."""
         if node is None:
             return PolicySource(where=self._source)
         found = self.mapping(node, _POLICY_KEYS, "a policy")
         lists = {key: value for key, value in found.items() if key in KEYS}
+        excluded = found.get("exclude")
         return PolicySource(
             lists={key: added for key, (added, _) in lists.items()},
             removed={key: removed for key, (_, removed) in lists.items() if removed},
             base=found.get("lists", DEFAULT_SET),
             low_precision_type=found.get("low_precision_type"),
             formats={key: value for key, value in found.items() if key in _FORMAT_KEYS},
-            sections=found.get("sections", ()),
+            sections=(*([excluded] if excluded else []), *found.get("sections", ())),
             where=self._source,
         )
 
@@ -344,11 +353,21 @@ _FORMAT_KEYS: Final[_Readers] = {
     "round_gradients": _Reader.truth_or_format,
 }
 
+#: Other names of keys -> the keys.
+_OTHER_KEYS: Final = {
+    **dict.fromkeys(("bf16", "fp16", "bfloat16", "float16", "allow"), "low"),
+    **dict.fromkeys(("float32", "deny"), "fp32"),
+    **dict.fromkeys(("dtype", "precision"), "low_precision_type"),
+    **dict.fromkeys(("modules", "layers", "skip", "ignore"), "exclude"),
+    **dict.fromkeys(("name", "layer"), "module"),
+}
+
 _POLICY_KEYS: Final[_Readers] = {
     "low_precision_type": _Reader.low_type,
     **_FORMAT_KEYS,
     "lists": _Reader.base,
     **dict.fromkeys(KEYS, _Reader.op_list),
+    "exclude": _Reader.exclude,
     "sections": _Reader.sections,
 }
 

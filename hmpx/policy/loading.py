@@ -19,7 +19,7 @@ from ..number_formats import is_format
 from ..warning import warn
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
 from .faults import report
-from .lists import of_libraries, read_list, read_set, read_shipped, set_names
+from .lists import from_lines, of_libraries, read_list, read_set, read_shipped, set_names
 from .op_lists import DEFAULT_SET, Listed, OpList, PolicySource, is_policy_file, listed, resolve
 from .policy import Policy
 from .sections import Section
@@ -42,6 +42,7 @@ def load_policy(
     low_precision_type: LowType | str = torch.bfloat16,
     lists: str | os.PathLike[str] | None = None,
     policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    exclude: str | Iterable[str] = (),
     strict: bool = False,
 ) -> Policy:
     """Returns the policy of these lists; the arguments are those of `hmpx.convert`.
@@ -72,6 +73,18 @@ def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
         PolicyFileError: The policy file can't be read, or is not a policy.
         OptionError: An argument has an invalid value, or two contradict each other.
     """
+    policy, is_verbose = _made_policy(given)
+    excluded = arguments.texts("exclude", given["exclude"], "a list of names of modules")
+    if excluded:
+        stars = from_lines([("*", "exclude")], "fp32")
+        decisions = resolve([listed({"fp32": stars}, torch.bfloat16)])
+        section = Section(decisions, where="exclude", module=tuple(excluded))
+        sections = (section, *policy.sections)
+        policy = Policy(policy.decisions, policy.low_precision_type, sections)
+    return policy, is_verbose
+
+
+def _made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
     bf16_path, policy = _path_and_policy(given["bf16_file_path"], given["policy"])
     if policy is not None and not isinstance(policy, Policy):
         policy = _read_source(policy)

@@ -66,7 +66,7 @@ def table(policy: Policy) -> str:
 
 
 def as_html(policy: Policy) -> str:
-    """Returns the table for notebooks; long ones are cut."""
+    """Returns the table for notebooks, folded; long ones are cut."""
     title = f"Policy, {policy_line(policy)}"
     rows = [_html_row(row, "td") for row in _rows(policy.decisions)]
     for section in policy.sections:
@@ -78,8 +78,8 @@ def as_html(policy: Policy) -> str:
             f'<tr><td colspan="4">and {more:,} more; print() shows all</td></tr>'
         ]
     return (
-        f"<table><caption>{html.escape(title)}</caption><thead>{_html_row(_TITLES, 'th')}</thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>"
+        f"<details><summary>{html.escape(title)}</summary><table>"
+        f"<thead>{_html_row(_TITLES, 'th')}</thead><tbody>{''.join(rows)}</tbody></table></details>"
     )
 
 

@@ -101,6 +101,9 @@ class Groups(list[Group]):
         more = 0 if most is None else len(self) - most
         return self.table(most).to_html() + (f"<p>... and {more:,} more</p>" if more > 0 else "")
 
+    def __repr__(self) -> str:
+        return f"<hmpx.Groups: {len(self):,} groups; print() shows them>"
+
     def __str__(self) -> str:
         return str(self.table()) if self else "no calls"
 

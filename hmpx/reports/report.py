@@ -35,8 +35,8 @@ class Views:
 
         Example:
             >>> from hmpx.reports import Report
-            >>> Report(rows=()).by_op()
-            []
+            >>> print(Report(rows=()).by_op())
+            no calls
         """
         names = ("op", "phase", "input_dtypes", "dtype", "output_dtypes")
         return grouped(self.report().rows, names)

@@ -16,7 +16,7 @@ import torch
 from .. import torch_internals, torch_state
 from ..blocks import Entered, Entrance, surely
 from ..casting import Options
-from ..errors import OptionError, shown, suggestion
+from ..errors import OptionError
 from ..observers import LOGGER, announce_conversion, show_log
 from ..policy import LowType, Policy, PolicySource
 from ..registry import exclusive, hold_off_forks
@@ -34,13 +34,14 @@ def convert(
     bf16_file_path: str | os.PathLike[str] = "",
     fp32_file_path: str | os.PathLike[str] = "",
     isVerbose: bool | str | None = None,  # noqa: N803  # HMP's name
-    *too_many: NoReturn,  # arguments in HMP's old order get an error with their names
+    *_too_many: NoReturn,  # arguments in HMP's old order get an error with their names
     verbose: bool | str | None = None,
     fp16_file_path: str | os.PathLike[str] = "",
     opt_level: str = "O1",
     low_precision_type: LowType | str = torch.bfloat16,
     lists: str | os.PathLike[str] | None = None,
     policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    exclude: str | Iterable[str] = (),
     device_types: Iterable[str] | None = None,
     strict: bool = False,
     legalize: str = "auto",
@@ -49,6 +50,7 @@ def convert(
     rounding: str = "nearest",
     overflow: str | None = None,
     round_gradients: bool | str | Format = False,
+    **_unknown: NoReturn,  # get an error with the nearest name
 ) -> Session:
     """Patches torch so that every op casts its inputs as the op lists say.
 
@@ -59,7 +61,6 @@ def convert(
         bf16_file_path: Ops that run in ``low_precision_type``; ``""`` for the shipped list.
         fp32_file_path: Ops that run in float32; ``""`` for the shipped list.
         isVerbose: HMP's name for ``verbose``.
-        *too_many: Not used: pass other arguments by name.
         verbose: ``"once"`` logs each distinct decision, True each call. Both also log the functions that
             torch models stored before the conversion, which stay uncast. ``"hmp"`` prints HMP's lines.
         fp16_file_path: Ops that always run in float16, whatever ``low_precision_type`` is.
@@ -72,6 +73,8 @@ def convert(
             ``"o2"``.
         policy: Replaces all the lists above: a `Policy`, the path of a policy file (YAML, or a
             ``gaudi_config.json``), or a dict like such a file.
+        exclude: Names of modules, as in ``model.named_modules()``, whose ops run in float32: ``["head"]``. A
+            ``*`` stands for any characters.
         device_types: Types of the devices whose tensors are cast, such as ``{"cuda"}``. None: the
             accelerator's if there is one (logged at level INFO), else ``{"cpu"}``. Looking for one
             creates no context on it.
@@ -170,7 +173,7 @@ def checked_policy(**options: Any) -> Policy:
     check_names(convert, options)
     known = inspect.signature(convert).parameters
     given = {name: options.get(name, each.default) for name, each in known.items()}
-    return request.checked({**given, "too_many": ()})[0]
+    return request.checked({**given, "_too_many": (), "_unknown": {}})[0]
 
 
 def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:
@@ -182,8 +185,19 @@ def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:
     taken = _names_of(convert)
     for name in options:
         if name not in taken:
-            hint = suggestion(name, dict.fromkeys([*_names_of(function), *taken]))
-            raise OptionError(f"hmpx.{function.__name__} has no argument {shown(name)}{hint}")
+            names = dict.fromkeys([*_names_of(function), *taken])
+            raise request.unknown_argument(function.__name__, name, names)
+
+
+#: The signature that help() shows.
+convert.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        each
+        for each in inspect.signature(convert).parameters.values()
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ],
+    return_annotation=Session,
+)
 
 
 def _names_of(function: Callable[..., Any]) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Final
 
 from ..arguments import is_a
 from ..casting import Options
-from ..errors import OptionError, shown
+from ..errors import OptionError, shown, suggestion
 from ..policy import Policy, made_policy
 from ..rules import all_rules
 from ..tensors import parse_device_types
@@ -25,9 +25,11 @@ def checked(given: Mapping[str, Any]) -> Request:
         PolicyFileError: ``policy`` can't be read, or is not a policy.
         OptionError: An argument has an invalid value.
     """
-    if given["too_many"]:
+    for name in given["_unknown"]:
+        raise unknown_argument("convert", name, [each for each in given if each[0] != "_"])
+    if given["_too_many"]:
         first = [given[name] for name in ("bf16_file_path", "fp32_file_path", "isVerbose")]
-        raise OptionError(_too_many((*first, *given["too_many"])))
+        raise OptionError(_too_many((*first, *given["_too_many"])))
     verbose = _verbosity(given["verbose"], given["isVerbose"])
     options = Options.checked(given)
     found_types = parse_device_types(given["device_types"])
@@ -50,6 +52,24 @@ def _check_effect(options: Options, policy: Policy) -> None:
             f"{given[0]} has no effect: no op runs in a number format; name one as low_precision_type "
             f"or on an op's line, register the rule that does before, or leave {given[0]} out"
         )
+
+
+#: Other names of arguments -> those of `convert`.
+_OTHER_NAMES: Final = {
+    **dict.fromkeys(("dtype", "precision", "low_dtype"), "low_precision_type"),
+    **dict.fromkeys(("low", "bf16", "bf16_file", "bf16_list"), "bf16_file_path"),
+    **dict.fromkeys(("fp32", "fp32_file", "fp32_list"), "fp32_file_path"),
+    **dict.fromkeys(("device", "devices", "device_type"), "device_types"),
+    **dict.fromkeys(("skip", "ignore", "modules", "layers"), "exclude"),
+}
+
+
+def unknown_argument(function: str, name: str, known: Iterable[str]) -> OptionError:
+    """Returns the error that ``function`` has no argument ``name``, with the nearest name."""
+    hint = suggestion(name, known, _OTHER_NAMES)
+    if name == "enabled":
+        hint = "; hmpx.disable_casts() is a block without casts"
+    return OptionError(f"hmpx.{function} has no argument {shown(name)}{hint}")
 
 
 _EXPECTED: Final = "True, False, 'once' or 'hmp'"

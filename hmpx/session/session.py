@@ -131,7 +131,7 @@ class Session(Entered):
         return f"<hmpx.Session {state}: {made} on {', '.join(devices[:3])}{more}>"
 
     def _repr_html_(self) -> str:
-        """Returns the notebook output: the state, and the table of the policy."""
+        """Returns the notebook output: the state, and the folded table of the policy."""
         import html
 
         return f"<p><code>{html.escape(repr(self))}</code></p>{self.policy._repr_html_()}"

@@ -32,8 +32,8 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
     """Switches casts off for a block, or for the calls of a decorated function.
 
     Applies to the current thread or asyncio task, and to tasks created inside the block while it is
-    open. Nests, and always restores the previous state. As a decorator it accepts functions, generators
-    and coroutines.
+    open. Nests, and always restores the previous state. As a decorator, with or without ``()``, it accepts
+    functions, generators and coroutines.
 
     Example:
         >>> x = torch.ones(2, 2)
@@ -44,6 +44,11 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
         torch.bfloat16
         torch.float32
     """
+
+    def __new__(cls, function: Callable[..., Any] | None = None) -> Any:
+        """Returns the block; for ``@disable_casts`` the decorated function."""
+        block = super().__new__(cls)
+        return block if function is None else block(function)
 
     def __enter__(self) -> None:
         if torch.compiler.is_dynamo_compiling():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, said_by
+from ..errors import OptionError, brief, said_by
 from ..policy import Policy
 from ..reports import written
 from . import text
@@ -160,6 +160,8 @@ class Tuned:
             OptionError: It can't be written.
         """
         return written(text.html_page(self), path)
+
+    __repr__ = brief
 
     def __str__(self) -> str:
         return text.text(self)

@@ -283,7 +283,6 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["tune"],
         ["check"],
         ["run"],
@@ -300,6 +299,62 @@ def test_wrong_arguments_give_usage_and_status_2(
         cli.main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("usage: hmpx")
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "To start: hmpx run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rnu", "x.py"], "there is no command 'rnu'; did you mean 'run'?"),
+        (["train.py"], "there is no command 'train.py'; did you mean `hmpx run train.py`?"),
+        (
+            ["explain", "mm"],
+            "in Python it is hmpx.explain(), on the command line hmpx ops --why OP",
+        ),
+        (["freeze"], "there is no command 'freeze'; in Python it is hmpx.freeze()"),
+        (["xyzzy"], "there is no command 'xyzzy'; commands are run, report, bench"),
+        (["run", "--dtype", "x.py"], "did you mean '--low-precision-type'?"),
+        (["run", "--verbose=once", "x.py"], "argument --verbose: it takes no value, not 'once'"),
+    ],
+)
+def test_a_wrong_word_gets_a_hint(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_shipped_lists_are_shown_copied_and_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`hmpx check DIR` reads the lists of a directory, without reports in it."""
+    folder = str(tmp_path / "mine")
+    assert cli.main(["lists"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 20
+    assert cli.main(["lists", "lean", "--copy", folder]) == 0
+    assert cli.main(["lists", "--copy", folder]) == 2
+    (tmp_path / "mine" / "report.txt").write_text("not a list\n")
+    assert cli.main(["check", folder, f"{folder}/report.txt"]) == 0
+    assert cli.main(["check", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1].startswith("3 files, ")
+    assert "is there already; name another directory" in printed.err
+    assert "holds neither bf16.txt" in printed.err
+
+
+def test_an_unknown_option_is_answered_by_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the usage of the command, and the nearest option."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "--verbos", "x.py"])
+    assert caught.value.code == 2
+    usage, _, message = capsys.readouterr().err.rpartition("hmpx run: error: ")
+    assert usage.startswith("usage: hmpx run [options] SCRIPT")
+    assert message == "unrecognized arguments: --verbos; did you mean '--verbose'?\n"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import nn
 
 import hmpx
@@ -225,6 +226,18 @@ def test_printing_a_tensor_shows_its_values_as_they_are() -> None:
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "hmpx"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"exclude": ["1"]}, {"exclude": "1"}, {"policy": {"exclude": ["1"]}}]
+)
+def test_excluded_modules_run_in_float32(options: dict[str, object]) -> None:
+    """Also with the other lists in force."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with hmpx.convert(device_types={"cpu"}, **options) as active:  # type: ignore[arg-type]
+        assert model(ones()).dtype == torch.float32
+        assert model[0](ones()).dtype == torch.bfloat16
+        assert hmpx.load_policy(policy=yaml.safe_load(active.policy.to_yaml())) == active.policy
 
 
 def test_verbose_logs_each_call_in_hmps_shape(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,72 @@
+"""``hmpx lists``: shows where the shipped op lists are, and copies a set."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import policy
+from ..errors import OptionError, short
+from . import output
+from .options import add_command, option
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of ``hmpx lists``."""
+    parser = add_command(
+        commands,
+        "lists",
+        run,
+        help="show the shipped op lists and where they are, or copy a set",
+        usage="hmpx lists [NAME] [--copy DIR]",
+        description="Prints the shipped sets of op lists with their files. --copy writes a set to a directory,\n"
+        "where you can edit it; then convert(lists=DIR) or hmpx run --lists DIR takes it.",
+        epilog="""\
+exit status:
+  0; 2 if there is no such set, or the files can't be written
+
+examples:
+  hmpx lists
+  hmpx lists hmpx --copy my_lists""",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a set; default: all")
+    option(parser, "--copy DIR", "write the files of the set, hmpx by default, to DIR")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the sets, or copies one."""
+    if options.copy:
+        return output.show(_copied(options.name or "hmpx", Path(options.copy)))
+    return output.show(_lines(options.name))
+
+
+def _files(name: str) -> list[Path]:
+    if name not in policy.set_names():
+        known = ", ".join(policy.set_names())
+        raise OptionError(f"there is no set {short(name)!r}; the shipped ones are {known}")
+    folder = policy.directory() / name
+    return [folder / each for each in policy.FILE_NAMES.values() if (folder / each).is_file()]
+
+
+def _lines(name: str | None) -> Iterator[str]:
+    for each in policy.set_names() if name is None else [name]:
+        for path in _files(each):
+            yield str(path)
+
+
+def _copied(name: str, folder: Path) -> Iterator[str]:
+    files = _files(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"--copy {short(str(folder))}: can't make the directory: {error}"
+        ) from None
+    for path in files:
+        if (folder / path.name).exists():
+            raise OptionError(f"{folder / path.name} is there already; name another directory")
+    for path in files:
+        yield f"wrote {shutil.copyfile(path, folder / path.name)}"
