@@ -82,8 +82,8 @@ def freeze(
     outputs = arguments.choice("outputs", outputs, _OUTPUTS)
     store = arguments.choice("store", store, _STORES)
     keep_fp32 = arguments.truth("keep_fp32", keep_fp32)
-    if len(example_inputs) == 1 and not kwargs and _are_keywords(model, example_inputs[0]):
-        example_inputs, kwargs = (), dict(example_inputs[0])
+    if len(example_inputs) == 1 and not kwargs and _are_keywords(model, *example_inputs):
+        kwargs, example_inputs = dict(*example_inputs), ()
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
     found = found_tensors(model)
     watch = watch_forward(model, found, example_inputs, kwargs)

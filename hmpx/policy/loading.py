@@ -33,6 +33,13 @@ _MISPLACED: Final = (
 )
 
 
+#: Values that users pass as a list by mistake, by the name of their argument.
+_VALUES: Final = {
+    "opt_level": ("O1", "O2"),
+    "low_precision_type": ("bf16", "fp16", "bfloat16", "float16"),
+}
+
+
 def load_policy(
     bf16_file_path: str | os.PathLike[str] = "",
     fp32_file_path: str | os.PathLike[str] = "",
@@ -102,8 +109,9 @@ def _made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
             return policy, False
         return _from_source(policy, low_dtype, strict=strict), policy.is_verbose
     for argument, path in paths.items():
-        if path in ("O1", "O2"):
-            raise OptionError(f"{argument} is {path!r}; pass it by name: opt_level={path!r}")
+        for name, known in _VALUES.items():
+            if path in known:
+                raise OptionError(f"{argument} is {path!r}; pass it by name: {name}={path!r}")
         if is_policy_file(path):
             found = shown(path)
             raise OptionError(f"{argument} is {found}; pass it by name: policy={found}")

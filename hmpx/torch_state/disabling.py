@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -45,10 +45,12 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
         torch.float32
     """
 
-    def __new__(cls, function: Callable[..., Any] | None = None) -> Any:
-        """Returns the block; for ``@disable_casts`` the decorated function."""
-        block = super().__new__(cls)
-        return block if function is None else block(function)
+    if not TYPE_CHECKING:
+
+        def __new__(cls, function=None):
+            """Returns the block; for ``@disable_casts`` the decorated function."""
+            block = super().__new__(cls)
+            return block if function is None else block(function)
 
     def __enter__(self) -> None:
         if torch.compiler.is_dynamo_compiling():

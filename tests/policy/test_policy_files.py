@@ -339,7 +339,7 @@ def test_gaudi_configurations_of_autocast(load: Callable[..., Policy], tmp_path:
 
 # --- faults -------------------------------------------------------------------------------------
 
-KEYS = "(low_precision_type, rounding, overflow, round_gradients, lists, low, fp32, widest, first, follow, pass, sections)"
+KEYS = "(low_precision_type, rounding, overflow, round_gradients, lists, low, fp32, widest, first, follow, pass, exclude, sections)"
 
 FAULTS: dict[str, tuple[str, str]] = {
     "unknown key": ("low: [mm]\nfp23: [exp]\n",
