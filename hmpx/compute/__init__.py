@@ -5,59 +5,72 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..later import shown_later
-from .accumulation import Accumulation
-from .amaxes import Histories, end_step, ended_steps, has_history, histories_patch
-from .composition import (
-    Inputs,
-    computed_in_fp32,
-    inputs_of,
-    names_dtype,
-    rounded,
-    rounding_last,
-    widen,
-)
-from .graphs import is_exported, is_onnx_made
-from .kept_parameters import LEAST_ELEMENTS, keeping_parameters, pays
-from .legalize.activations import ACTIVATIONS, looked_up
-from .legalize.capability import KINDS, PRODUCTS, capability, reported
-from .legalize.convolutions import CONVOLUTIONS, prepare
-from .legalize.legalization import (
-    LEGALIZE_MODES,
-    SLOW_KINDS,
-    Legalization,
-    has_own_gradients,
-    has_own_products,
-    may_be_legalized,
-)
-from .legalize.legalizer import LegalizedCall, Legalizer
-from .lowered import LOWERINGS
-from .missing_kernels import Callee, Lacking, completed, in_fp32, lacking_kernels, may_run_again
-from .norm_statistics import Statistics
-from .numbers import completed_by_numbers, held, taking_numbers
-from .saved_tensors import saved_by
-from .selecting import selected
-from .watching import (
-    COMPUTED,
-    DECIDING_WATCHERS,
-    is_watched,
-    note_deciding,
-    note_legalized,
-    note_unrounded,
-    watched_deciding,
-    watched_emulation,
-    watched_rounding,
-)
+from .accumulation import Accumulation as Accumulation
+from .amaxes import Histories as Histories
+from .amaxes import end_step as end_step
+from .amaxes import ended_steps as ended_steps
+from .amaxes import has_history as has_history
+from .amaxes import histories_patch as histories_patch
+from .composition import Inputs as Inputs
+from .composition import computed_in_fp32 as computed_in_fp32
+from .composition import inputs_of as inputs_of
+from .composition import names_dtype as names_dtype
+from .composition import rounded as rounded
+from .composition import rounding_last as rounding_last
+from .composition import widen as widen
+from .graphs import is_exported as is_exported
+from .graphs import is_onnx_made as is_onnx_made
+from .kept_parameters import LEAST_ELEMENTS as LEAST_ELEMENTS
+from .kept_parameters import keeping_parameters as keeping_parameters
+from .kept_parameters import pays as pays
+from .legalize.activations import ACTIVATIONS as ACTIVATIONS
+from .legalize.activations import looked_up as looked_up
+from .legalize.capability import KINDS as KINDS
+from .legalize.capability import PRODUCTS as PRODUCTS
+from .legalize.capability import capability as capability
+from .legalize.capability import reported as reported
+from .legalize.convolutions import CONVOLUTIONS as CONVOLUTIONS
+from .legalize.convolutions import prepare as prepare
+from .legalize.legalization import LEGALIZE_MODES as LEGALIZE_MODES
+from .legalize.legalization import SLOW_KINDS as SLOW_KINDS
+from .legalize.legalization import Legalization as Legalization
+from .legalize.legalization import has_own_gradients as has_own_gradients
+from .legalize.legalization import has_own_products as has_own_products
+from .legalize.legalization import may_be_legalized as may_be_legalized
+from .legalize.legalizer import LegalizedCall as LegalizedCall
+from .legalize.legalizer import Legalizer as Legalizer
+from .lowered import LOWERINGS as LOWERINGS
+from .missing_kernels import Callee as Callee
+from .missing_kernels import Lacking as Lacking
+from .missing_kernels import completed as completed
+from .missing_kernels import in_fp32 as in_fp32
+from .missing_kernels import lacking_kernels as lacking_kernels
+from .missing_kernels import may_run_again as may_run_again
+from .norm_statistics import Statistics as Statistics
+from .numbers import completed_by_numbers as completed_by_numbers
+from .numbers import held as held
+from .numbers import taking_numbers as taking_numbers
+from .saved_tensors import saved_by as saved_by
+from .selecting import selected as selected
+from .watching import COMPUTED as COMPUTED
+from .watching import DECIDING_WATCHERS as DECIDING_WATCHERS
+from .watching import is_watched as is_watched
+from .watching import note_deciding as note_deciding
+from .watching import note_legalized as note_legalized
+from .watching import note_unrounded as note_unrounded
+from .watching import watched_deciding as watched_deciding
+from .watching import watched_emulation as watched_emulation
+from .watching import watched_rounding as watched_rounding
 
 if TYPE_CHECKING:
-    from .delayed import emulation_class
-    from .emulation import Emulation, Formats
-    from .lowering import (
-        Lowering,
-        create_lower_func,
-        lowerings,
-        register_op,
-        unregister,
-    )
+    from .delayed import emulation_class as emulation_class
+    from .emulation import Emulation as Emulation
+    from .emulation import Formats as Formats
+    from .lowering import Lowering as Lowering
+    from .lowering import create_lower_func as create_lower_func
+    from .lowering import lowerings as lowerings
+    from .lowering import register_op as register_op
+    from .lowering import unregister as unregister
 else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,
@@ -67,70 +80,3 @@ else:  # only needed for number formats
             "lowering": "Lowering create_lower_func lowerings register_op unregister",
         },
     )
-
-__all__ = [
-    "ACTIVATIONS",
-    "COMPUTED",
-    "CONVOLUTIONS",
-    "DECIDING_WATCHERS",
-    "KINDS",
-    "LEAST_ELEMENTS",
-    "LEGALIZE_MODES",
-    "LOWERINGS",
-    "PRODUCTS",
-    "SLOW_KINDS",
-    "Accumulation",
-    "Callee",
-    "Emulation",
-    "Formats",
-    "Histories",
-    "Inputs",
-    "Lacking",
-    "Legalization",
-    "LegalizedCall",
-    "Legalizer",
-    "Lowering",
-    "Statistics",
-    "capability",
-    "completed",
-    "completed_by_numbers",
-    "computed_in_fp32",
-    "create_lower_func",
-    "emulation_class",
-    "end_step",
-    "ended_steps",
-    "has_history",
-    "has_own_gradients",
-    "has_own_products",
-    "held",
-    "histories_patch",
-    "in_fp32",
-    "inputs_of",
-    "is_exported",
-    "is_onnx_made",
-    "is_watched",
-    "keeping_parameters",
-    "lacking_kernels",
-    "looked_up",
-    "lowerings",
-    "may_be_legalized",
-    "may_run_again",
-    "names_dtype",
-    "note_deciding",
-    "note_legalized",
-    "note_unrounded",
-    "pays",
-    "prepare",
-    "register_op",
-    "reported",
-    "rounded",
-    "rounding_last",
-    "saved_by",
-    "selected",
-    "taking_numbers",
-    "unregister",
-    "watched_deciding",
-    "watched_emulation",
-    "watched_rounding",
-    "widen",
-]

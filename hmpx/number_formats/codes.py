@@ -12,12 +12,10 @@ from torch import Tensor
 
 from ..errors import OptionError
 from ..tensors import CAST, is_in_memory
-from .bits import FP32, FP64
+from . import kernels
+from .bits import FP32, FP64, NO_KEYS, draw_keys
 from .families import Coded, CodedFormat, Custom, Format, SharedScales, code_dtype
-from .kernels import calls
-from .kernels.calls import threads_for
-from .layouts import NO_GRID
-from .noise import NO_KEYS, draw_keys
+from .plans import NO_GRID
 from .quantization import quantize
 from .registered import get
 from .rounding import Rounding, check_dense, has_own_memory, rounding_of
@@ -99,14 +97,14 @@ def _coded(format: str | torch.dtype | Format) -> Coded:
 def _encoded(
     x: Tensor, format: Coded, rounding: str, overflow: str | None, generator: torch.Generator | None
 ) -> Tensor | tuple[Tensor, ...] | None:
-    """Encodes by a kernel; None if there is none."""
     if torch.compiler.is_dynamo_compiling() or not has_own_memory(x):
         return None
     run = rounding_of(format, rounding, overflow)
-    found, layout, count = _encoder(run, x.dtype), run.layout, x.numel()
+    found, count = _encoder(run, x.dtype), x.numel()
     if found is None:
         return None
     plan, encoder = found
+    layout = plan.layout
     keys = NO_KEYS if run.mode != "stochastic" else draw_keys(generator)
     if layout is not None or keys is not NO_KEYS:
         x = CONTIGUOUS(x)
@@ -117,30 +115,28 @@ def _encoded(
     parts = [codes]
     written: tuple[int, ...] = ()
     if isinstance(format, SharedScales):
-        shape = format.scales_shape(x.shape)
         if not count and plan.scale_format != "mx":
             return None
         dtype = torch.float32 if plan.scale_format == "float32" else torch.uint8
-        parts.append(EMPTY(shape, dtype=dtype, device="cpu"))
+        parts.append(EMPTY(format.scales_shape(x.shape), dtype=dtype, device="cpu"))
         if plan.has_tensor_scale:
             parts.append(EMPTY((), dtype=torch.float32, device="cpu"))
         written = tuple(part.data_ptr() for part in parts[1:])
         if plan.binary is FP32:
             written = (*written, 0)[:2]
     if count or layout is None:
-        width, threads = codes.element_size(), threads_for(count)
+        width, threads = codes.element_size(), kernels.threads_for(count)
         place = x.data_ptr(), codes.data_ptr(), count, *keys, threads, grid, None, width
         encoder(*place, *written)
     return codes if layout is None else tuple(parts)
 
 
-def _encoder(run: Rounding, dtype: torch.dtype) -> tuple[Any, calls.Kernel] | None:
-    """Returns the plan and the kernel that round tensors of one dtype to codes."""
+def _encoder(run: Rounding, dtype: torch.dtype) -> tuple[Any, kernels.Kernel] | None:
     if dtype not in run.encoders:
         format: Any = run.format
         plan = format.coded_plan(dtype, run.mode, run.overflow)
         coding = None if plan is None else format.coding(plan.binary)
-        kernel = None if coding is None else calls.kernel(plan, coding)
+        kernel = None if coding is None else kernels.kernel(plan, coding)
         run.encoders[dtype] = None if kernel is None else (plan, kernel)
     return run.encoders[dtype]
 
@@ -165,18 +161,13 @@ def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Forma
     known = _coded(format)
     values = None
     if not torch.compiler.is_dynamo_compiling():
-        if isinstance(known, SharedScales):
-            values = _decoded_scaled(codes, known)
-        else:
-            values = _decoded(codes, known)
+        decoded: Any = _decoded_scaled if isinstance(known, SharedScales) else _decoded
+        values = decoded(codes, known)
     return known.decoded(codes) if values is None else values
 
 
 def _decoded(codes: Any, format: CodedFormat) -> Tensor | None:
-    """Decodes by a kernel; None if there is none."""
-    if not _is_readable(codes, code_dtype(format.bits)):
-        return None
-    decoder = _decoder(format)
+    decoder = _decoder(format) if _is_readable(codes, code_dtype(format.bits)) else None
     if decoder is None:
         return None
     dtype = torch.float32 if format.is_exact_in_float32 else torch.float64
@@ -185,38 +176,33 @@ def _decoded(codes: Any, format: CodedFormat) -> Tensor | None:
         codes = CLONE(codes)
     count = codes.numel()
     addresses = codes.data_ptr(), values.data_ptr()
-    decoder(*addresses, count, codes.element_size(), threads_for(count))
+    decoder(*addresses, count, codes.element_size(), kernels.threads_for(count))
     return values
 
 
 def _decoded_scaled(parts: Any, format: SharedScales) -> Tensor | None:
-    """Decodes codes and scales by a kernel; None if there is none."""
-    plan, layout = format.exact_plan(torch.float32), format.layout
+    """Decodes codes and scales by a kernel; None if there is none, or they are wrong."""
+    plan = format.exact_plan(torch.float32)
     if not isinstance(parts, tuple | list) or len(parts) != 2 + plan.has_tensor_scale:
         return None
-    codes, scales = parts[:2]
-    dtype = torch.float32 if plan.scale_format == "float32" else torch.uint8
-    if not _is_readable(codes, code_dtype(format.code_bits)) or not _is_readable(scales, dtype):
+    scales_dtype = torch.float32 if plan.scale_format == "float32" else torch.uint8
+    dtypes = code_dtype(format.code_bits), scales_dtype, torch.float32
+    if not all(map(_is_readable, parts, dtypes)):
         return None
+    codes, scales = parts[:2]
     axis, dim = format.block_axis, max(codes.dim(), 1)
     if axis is not None and not -dim <= axis < dim:
         return None
-    if tuple(scales.shape) != format.scales_shape(codes.shape):
-        return None
-    tensor_scale = 1.0
-    if plan.has_tensor_scale:
-        if not _is_readable(parts[2], torch.float32) or parts[2].dim():
-            return None
-        tensor_scale = parts[2].item()
-    decoder = _decoder(format)
+    is_right = tuple(scales.shape) == format.scales_shape(codes.shape)
+    decoder = _decoder(format) if is_right and not (len(parts) == 3 and parts[2].dim()) else None
     if decoder is None:
         return None
     codes, scales = CONTIGUOUS(codes), CONTIGUOUS(scales)
     values, count = EMPTY_LIKE(codes, dtype=torch.float32), codes.numel()
     if count:
         addresses = codes.data_ptr(), scales.data_ptr(), values.data_ptr()
-        width, threads = codes.element_size(), threads_for(count)
-        decoder(*addresses, count, layout.grid(codes), width, threads, tensor_scale)
+        options = plan.blocks.grid(codes), codes.element_size(), kernels.threads_for(count)
+        decoder(*addresses, count, *options, parts[2].item() if len(parts) == 3 else 1.0)
     return values
 
 
@@ -225,13 +211,12 @@ def _is_readable(part: Any, dtype: torch.dtype) -> bool:
 
 
 def _decoder(format: CodedFormat | SharedScales) -> Any:
-    """Returns the kernel that decodes a format, or None."""
     if "decoder" not in format.derived:
         binary = FP32 if isinstance(format, SharedScales) or format.is_exact_in_float32 else FP64
         coding, make_spec = format.coding(binary), None
         if isinstance(format, SharedScales):
             make_spec = format.exact_plan(torch.float32).decoding_spec
-        made = None if coding is None else calls.decoder(coding, binary.width, make_spec)
+        made = None if coding is None else kernels.decoder(coding, binary.width, make_spec)
         format.derived["decoder"] = made
     return format.derived["decoder"]
 
@@ -240,16 +225,13 @@ def _decoder(format: CodedFormat | SharedScales) -> Any:
 
 
 def to_uint16(values: Tensor | npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint16]:
-    """Returns the bfloat16 encodings of ``values``: sign, 8 exponent bits, 7 mantissa bits.
+    """Returns the bfloat16 encodings of ``values`` in a new array: sign, 8 exponent bits, 7 mantissa bits.
 
     Rounds like torch's casts: to nearest, ties to even, beyond the largest value to infinity; NaN
     stays NaN.
 
     Args:
         values: Floating, of any shape and device.
-
-    Returns:
-        A new array with the shape of ``values``.
 
     Raises:
         OptionError: ``values`` are not floating.
@@ -268,13 +250,10 @@ def to_uint16(values: Tensor | npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
 
 
 def from_uint16(encoded: npt.NDArray[np.uint16]) -> Tensor:
-    """Returns the bfloat16 tensor of an encoding by `to_uint16`.
+    """Returns the bfloat16 tensor of an encoding by `to_uint16`: a new one, on the CPU.
 
     Args:
         encoded: uint16, of any shape.
-
-    Returns:
-        A new tensor on the CPU with the shape of ``encoded``.
 
     Raises:
         OptionError: ``encoded`` is not uint16.

@@ -80,11 +80,7 @@ def rounder(
 ) -> Rounder:
     """Returns a function that rounds a tensor like `quantize`, without gradients.
 
-    For many calls: it does not look up names in a call.
-
-    Raises:
-        OptionError: The format is unknown, or does not support ``rounding`` or ``overflow``; or
-            ``HMPX_KERNELS`` is invalid.
+    For many calls: it does not look up names in a call. Raises as `quantize` does.
     """
     run = rounding_of(get(format), rounding, overflow)
     if generator is None:
@@ -98,8 +94,6 @@ def rounds_nothing(format: Format) -> bool:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounds, with straight-through gradients."""
-
     drawn_as = "cast"
 
     generate_vmap_rule = True
@@ -112,8 +106,7 @@ class _StraightThrough(torch.autograd.Function):
         return x.view_as(x) if rounded is x else rounded
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Saves nothing."""
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -121,8 +114,6 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _ForwardToo(_StraightThrough):
-    """The same, also in forward mode."""
-
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
         return tangent.view_as(tangent)

@@ -125,8 +125,6 @@ _SHIPPED: Final[dict[str, Format]] = {
 
 
 class _Known(NamedTuple):
-    """Formats by name, and names by type code."""
-
     formats: Mapping[str, Format]
     codes: Mapping[int, str]
 

@@ -1,12 +1,15 @@
 """Rounds tensors to one format with fixed options, by kernels, torch ops or in graphs.
 
-Compiled kernels run plans on the CPU, else torch ops, for any floating dtype, strides and device.
-`quantization` adds autograd.
+Compiled kernels run plans on the CPU, else torch ops, for any floating dtype, strides and device. Graphs of
+torch.compile on the CPU contain one op, which compiles seconds faster than the dozen ops that compose it.
+Elsewhere compilers fuse these, which costs less than another pass over memory. Exported programs also contain
+them, since they run without hmpx. `quantization` adds autograd.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any, Final
 
 import torch
@@ -15,36 +18,42 @@ from torch import Tensor
 from ..errors import OptionError
 from ..tensors import CAST, PLAIN_TENSORS, SPARSE, is_in_memory
 from ..torch_internals import (
+    HAS_OPERATORS,
+    FakeTensor,
+    FunctionalTensor,
     dispatch_modes,
     is_batch,
     is_gradient_batch,
     jit_tracing_state,
     one_of_batch,
+    own_operator,
     run_when_traced,
+    set_kernel,
+    tracing_context,
     transforms,
 )
-from . import graph_op, kernels
+from . import kernels
+from .bits import NO_KEYS, Key, draw_keys, random_bits, traced_keys
 from .families import Format
-from .kernels.calls import Kernel, threads_for
-from .layouts import NO_GRID, Layout
-from .noise import NO_KEYS, Key, draw_keys, random_bits, traced_keys
-from .plans import Plan, plan_of
+from .plans import NO_GRID, Plan, plan_of
 from .unpatched import CONTIGUOUS, EMPTY_LIKE
 
 #: Elements of a part: intermediate results fit into the cache, and the overhead of calls is small.
 _CACHED: Final = 131072
 
+#: The classes of tensors that dynamo and AOTAutograd trace.
+_TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
+
 
 class Rounding:
     """Rounds to one format with fixed options; plans and kernels are created once per dtype."""
 
-    __slots__ = ("_plans", "encoders", "format", "layout", "mode", "overflow")
+    __slots__ = ("_plans", "encoders", "format", "mode", "overflow")
 
     def __init__(self, format: Format, mode: str, overflow: str | None) -> None:
         self.format, self.mode, self.overflow = format, mode, overflow
-        self.layout = format.layout
         self._plans: dict[torch.dtype, Plan | None] = {}
-        self.encoders: dict[torch.dtype, tuple[Plan, Kernel] | None] = {}
+        self.encoders: dict[torch.dtype, tuple[Plan, kernels.Kernel] | None] = {}
 
     def __call__(
         self, x: Tensor, generator: torch.Generator | None = None, scale: Tensor | None = None
@@ -52,45 +61,34 @@ class Rounding:
         """Returns ``x`` rounded, without gradients. Arguments and errors are those of `quantize`."""
         if scale is not None:
             self.format.check_scale(scale, x)
-        if torch.compiler.is_dynamo_compiling():
-            return self._in_dynamo(x, generator, scale)
-        try:
-            plan = self._plans[x.dtype]
-        except KeyError:
-            plan = self.plan(x.dtype)
+        function = self.format.own_function
+        if torch.compiler.is_dynamo_compiling():  # the ops become part of the graph
+            if function is not None:
+                return function(x)
+            constants = _constants_of(self.format, self.mode, self.overflow, x.dtype)
+            if not constants:
+                return x
+            if scale is None and _is_taken(x):
+                return self._in_graph(x, generator)
+            return _by_traceable_ops(x, plan_of(*constants), generator, scale)
+        plan = self._plans[x.dtype] if x.dtype in self._plans else self.plan(x.dtype)
         if plan is None:
-            function = self.format.own_function
             return x if function is None else function(x)
         if not has_own_memory(x):
             if is_gradient_batch(x):
                 return one_of_batch(lambda each: self(each, generator, scale), x)
-            if scale is None and graph_op.is_taken(x):
+            if scale is None and _is_taken(x):
                 return self._in_graph(x, generator)
             check_dense(x)
             with torch.no_grad():
-                return _by_traceable_ops(x, plan, self.layout, generator, scale)
+                return _by_traceable_ops(x, plan, generator, scale)
         keys = NO_KEYS if self.mode != "stochastic" else draw_keys(generator)
-        return _rounded(x, plan, self.layout, keys, scale)
-
-    def _in_dynamo(
-        self, x: Tensor, generator: torch.Generator | None, scale: Tensor | None
-    ) -> Tensor:
-        """Returns ``x`` rounded by ops that become part of the graph."""
-        function = self.format.own_function
-        if function is not None:
-            return function(x)
-        constants = _constants_of(self.format, self.mode, self.overflow, x.dtype)
-        if not constants:
-            return x
-        if scale is None and graph_op.is_taken(x):
-            return self._in_graph(x, generator)
-        return _by_traceable_ops(x, plan_of(*constants), self.layout, generator, scale)
+        return _rounded(x, plan, keys, scale)
 
     def _in_graph(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Returns ``x`` rounded by one op of a graph."""
         text = _text_of(self.format, self.mode, self.overflow, x.dtype)
         keys = traced_keys(x, generator) if self.mode == "stochastic" else None
-        found: Tensor = graph_op.OP(x.detach(), text, keys)
+        found: Tensor = OP(x.detach(), text, keys)
         return found
 
     def plan(self, dtype: torch.dtype) -> Plan | None:
@@ -114,27 +112,8 @@ def rounding_of(format: Format, mode: str, overflow: str | None) -> Rounding:
     if found is None:
         format.check_rounding(mode, overflow)
         kernels.library(is_essential=False)
-        mode = str.__str__(mode)
-        overflow = None if overflow is None else str.__str__(overflow)
         found = format.derived[Rounding, mode, overflow] = Rounding(format, mode, overflow)
     return found
-
-
-@run_when_traced
-def _constants_of(
-    format: Format, mode: str, overflow: str | None, dtype: torch.dtype
-) -> tuple[Any, ...]:
-    """Returns the plan that dynamo traces as constants; empty if rounding changes nothing."""
-    plan = rounding_of(format, mode, overflow).plan(dtype)
-    return () if plan is None else plan.constants()
-
-
-@run_when_traced
-def _text_of(format: Format, mode: str, overflow: str | None, dtype: torch.dtype) -> str:
-    """Returns the plan and the layout as text, for a graph's op."""
-    plan = rounding_of(format, mode, overflow).plan(dtype)
-    assert plan is not None
-    return graph_op.text_of(plan, format.layout)
 
 
 def has_own_memory(x: Tensor) -> bool:
@@ -160,96 +139,82 @@ def check_dense(x: Tensor) -> None:
 # --- by kernels --------------------------------------------------------------------------------
 
 
-def _rounded(
-    x: Tensor, plan: Plan, layout: Layout | None, keys: tuple[int, int], scale: Tensor | None = None
-) -> Tensor:
+def _rounded(x: Tensor, plan: Plan, keys: tuple[int, int], scale: Tensor | None = None) -> Tensor:
     """Returns ``x``, on the CPU and with its own memory, rounded by a kernel or torch ops."""
     if not is_in_memory(x):
         x = EMPTY_LIKE(x).copy_(x.detach())
     kernel = plan.compiled
     if kernel is None or not (scale is None or (plan.has_one_scale and has_own_memory(scale))):
         with torch.no_grad():
-            return _by_ops(x, plan, layout, keys, scale)
+            return _by_ops(x, plan, keys, scale)
     given = None if scale is None else scale.item()
     if plan.binary.dtype is x.dtype and x.is_contiguous():
-        return _run(kernel, x, EMPTY_LIKE(x), layout, keys, given)
+        return _run(plan, x, EMPTY_LIKE(x), keys, given)
     with torch.no_grad():
-        return _laid_out(x, plan, layout, keys, given)
+        return _laid_out(x, plan, keys, given)
 
 
-def _run(  # noqa: PLR0917  # for speed
-    kernel: Kernel,
-    source: Tensor,
-    target: Tensor,
-    layout: Layout | None,
-    keys: tuple[int, int],
-    given: float | None,
+def _run(
+    plan: Plan, source: Tensor, target: Tensor, keys: tuple[int, int], given: float | None
 ) -> Tensor:
-    grid, count = NO_GRID if layout is None else layout.grid(source), source.numel()
-    if count:
-        threads = threads_for(count)
+    layout, count, kernel = plan.layout, source.numel(), plan.compiled
+    grid = NO_GRID if layout is None else layout.grid(source)
+    if count and kernel is not None:
+        threads = kernels.threads_for(count)
         kernel(source.data_ptr(), target.data_ptr(), count, *keys, threads, grid, given)
     return target
 
 
-def _laid_out(
-    x: Tensor, plan: Plan, layout: Layout | None, keys: tuple[int, int], given: float | None
-) -> Tensor:
+def _laid_out(x: Tensor, plan: Plan, keys: tuple[int, int], given: float | None) -> Tensor:
     """Returns ``x`` rounded by a kernel that needs other strides or another dtype."""
-    is_placed = plan.mode == "stochastic" or not (layout is None or layout.takes_strides)
+    is_placed = plan.mode == "stochastic" or not (plan.layout is None or plan.layout.takes_strides)
     if is_placed and not x.is_contiguous():
         # An element's noise depends on its index, not on strides.
-        return EMPTY_LIKE(x).copy_(_laid_out(CONTIGUOUS(x), plan, layout, keys, given))
+        return EMPTY_LIKE(x).copy_(_laid_out(CONTIGUOUS(x), plan, keys, given))
     if plan.binary.dtype is x.dtype:
         source, target = x, EMPTY_LIKE(x)
         if target.stride() != x.stride():  # its memory has gaps
             source = target.copy_(x)
     else:
         source = target = CAST[plan.binary.dtype](x)
-    assert plan.compiled is not None
-    return CAST[x.dtype](_run(plan.compiled, source, target, layout, keys, given))
+    return CAST[x.dtype](_run(plan, source, target, keys, given))
 
 
 # --- by torch ops ------------------------------------------------------------------------------
 
 
 def _by_traceable_ops(
-    x: Tensor,
-    plan: Plan,
-    layout: Layout | None,
-    generator: torch.Generator | None,
-    scale: Tensor | None,
+    x: Tensor, plan: Plan, generator: torch.Generator | None, scale: Tensor | None
 ) -> Tensor:
-    """Returns ``x`` rounded as a whole by torch ops: traceable, on any device."""
     x = x.detach()
     keys: tuple[Key, Key] = NO_KEYS
     if plan.mode == "stochastic":
         drawn = traced_keys(x, generator).to(torch.int32)
         keys = (drawn[0], drawn[1])
     rows = CAST[plan.binary.dtype](x)
-    if layout is not None:
-        rows = layout.to_rows(rows)
-    found = _from_rows(_rounded_rows(rows, plan, layout, keys, scale), layout, x)
+    if plan.layout is not None:
+        rows = plan.layout.to_rows(rows)
+    found = _from_rows(_rounded_rows(rows, plan, keys, scale), plan, x)
     return _as_laid_out(found, x) if type(x) in PLAIN_TENSORS else found.detach()
 
 
-def _by_ops(
-    x: Tensor, plan: Plan, layout: Layout | None, keys: tuple[int, int], scale: Tensor | None
-) -> Tensor:
+def _by_ops(x: Tensor, plan: Plan, keys: tuple[int, int], scale: Tensor | None) -> Tensor:
     """Returns ``x`` rounded by torch ops, in parts if possible."""
-    work = CAST[plan.binary.dtype](x)
-    rows = CONTIGUOUS(work if layout is None else layout.to_rows(work))
+    rows = CAST[plan.binary.dtype](x)
+    if plan.layout is not None:
+        rows = plan.layout.to_rows(rows)
+    rows = CONTIGUOUS(rows)
     first, second = (key - 2**32 if key >= 2**31 else key for key in keys)
     if scale is not None or plan.is_whole:
-        result = _rounded_rows(rows, plan, layout, (first, second), scale)
+        result = _rounded_rows(rows, plan, (first, second), scale)
     else:
         result = rows if rows.data_ptr() != x.data_ptr() else EMPTY_LIKE(rows)
         _round_in_parts(rows, result, plan, (first, second))
-    return _as_laid_out(_from_rows(result, layout, x), x)
+    return _as_laid_out(_from_rows(result, plan, x), x)
 
 
-def _from_rows(rows: Tensor, layout: Layout | None, x: Tensor) -> Tensor:
-    return CAST[x.dtype](rows if layout is None else layout.from_rows(rows, x.shape))
+def _from_rows(rows: Tensor, plan: Plan, x: Tensor) -> Tensor:
+    return CAST[x.dtype](rows if plan.layout is None else plan.layout.from_rows(rows, x.shape))
 
 
 def _as_laid_out(found: Tensor, x: Tensor) -> Tensor:
@@ -259,17 +224,16 @@ def _as_laid_out(found: Tensor, x: Tensor) -> Tensor:
     return EMPTY_LIKE(x).copy_(found)
 
 
-def _rounded_rows(
-    rows: Tensor, plan: Plan, layout: Layout | None, keys: tuple[Key, Key], scale: Tensor | None
-) -> Tensor:
+def _rounded_rows(rows: Tensor, plan: Plan, keys: tuple[Key, Key], scale: Tensor | None) -> Tensor:
     """Returns rows rounded by torch ops, by their own scales or by given ones."""
     noise = None
     if plan.mode == "stochastic":
         noise = random_bits(rows.numel(), 0, keys, rows.device).view(rows.shape)
-    if scale is None or layout is None:
+    if scale is None or plan.layout is None:
         return plan.round(rows, noise)
     scale = CAST[torch.float32](scale.detach())
-    return plan.round_by(rows, noise, layout.to_rows(scale) if scale.dim() else scale.view(1))
+    scales = plan.layout.to_rows(scale) if scale.dim() else scale.view(1)
+    return plan.round_by(rows, noise, scales)
 
 
 def _round_in_parts(source: Tensor, target: Tensor, plan: Plan, keys: tuple[int, int]) -> None:
@@ -284,18 +248,62 @@ def _round_in_parts(source: Tensor, target: Tensor, plan: Plan, keys: tuple[int,
         part = part if plan.is_by_row else part.view(-1)
         noise = None
         if plan.mode == "stochastic":
-            noise = random_bits(part.numel(), start * length, keys, part.device)
-            noise = noise.view(part.shape)
+            noise = random_bits(part.numel(), start * length, keys, part.device).view(part.shape)
         target[start : start + rows].view(part.shape).copy_(plan.round(part, noise))
 
 
 # --- in graphs ---------------------------------------------------------------------------------
 
+#: Takes a tensor, the plan as text, and the keys of noise.
+OP: Final = own_operator(
+    "rounded(Tensor x, str plan, Tensor? keys) -> Tensor", lambda x, plan, keys: EMPTY_LIKE(x)
+)
+
+
+def _run_op(x: Tensor, plan: str, keys: Tensor | None) -> Tensor:
+    first, second = (0, 0) if keys is None else keys.tolist()
+    return _rounded(x, read(plan), (first & 0xFFFFFFFF, second & 0xFFFFFFFF))
+
+
+set_kernel(OP, _run_op, "CPU")
+
+
+@run_when_traced
+def _constants_of(
+    format: Format, mode: str, overflow: str | None, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """Returns the plan that dynamo traces as constants; empty if rounding changes nothing."""
+    plan = rounding_of(format, mode, overflow).plan(dtype)
+    return () if plan is None else plan.constants()
+
+
+@run_when_traced
+def _text_of(format: Format, mode: str, overflow: str | None, dtype: torch.dtype) -> str:
+    return json.dumps(_constants_of(format, mode, overflow, dtype))
+
 
 @functools.lru_cache(maxsize=4096)
-def _read(text: str) -> tuple[Plan, Layout | None]:
-    constants, layout = graph_op.read(text)
-    return plan_of(*constants), layout
+def read(text: str) -> Plan:
+    """Returns the plan whose `Plan.constants` are given as JSON."""
+    found: Plan = plan_of(*_tuples(json.loads(text)))
+    return found
 
 
-graph_op.run_by(lambda x, text, keys: _rounded(x, *_read(text), keys))
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _is_taken(x: Tensor) -> bool:
+    """Whether a graph that torch.compile traces uses the op for ``x``."""
+    return type(x) in _TRACED and x.device.type == "cpu" and is_compiled()
+
+
+@run_when_traced
+def is_compiled() -> bool:
+    """Whether torch.compile is tracing, without transforms that have no rule for the op."""
+    return (
+        HAS_OPERATORS
+        and tracing_context() is not None
+        and not torch.compiler.is_exporting()
+        and transforms() is None
+    )

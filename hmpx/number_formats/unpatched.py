@@ -19,7 +19,7 @@ WHERE, SELECT, BUCKETIZE = unpatched(torch.where, torch.index_select, torch.buck
 ARANGE, EMPTY, EMPTY_LIKE, RANDINT = unpatched(
     torch.arange, torch.empty, torch.empty_like, torch.randint
 )
-MOVEDIM, PAD, FILL = unpatched(torch.movedim, torch.constant_pad_nd, torch.masked_fill)
+PERMUTE, PAD, FILL = unpatched(torch.permute, torch.constant_pad_nd, torch.masked_fill)
 CLONE, CONTIGUOUS = unpatched(torch.Tensor.clone, torch.Tensor.contiguous)
 
 

@@ -30,9 +30,6 @@ ROUNDING_MODES: Final = ("nearest", "toward_zero", "up", "down", "nearest_away",
 #: The most steps in a history of amaxes.
 MOST_STEPS: Final = 65536
 
-#: No name in ``vocabulary.ini`` is longer.
-_MOST_CHARACTERS: Final = 100
-
 #: Module prefixes of dtypes.
 _PREFIXES: Final = ("torch.", "ml_dtypes.", "numpy.", "np.", "jnp.", "tl.")
 
@@ -57,9 +54,7 @@ def _data() -> Mapping[str, Mapping[str, str]]:
 
 
 def plain(name: str) -> str:
-    """Returns a name in the data's spelling: ``"e4m3fn"`` for ``"torch.E4M3FN"``; ``""`` for a long one."""
-    if len(name) > _MOST_CHARACTERS:
-        return ""
+    """Returns a name in the data's spelling: ``"e4m3fn"`` for ``"torch.E4M3FN"``."""
     name = name.strip().lower()
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
@@ -88,7 +83,7 @@ def name_of(value: object) -> str | None:
         None for anything else.
     """
     if is_a(value, str):
-        return str.__str__(value)
+        return str(value)
     if is_a(value, torch.dtype):
         return str(value).removeprefix("torch.")
     numpy: Any = sys.modules.get("numpy")  # its dtypes exist only if it is imported

@@ -2,99 +2,48 @@
 
 from __future__ import annotations
 
-from .chunks import cast_any_layout, cast_as_one, chunk_of, is_in_memory
-from .constants import Constant
-from .devices import (
-    default_device_types,
-    is_available,
-    is_present,
-    parse_device_type,
-    parse_device_types,
-)
-from .dtypes import (
-    CAST,
-    COMPUTED,
-    ELIGIBLE,
-    LOW_DTYPES,
-    LOW_PRECISION,
-    Named,
-    is_low,
-    long_name,
-    parse_name,
-    short_name,
-)
-from .nested import (
-    NUMBERS,
-    PLAIN_TENSORS,
-    SEQUENCES,
-    SPARSE,
-    Args,
-    Kwargs,
-    floating_in,
-    is_floating,
-    leaves,
-    map_tensors,
-    tensors_in,
-    with_items,
-)
-from .nodes import edges_of, is_leaf, node_of
-from .structures import (
-    Opaque,
-    Part,
-    copied,
-    floating_parts,
-    floats_of,
-    is_dense,
-    map_all,
-    parts_of,
-    tensors_of,
-    widened,
-)
-
-__all__ = [
-    "CAST",
-    "COMPUTED",
-    "ELIGIBLE",
-    "LOW_DTYPES",
-    "LOW_PRECISION",
-    "NUMBERS",
-    "PLAIN_TENSORS",
-    "SEQUENCES",
-    "SPARSE",
-    "Args",
-    "Constant",
-    "Kwargs",
-    "Named",
-    "Opaque",
-    "Part",
-    "cast_any_layout",
-    "cast_as_one",
-    "chunk_of",
-    "copied",
-    "default_device_types",
-    "edges_of",
-    "floating_in",
-    "floating_parts",
-    "floats_of",
-    "is_available",
-    "is_dense",
-    "is_floating",
-    "is_in_memory",
-    "is_leaf",
-    "is_low",
-    "is_present",
-    "leaves",
-    "long_name",
-    "map_all",
-    "map_tensors",
-    "node_of",
-    "parse_device_type",
-    "parse_device_types",
-    "parse_name",
-    "parts_of",
-    "short_name",
-    "tensors_in",
-    "tensors_of",
-    "widened",
-    "with_items",
-]
+from .chunks import cast_any_layout as cast_any_layout
+from .chunks import cast_as_one as cast_as_one
+from .chunks import chunk_of as chunk_of
+from .chunks import is_in_memory as is_in_memory
+from .constants import Constant as Constant
+from .devices import default_device_types as default_device_types
+from .devices import is_available as is_available
+from .devices import is_present as is_present
+from .devices import parse_device_type as parse_device_type
+from .devices import parse_device_types as parse_device_types
+from .dtypes import CAST as CAST
+from .dtypes import COMPUTED as COMPUTED
+from .dtypes import ELIGIBLE as ELIGIBLE
+from .dtypes import LOW_DTYPES as LOW_DTYPES
+from .dtypes import LOW_PRECISION as LOW_PRECISION
+from .dtypes import Named as Named
+from .dtypes import is_low as is_low
+from .dtypes import long_name as long_name
+from .dtypes import parse_name as parse_name
+from .dtypes import short_name as short_name
+from .nested import NUMBERS as NUMBERS
+from .nested import PLAIN_TENSORS as PLAIN_TENSORS
+from .nested import SEQUENCES as SEQUENCES
+from .nested import SPARSE as SPARSE
+from .nested import Args as Args
+from .nested import Kwargs as Kwargs
+from .nested import floating_in as floating_in
+from .nested import is_floating as is_floating
+from .nested import leaves as leaves
+from .nested import map_tensors as map_tensors
+from .nested import tensors_in as tensors_in
+from .nested import with_items as with_items
+from .nodes import edges_of as edges_of
+from .nodes import is_leaf as is_leaf
+from .nodes import node_of as node_of
+from .structures import Opaque as Opaque
+from .structures import Part as Part
+from .structures import copied as copied
+from .structures import floating_parts as floating_parts
+from .structures import floats_of as floats_of
+from .structures import is_dense as is_dense
+from .structures import map_all as map_all
+from .structures import parts_of as parts_of
+from .structures import tensors_of as tensors_of
+from .structures import widened as widened

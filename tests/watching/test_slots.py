@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hmpx.number_formats.kernels import calls as kernels
+from hmpx.number_formats import kernels
 from hmpx.watching import slots
 from hmpx.watching.slots import Slots
 

@@ -1,42 +1,27 @@
-"""The families of number formats, one module each.
+"""The families of number formats.
 
-A family's module has its formats, derived from `CodedFormat` or `NumberFormat`, and its plans, derived from
-`Plan`. Its class must be listed in `Format`.
+A family has its formats, derived from `CodedFormat` or `NumberFormat`, and its plans, derived from `Plan`. Its
+class must be listed in `Format`.
 """
 
 from __future__ import annotations
 
 from typing import Final, TypeAlias, get_args
 
-from .blocks import Block
-from .customs import Custom
-from .exponents import Exponent
-from .fixed import Fixed
-from .floats import Float
-from .number_format import CodedFormat, NumberFormat, Rounder, code_dtype
-from .scaled import Scaled
-from .shared_scales import SharedScales
-from .tables import Table
-from .tapered import Posit, Takum
-
-__all__ = [
-    "FORMATS",
-    "Block",
-    "Coded",
-    "CodedFormat",
-    "Custom",
-    "Exponent",
-    "Fixed",
-    "Float",
-    "Format",
-    "Posit",
-    "Rounder",
-    "Scaled",
-    "SharedScales",
-    "Table",
-    "Takum",
-    "code_dtype",
-]
+from .fixed import Exponent as Exponent
+from .fixed import Fixed as Fixed
+from .floats import Float as Float
+from .number_format import CodedFormat as CodedFormat
+from .number_format import Custom as Custom
+from .number_format import NumberFormat as NumberFormat
+from .number_format import Rounder as Rounder
+from .number_format import code_dtype as code_dtype
+from .scaled import Scaled as Scaled
+from .shared_scales import Block as Block
+from .shared_scales import SharedScales as SharedScales
+from .tables import Table as Table
+from .tapered import Posit as Posit
+from .tapered import Takum as Takum
 
 #: A format that has codes.
 Coded: TypeAlias = Float | Exponent | Posit | Takum | Fixed | Block | Scaled | Table

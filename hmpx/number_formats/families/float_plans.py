@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from ..bits import Binary, may_grow, ones_if_positive
-from ..layouts import NO_GRID, Grid
-from ..noise import uniform, wide
+from ..bits import may_grow, ones_if_positive, uniform, wide
 from ..plans import Plan
 from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LT, MUL, OR, RIGHT, SUB, WHERE, XOR
 
@@ -20,19 +16,16 @@ from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LT, MUL, OR, RIGHT, SU
 class FloatPlan(Plan):
     """Rounds to floats by adding the power of two that leaves the wanted number of bits."""
 
-    binary: Binary
-    mode: str
     lowest: int  # the exponent field of the smallest normal number, in place
     highest: int  # the exponent field beyond the largest number, in place
     lift: int  # from an exponent field to that of the power of two to add, in place
-    lowest_power: (
-        int  # the bits of the power of two to add to numbers below the smallest normal one
-    )
+    lowest_power: int  # the bits of the power of two to add to numbers below ``lowest``
     max: float
     beyond: float  # replaces numbers beyond the largest: infinity, NaN or the largest
     has_negative_zero: bool
 
     kernel = "float"
+    kernel_fields = "mode_number lowest highest lift lowest_power max beyond has_negative_zero"
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns ``x`` rounded."""
@@ -59,7 +52,6 @@ class FloatPlan(Plan):
         return OR(found, sign).view(binary.dtype)
 
     def _directed(self, bits: Tensor, whole: Tensor, power: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns magnitudes rounded in another mode, by steps from nearest-even."""
         binary = self.binary
         magnitude = whole.view(binary.dtype)
         nearest = SUB(ADD(magnitude, power), power)
@@ -80,23 +72,11 @@ class FloatPlan(Plan):
         rounded = WHERE(AND(is_below, grows), ADD(nearest, step), nearest)
         return WHERE(AND(is_above, ~grows), SUB(nearest, step), rounded)
 
-    def kernel_numbers(self) -> tuple[int, ...]:
-        """Returns the numbers of the kernel's ``float_spec``."""
-        fields = (self.mode_number, self.lowest, self.highest, self.lift, self.lowest_power)
-        ends = map(self.binary.bits_of, (self.max, self.beyond))
-        return (*fields, *ends, self.has_negative_zero)
-
-    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the kernel's ``float_spec``."""
-        return (ctypes.c_int64 * 8)(*self.kernel_numbers())
-
 
 @dataclass(frozen=True)
 class BitsPlan(Plan):
     """Rounds to floats with the exponent range of the compute type, by adding and cutting bits."""
 
-    binary: Binary
-    mode: str
     unit: int  # the bit of the last place kept
     lowest_unit: int  # the same below the smallest normal number
     max: int  # the bits of the largest number
@@ -104,6 +84,7 @@ class BitsPlan(Plan):
     has_negative_zero: bool
 
     kernel = "bits"
+    kernel_fields = "mode_number unit lowest_unit max beyond has_negative_zero place"
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns ``x`` rounded."""
@@ -130,7 +111,6 @@ class BitsPlan(Plan):
         return OR(rounded, sign).view(binary.dtype)
 
     def _cut(self, bits: Tensor, whole: Tensor, unit: int, noise: Tensor | None) -> Tensor:
-        """Returns the bits of magnitudes, rounded to multiples of ``unit``."""
         if unit == 1:
             return whole
         half = unit >> 1
@@ -150,11 +130,10 @@ class BitsPlan(Plan):
             added = WHERE(grows, ADD(whole, unit - 1), whole)
         return AND(added, -unit)
 
-    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the kernel's ``bits_spec``."""
-        units = self.unit, self.lowest_unit, self.max, self.beyond
-        place = self.unit.bit_length() - 1
-        return (ctypes.c_int64 * 7)(self.mode_number, *units, self.has_negative_zero, place)
+    @property
+    def place(self) -> int:
+        """The place of the last bit kept."""
+        return self.unit.bit_length() - 1
 
 
 def _bounded(plan: FloatPlan | BitsPlan, bits: Tensor, whole: Tensor, rounded: Tensor) -> Tensor:

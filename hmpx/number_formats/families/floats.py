@@ -22,13 +22,9 @@ Kind: TypeAlias = Literal["ieee", "p3109", "fn", "fnuz", "finite"]
 
 
 class _Traits(NamedTuple):
-    """The traits of a kind of floats."""
-
     overflows: tuple[Overflow, ...]  # the supported overflow behaviours; the default first
     has_negative_zero: bool  # if not, its code is the only NaN
-    may_be_powers: (
-        bool  # may have no mantissa bits: the codes with the largest exponent are numbers
-    )
+    may_be_powers: bool  # may have no mantissa bits: codes of the largest exponent are numbers
     reserved: int  # how many of the last codes are not numbers, if the exponent is not reserved
 
 
@@ -67,7 +63,6 @@ class Float(CodedFormat):
         tensor([ 1.0000,  1.2500, 28.0000])
     """
 
-    name: str
     exponent_bits: int
     mantissa_bits: int
     bias: int | None = None

@@ -1,10 +1,10 @@
-"""The base of all families of number formats: checks of their fields, rounding, and codes."""
+"""The base of all families of number formats: checks of their fields, rounding, and codes; custom formats."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -15,8 +15,7 @@ from ...arguments import is_a
 from ...errors import OptionError, shown, suggestion
 from ...tensors import CAST, PLAIN_TENSORS, Constant
 from ..bits import FP32, FP64, Binary
-from ..layouts import Layout
-from ..plans import Coding, Plan
+from ..plans import Coding, Layout, Plan
 from ..unpatched import AND, ARANGE, taken
 from ..vocabulary import ROUNDING_MODES, Overflow, spellings
 
@@ -29,14 +28,11 @@ _MOST_NAME: Final = 100
 _TABLED: Final = 16
 
 
+@dataclass(frozen=True)
 class NumberFormat:
-    """A number format of any family. Families are frozen dataclasses with a field ``name``."""
+    """A number format of any family, which is a frozen dataclass, with an identifier as its name."""
 
-    if TYPE_CHECKING:  # else the fields of the dataclasses would take this for their default
-
-        @property
-        def name(self) -> str:
-            """An identifier."""
+    name: str
 
     @functools.cached_property
     def derived(self) -> dict[Any, Any]:
@@ -45,8 +41,6 @@ class NumberFormat:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "derived"}
-
-    # --- rounding ------------------------------------------------------------------------------
 
     @property
     def own_function(self) -> Rounder | None:
@@ -67,10 +61,7 @@ class NumberFormat:
     def along(self: Same, axis: int) -> Same:
         """Returns the format with values rounded together along another axis.
 
-        Ops pass the axis over which they reduce. Cached for each axis.
-
-        Args:
-            axis: The new `block_axis`; formats without one are returned unchanged.
+        Ops pass the axis over which they reduce. Formats without a `block_axis` are returned unchanged.
 
         Raises:
             OptionError: The format does not support that axis.
@@ -85,7 +76,7 @@ class NumberFormat:
         if axis == self.block_axis:
             return self
         if ("along", axis) not in self.derived:
-            turned = replace(self, axis=axis)  # type: ignore[type-var]  # families are dataclasses
+            turned = replace(self, axis=axis)  # type: ignore[call-arg]  # those with a block_axis have it
             self.derived["along", axis] = turned
         return self.derived["along", axis]  # type: ignore[no-any-return]
 
@@ -138,6 +129,60 @@ class NumberFormat:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class Custom(NumberFormat):
+    """A format that is defined by a rounding function alone.
+
+    Attributes:
+        name: An identifier.
+        quantize: Takes a floating tensor, to which it may write, and returns one of the same shape and
+            dtype. Casts call it without autograd.
+
+    Example:
+        >>> whole = hmpx.formats.Custom("whole", torch.round)
+        >>> hmpx.formats.quantize(torch.tensor([1.4, 2.6]), whole)
+        tensor([1., 3.])
+    """
+
+    quantize: Callable[[Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        """Checks the fields; raises `OptionError`."""
+        check_name(self.name)
+        if not callable(self.quantize):
+            raise OptionError(
+                f"format {self.name}: quantize must be a function of a tensor, not {shown(self.quantize)}"
+            )
+
+    def own_function(self, x: Tensor) -> Tensor:
+        """The user's function, whose result is checked."""
+        found = self.quantize(x.clone())  # it may work in place
+        if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
+            is_tensor = isinstance(found, Tensor)
+            what = (
+                f"{found.dtype} of shape {tuple(found.shape)}"
+                if is_tensor
+                else type(found).__name__
+            )
+            raise OptionError(
+                f"format {self.name}: its quantize must return {x.dtype} of shape {tuple(x.shape)}, "
+                f"as it was given, not {what}"
+            )
+        return found
+
+    def check_rounding(self, mode: object, overflow: object) -> None:
+        """Raises `OptionError` if a rounding mode or an overflow behaviour is given."""
+        super().check_rounding(mode, None)
+        if mode != "nearest" or overflow is not None:
+            what = "rounding" if mode != "nearest" else "overflow"
+            raise OptionError(
+                f"format {self.name}: {what} can't be chosen, its own function rounds to it"
+            )
+
+    def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> None:
+        """Returns None: the function rounds."""
+
+
 class Figures(NamedTuple):
     """The figures of a format: its properties of the same names."""
 
@@ -179,8 +224,6 @@ class MeasuredFormat(NumberFormat):
     def smallest_subnormal(self) -> float:
         """The smallest positive number."""
         return self._figures.smallest_subnormal
-
-    # --- codes ---------------------------------------------------------------------------------
 
     @property
     def code_bits(self) -> int:

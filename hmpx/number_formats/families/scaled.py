@@ -16,7 +16,7 @@ from ...arguments import is_a
 from ...errors import OptionError, shown
 from ...tensors import CAST, SPARSE
 from ..bits import FP32, Binary, to_float32
-from ..layouts import Layout
+from ..plans import Kind, Layout
 from ..vocabulary import MOST_STEPS, Overflow
 from .fixed import Fixed
 from .floats import Float
@@ -35,7 +35,8 @@ _AMAX_RULES: Final[tuple[AmaxRule, ...]] = ("max", "most_recent")
 #: The largest margin.
 _MOST_MARGIN: Final = 64
 
-_GRANULARITIES: Final = ("tensor", "row", "column")
+#: Granularity -> the layout of values that share a scale.
+_LAYOUTS: Final[dict[str, Kind]] = {"tensor": "whole", "row": "rows", "column": "columns"}
 _MOST_SIZE: Final = 65536
 
 #: Scale format -> bits of a scale.
@@ -86,7 +87,6 @@ class Scaled(SharedScales):
                 [ 0.1000,  0.2000,  0.7000]])
     """
 
-    name: str
     element: Float | Fixed | Table
     granularity: Granularity = "tensor"
     scale_format: ScaleFormat = "float32"
@@ -153,17 +153,8 @@ class Scaled(SharedScales):
     @property
     def bits(self) -> float:
         """Bits per value, including blocks' scales; other scales are negligible."""
-        if isinstance(self.granularity, str):
-            return self.element.bits
-        height, width = self._tile
-        return self.element.bits + _SCALE_BITS[self.scale_format] / (height * width)
-
-    @property
-    def _tile(self) -> tuple[int, int]:
-        """The rows and columns of a tile; 0 columns for all."""
-        if isinstance(self.granularity, tuple):
-            return self.granularity
-        return 1, 0 if isinstance(self.granularity, str) else self.granularity
+        layout, bits = self.layout, _SCALE_BITS[self.scale_format]
+        return self.element.bits + (bits / (layout.height * layout.size) if layout.size else 0)
 
     @property
     def _figures(self) -> Figures:
@@ -202,20 +193,21 @@ class Scaled(SharedScales):
     def layout(self) -> Layout:
         """The values that share scales."""
         if isinstance(self.granularity, tuple):
-            return Layout("tiles", self.axis)
-        if self.granularity == "tensor":
-            return Layout("whole")
-        return Layout("columns" if self.granularity == "column" else "rows", self.axis)
+            height, width = self.granularity
+            return Layout("tiles", self.axis, width, height)
+        if isinstance(self.granularity, int):
+            return Layout("rows", self.axis, self.granularity)
+        return Layout(_LAYOUTS[self.granularity], self.axis)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> ScaledPlan:
         """Returns the plan for tensors of a binary type that has room for the format."""
-        largest, (height, width) = self.largest, self._tile
+        largest = self.largest
+        least, most = self.scale_limits
         return ScaledPlan(
-            *(binary, mode, self.element_plan(binary, mode), self.layout.kind, width, height),
-            *(self.scale_format, self.tensor_scale, largest, *self.scale_limits),
-            exponent_of(largest),
+            binary, mode, self.element_plan(binary, mode), self.layout, self.scale_format,
+            self.tensor_scale, largest, least, most, exponent_of(largest),
             carry(self.rule or "rceil", largest, self.significand_bits, 23),
-        )
+        )  # fmt: skip
 
     # --- scales --------------------------------------------------------------------------------
 
@@ -250,9 +242,7 @@ class Scaled(SharedScales):
             shape = self.scale_shape(x.shape)
             if not x.numel():
                 return torch.zeros(shape, dtype=torch.float32, device=x.device)
-            blocks = rows if self.tensor_scale else plan.split(rows)
-            found = plan.amax(blocks)
-            return layout.from_rows(found if layout.kind == "whole" else found.squeeze(-1), shape)
+            return layout.from_rows(plan.amax(layout.split(rows)).squeeze(-1), shape)
 
     def scale(self, amax: Tensor) -> Tensor:
         """Returns the scales for largest magnitudes, in float32, for the ``scale`` of `quantize`.
@@ -276,7 +266,7 @@ class Scaled(SharedScales):
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the scales, or of the tensor's, for values of a shape."""
-        return self._shape(shape, self._layout_of_scales)
+        return self._layout_of_scales.scales_shape(shape)
 
     def check_scale(self, scale: object, x: Tensor) -> None:
         """Raises `OptionError` if these scales don't fit ``x``."""
@@ -284,7 +274,6 @@ class Scaled(SharedScales):
 
     @property
     def _layout_of_scales(self) -> Layout:
-        """The layout of given scales."""
         return Layout("whole") if self.tensor_scale else self.layout
 
     # --- codes ---------------------------------------------------------------------------------
@@ -294,30 +283,9 @@ class Scaled(SharedScales):
         """The parts that `decode` takes, for messages."""
         return "(codes, scales, the tensor's scale)" if self.tensor_scale else "(codes, scales)"
 
-    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scales of values of a shape, without the tensor's."""
-        return self._shape(shape, self.layout)
-
-    def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-        if layout.kind == "whole" or not shape:
-            return ()
-        layout.check(shape)
-        axis, found = layout.axis, list(shape)
-        if layout.kind == "columns":
-            found = [1] * len(found)
-            found[axis] = shape[axis]
-            return tuple(found)
-        height, width = self._tile
-        found[axis] = -(-shape[axis] // width) if width else 1
-        if layout.kind == "tiles" and len(shape) > 1:
-            other = layout.other(len(shape))
-            found[other] = -(-shape[other] // height)
-        return tuple(found)
-
 
 def _checked_granularity(what: str, value: Any) -> Granularity:
-    """Returns the checked granularity."""
-    if is_a(value, str) and value in _GRANULARITIES:
+    if is_a(value, str) and value in _LAYOUTS:
         return str.__str__(value)  # type: ignore[return-value]  # one of these
     if is_a(value, (tuple, list)):
         if len(value) == 2 and all(map(_is_size, value)):
@@ -325,8 +293,8 @@ def _checked_granularity(what: str, value: Any) -> Granularity:
     elif _is_size(value):
         return value  # type: ignore[no-any-return]  # checked
     raise OptionError(
-        f"{what}: granularity must be one of {listed(_GRANULARITIES)}, a size from 1 to {_MOST_SIZE}, "
-        f"or a pair of sizes, not {shown(value)}{hint(value, _GRANULARITIES)}"
+        f"{what}: granularity must be one of {listed(_LAYOUTS)}, a size from 1 to {_MOST_SIZE}, "
+        f"or a pair of sizes, not {shown(value)}{hint(value, _LAYOUTS)}"
     )
 
 

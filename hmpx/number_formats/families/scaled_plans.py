@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...tensors import CAST
 from ..bits import FP32, FP64, Binary
-from ..layouts import NO_GRID, Grid, Kind
-from ..plans import Plan, struct
+from ..plans import NO_GRID, Grid, Layout, Plan, struct
 from ..unpatched import (
     ADD,
     AMAX,
@@ -27,11 +26,9 @@ from ..unpatched import (
     GE,
     LEFT,
     LT,
-    MOVEDIM,
     MUL,
     NE,
     OR,
-    PAD,
     RECIPROCAL,
     RIGHT,
     WHERE,
@@ -76,12 +73,8 @@ _ScaledSpec: Final = struct(
 class ScaledPlan(Plan):
     """Rounds elements that share scales."""
 
-    binary: Binary
-    mode: str
     element: Element  # rounds elements divided by their scale
-    kind: Kind  # the layout of values that share a scale
-    size: int  # how many values of a row share a scale; 0 for all
-    height: int  # how many rows of a tile share a scale
+    blocks: Layout  # values that share a scale
     scale_format: str  # or "mx" in a BlockPlan
     has_tensor_scale: bool  # scales are divided by one of the whole tensor
     largest: float  # the largest magnitude of an element
@@ -95,6 +88,11 @@ class ScaledPlan(Plan):
     is_by_row = True
     is_whole: ClassVar[bool] = True
 
+    @property
+    def layout(self) -> Layout:
+        """The values that share a scale."""
+        return self.blocks
+
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns rows rounded."""
         return self.round_by(x, noise, None)
@@ -103,7 +101,7 @@ class ScaledPlan(Plan):
         """Returns rows rounded, by a given scale of the whole tensor or by given scales."""
         if x.numel() == 0:
             return x.clone()
-        blocks, tensor_scale = self.split(x), None
+        blocks, tensor_scale = self.blocks.split(x), None
         if scale is not None:
             scale = CLAMP(scale, self.least_scale, self.most_scale)
         if self.has_tensor_scale:
@@ -111,7 +109,7 @@ class ScaledPlan(Plan):
         if scale is None or self.has_tensor_scale:
             block_scale = self.block_scale(blocks, tensor_scale)
         else:
-            block_scale = scale if self.kind == "whole" else scale.unsqueeze(-1)
+            block_scale = scale.unsqueeze(-1)
         scale = divisor = block_scale
         by: Callable[..., Tensor] = DIV
         if self.scale_format == "e4m3":
@@ -122,14 +120,12 @@ class ScaledPlan(Plan):
         elements = self.elements(blocks, by(blocks, CAST[self.binary.dtype](divisor)), noise)
         # Values are float32 numbers in any compute type.
         values = MUL(CAST[torch.float32](elements), scale)
-        return CAST[self.binary.dtype](self.join(values, x))
+        return CAST[self.binary.dtype](self.blocks.join(values, x))
 
     @property
     def has_one_scale(self) -> bool:
         """Whether `round_by` gets one scale of the whole tensor."""
-        return self.has_tensor_scale or self.kind == "whole"
-
-    # --- scales --------------------------------------------------------------------------------
+        return self.has_tensor_scale or self.blocks.kind == "whole"
 
     def amax(self, blocks: Tensor) -> Tensor:
         """Returns the largest magnitudes in the last dimension, with keepdim, as float32.
@@ -163,8 +159,6 @@ class ScaledPlan(Plan):
         scale = DIV(_divided(amax, self.largest), tensor_scale)
         return _E4M3_PLAN.round(CLAMP(scale, E4M3_LEAST, E4M3_MOST), None)
 
-    # --- elements ------------------------------------------------------------------------------
-
     def elements(self, blocks: Tensor, scaled: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the elements: ``blocks``, divided by their scale to ``scaled``, and rounded."""
         if self.mode in ("up", "down"):
@@ -175,42 +169,9 @@ class ScaledPlan(Plan):
             is_lost = AND(is_lost, NE(AND(bits, binary.magnitude), 0))
             tiny = OR(AND(bits, binary.sign), least).view(binary.dtype)
             scaled = WHERE(is_lost, tiny, scaled)
-        return self.element.round(scaled, None if noise is None else self.split(noise))
+        return self.element.round(scaled, None if noise is None else self.blocks.split(noise))
 
-    # --- blocks --------------------------------------------------------------------------------
-
-    def split(self, x: Tensor) -> Tensor:
-        """Returns rows in blocks, [..., values of a block], padded with zeros."""
-        if self.kind == "whole":
-            return x
-        if not self.size:
-            return x.unsqueeze(-2)
-        height, size = self._block_of(x)
-        down, across = -x.shape[-2] % height if height > 1 else 0, -x.shape[-1] % size
-        if down or across:
-            x = PAD(x, (0, across, 0, down) if self.kind == "tiles" else (0, across))
-        if self.kind != "tiles":
-            return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
-        rows, length = x.shape[-2:]
-        tiled = (rows // height, height, length // size, size)
-        return MOVEDIM(x.reshape(*x.shape[:-2], *tiled), -3, -2).flatten(-2)
-
-    def join(self, blocks: Tensor, like: Tensor) -> Tensor:
-        """Returns blocks as rows again: the inverse of `split`."""
-        if self.kind == "whole":
-            return blocks
-        if not self.size:
-            return blocks.squeeze(-2)
-        length = like.shape[-1]
-        if self.kind != "tiles":
-            return blocks.flatten(-2)[..., :length]
-        tiles = MOVEDIM(blocks.view(*blocks.shape[:-1], *self._block_of(like)), -2, -3)
-        return tiles.flatten(-4, -3).flatten(-2)[..., : like.shape[-2], :length]
-
-    def _block_of(self, x: Tensor) -> tuple[int, int]:
-        """Returns the rows and columns of a block, limited to those present, to avoid padding."""
-        height = min(self.height, max(x.shape[-2], 1)) if self.kind == "tiles" else 1
-        return height, min(self.size, max(x.shape[-1], 1))
+    # --- kernels -------------------------------------------------------------------------------
 
     @property
     def has_kernel(self) -> bool:
@@ -238,35 +199,17 @@ class ScaledPlan(Plan):
         spec.scale_format = _SCALE_FORMATS.index(self.scale_format)
         spec.has_tensor_scale = self.has_tensor_scale
         spec.max_exponent, spec.carry = self.max_exponent, self.carry
-        spec.is_whole, spec.largest = self.kind == "whole", self.largest
+        spec.is_whole, spec.largest = self.blocks.kind == "whole", self.largest
         spec.rows, spec.mid, spec.columns = grid[:3]
-        spec.height, spec.width = self._tile(grid)
-        spec.places[:] = self._places(grid)
+        spec.height, spec.width = self.blocks.tile(grid)
+        spec.places[:] = self.blocks.places(grid)
         spec.tensor_largest = self.largest * E4M3_MOST
         spec.least_scale, spec.most_scale = self.least_scale, self.most_scale
         return spec
 
-    def _tile(self, grid: Grid) -> tuple[int, int]:
-        """Returns the number of rows and columns of the grid that share a scale."""
-        rows, _, columns, is_across = grid
-        if self.kind == "columns":
-            return rows, 1 if is_across else columns
-        along = self.size or (rows if is_across else columns)
-        height, width = (along, self.height) if is_across else (self.height, along)
-        return height, min(width, columns)
-
-    def _places(self, grid: Grid) -> tuple[int, int, int, int]:
-        """Returns the strides of outer parts, rows, mids and columns in the result of `to_rows`."""
-        rows, mid, columns, is_across = grid
-        if is_across:
-            return rows * mid * columns, 1, rows * columns, rows
-        if self.kind == "columns":
-            return 0, columns, rows * columns, 1
-        return rows * mid * columns, mid * columns, columns, 1
-
     def decoding_spec(self, grid: Grid) -> Any:
         """Returns the kernel's ``scaled_spec`` for reading codes."""
-        return self.kernel_spec(grid)
+        return ScaledPlan.kernel_spec(self, grid)
 
 
 @dataclass(frozen=True)
@@ -281,14 +224,14 @@ class BlockPlan(ScaledPlan):
         """Returns rows rounded."""
         if x.numel() == 0:
             return x.clone()
-        blocks = self.split(x)
+        blocks = self.blocks.split(x)
         exponent, is_bad = self._exponents(blocks)
         if isinstance(self.element, FixedPlan):  # 2**-127 may be flushed, so it can't be a divisor
             scaled = DIV(blocks, self._power(exponent))
         else:
             scaled = MUL(blocks, self._power(exponent.neg()))
         scale = self._power(exponent).masked_fill_(is_bad, math.nan)
-        return self.join(MUL(self.elements(blocks, scaled, noise), scale), x)
+        return self.blocks.join(MUL(self.elements(blocks, scaled, noise), scale), x)
 
     def block_scale(self, blocks: Tensor, tensor_scale: Tensor | None) -> Tensor:
         """Returns the scales of blocks: [..., 1], in the compute type."""
@@ -305,7 +248,6 @@ class BlockPlan(ScaledPlan):
         return CLAMP(exponent, lowest, 127 - self.max_exponent), GE(most, binary.infinity)
 
     def _power(self, exponent: Tensor) -> Tensor:
-        """Returns 2**exponent."""
         binary = self.binary
         bits = LEFT(ADD(exponent, binary.bias), binary.mantissa)
         if binary.mantissa == 23:
@@ -331,12 +273,8 @@ class BlockPlan(ScaledPlan):
             return spec
         assert isinstance(self.element, FloatPlan)
         extent = (grid.rows, grid.columns) if grid.is_across else (grid.columns, 1)
-        numbers = (self.max_exponent, self.carry, self.size, *extent)
+        numbers = (self.max_exponent, self.carry, self.blocks.size, *extent)
         return (ctypes.c_int64 * 13)(*self.element.kernel_numbers(), *numbers)
-
-    def decoding_spec(self, grid: Grid) -> Any:
-        """Returns the kernel's ``scaled_spec`` for reading codes."""
-        return super().kernel_spec(grid)
 
 
 def _divided(amax: Tensor, number: float) -> Tensor:

@@ -16,10 +16,8 @@ from torch import Tensor
 from ... import arguments
 from ...errors import OptionError, shown
 from ...tensors import Constant
-from ..bits import FP32, FP64, Binary, to_float32
-from ..layouts import NO_GRID, Grid
-from ..noise import uniform
-from ..plans import Coding, Plan, struct
+from ..bits import FP32, FP64, Binary, to_float32, uniform
+from ..plans import NO_GRID, Coding, Grid, Plan, struct
 from ..unpatched import ADD, BUCKETIZE, CLAMP, CONTIGUOUS, DIV, GE, NE, SUB, WHERE, taken
 from ..vocabulary import Overflow
 from .number_format import CodedFormat, Figures, check_name
@@ -46,8 +44,6 @@ _TableSpec: Final = struct(
 class TablePlan(Plan):
     """Rounds to given values, by thresholds: the largest numbers that round to the lower neighbour."""
 
-    binary: Binary
-    mode: str
     values: tuple[float, ...]
     thresholds: tuple[float, ...]
 
@@ -71,7 +67,6 @@ class TablePlan(Plan):
         return BUCKETIZE(CONTIGUOUS(x), self._constant("thresholds", x))
 
     def _constant(self, name: str, like: Tensor) -> Tensor:
-        """Returns values or thresholds in the compute dtype, on the device of ``like``."""
         numbers, dtype = getattr(self, name), self.binary.dtype
 
         def make(device: torch.device) -> Tensor:
@@ -79,10 +74,8 @@ class TablePlan(Plan):
 
         if torch.compiler.is_dynamo_compiling():
             return make(like.device)
-        constants: dict[str, Constant] = vars(self).setdefault("_constants", {})
-        if name not in constants:
-            constants[name] = Constant(make)
-        return constants[name].on(like.device)
+        known: Constant = vars(self).setdefault(f"_{name}", Constant(make))
+        return known.on(like.device)
 
     @property
     def zero_index(self) -> int:
@@ -128,7 +121,6 @@ class Table(CodedFormat):
         tensor([-1.,  0.,  1.])
     """
 
-    name: str
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -208,15 +200,7 @@ class Table(CodedFormat):
 
     def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
         """Returns the plan, in the type of ``dtype``, with which a kernel encodes, or None."""
-        if mode == "stochastic":
-            return None
-        if dtype is not torch.float32 or not self.fits_in_float32 or self.is_exact_in_float32:
-            return super().coded_plan(dtype, mode, overflow)
-        # The largest float32 not above a threshold separates those above it.
-        floors = tuple(FP32.floor(Fraction(each)) for each in _thresholds(self.values, FP64, mode))
-        plan = TablePlan(FP32, mode, tuple(map(to_float32, self.values)), floors)
-        zero_index = bisect_left(_thresholds(self.values, FP64, "nearest"), 0.0)
-        return plan if plan.zero_index == zero_index else None
+        return None if mode == "stochastic" else super().coded_plan(dtype, mode, overflow)
 
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""

@@ -6,18 +6,15 @@ prefix for the part of the range, and as many of the number's next bits as fit. 
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from ...errors import OptionError
-from ..bits import FP64, Binary, may_grow, ones_if_positive
-from ..layouts import NO_GRID, Grid
-from ..noise import uniform
+from ..bits import FP64, Binary, may_grow, ones_if_positive, uniform
 from ..plans import Coding, Plan, integers
 from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, OR, RIGHT, SUB, WHERE, XOR
 from ..vocabulary import Overflow
@@ -37,8 +34,6 @@ _RANGE: Final = 255
 class TaperedPlan(Plan):
     """Rounds by cutting exponent and mantissa to the bits that a code has for them."""
 
-    binary: Binary
-    mode: str
     bits: int
     least: int  # the bits of the smallest positive number
     most: int  # the bits of the largest number
@@ -105,6 +100,7 @@ class PositPlan(TaperedPlan):
     es: int
 
     kernel = "posit"
+    kernel_fields = "mode_number bits es least most parity last"
 
     def cut(self, scaled: Tensor) -> Tensor:
         """Returns how many low bits a code drops; takes the numbers' bits minus those of 1.0."""
@@ -112,28 +108,19 @@ class PositPlan(TaperedPlan):
         length = CLAMP(_folded(RIGHT(scaled, places)), max=self.bits - 3)
         return length.add_(places + 3 - self.bits)
 
-    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the kernel's ``posit_spec``."""
-        return (ctypes.c_int64 * 7)(
-            self.mode_number, self.bits, self.es, self.least, self.most, self.parity, self.last
-        )
-
 
 @dataclass(frozen=True)
 class TakumPlan(TaperedPlan):
     """Rounds to takums."""
 
     kernel = "takum"
+    kernel_fields = "mode_number bits least most last"
     kernel_binaries = (FP64,)
 
     def cut(self, scaled: Tensor) -> Tensor:
         """Returns how many low bits a code drops; takes the numbers' bits minus those of 1.0."""
         mantissa = self.binary.mantissa
         return ADD(_length_of(RIGHT(scaled, mantissa)), mantissa + _HEADER - self.bits)
-
-    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the kernel's ``takum_spec``."""
-        return (ctypes.c_int64 * 5)(self.mode_number, self.bits, self.least, self.most, self.last)
 
 
 class Tapered(CodedFormat):
@@ -184,7 +171,6 @@ class Posit(Tapered):
         tensor([1.0000e+00, 1.2800e+02, 6.5536e+04])
     """
 
-    name: str
     bits: int
     es: int
 
@@ -279,7 +265,6 @@ class Takum(Tapered):
         tensor([1.0078e+00, 3.3125e+00, 1.0066e+09])
     """
 
-    name: str
     bits: int
 
     def __post_init__(self) -> None:

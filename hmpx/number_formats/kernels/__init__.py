@@ -1,7 +1,8 @@
-"""The compiled kernels of this process, from a library compiled when hmpx was installed.
+"""The compiled kernels of this process, from a library compiled when hmpx was installed, and their calls.
 
 Without it, torch ops give the same results, bit for bit. ``HMPX_KERNELS`` overrides the choice: ``off``, or the
-path of another installation's library.
+path of another installation's library. Some kernels work on whole tensors without a format: extremes, and
+bfloat16 in one pass.
 """
 
 from __future__ import annotations
@@ -9,15 +10,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ...errors import OptionError, printable, suggestion
+from ...tensors import is_in_memory
 from .sources import digest
+
+if TYPE_CHECKING:
+    from ..plans import Coding, Grid, Plan
 
 _LOGGER: Final = logging.getLogger("hmpx")
 _FOLDER: Final = Path(__file__).parent
@@ -30,24 +38,15 @@ _BY_CAPABILITY: Final = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels with which this process rounds.
-
-    Attributes:
-        library: The compiled kernels; None if torch ops round.
-        path: The library's path.
-        fault: Why there is none; empty if there is, or if ``HMPX_KERNELS`` is off.
-    """
+    """The library with which this process rounds, or None; its path, and why there is none."""
 
     library: ctypes.CDLL | None = None
     path: Path | None = None
-    fault: str = ""
+    fault: str = ""  # empty if ``HMPX_KERNELS`` is off
 
 
 def library(*, is_essential: bool = True) -> ctypes.CDLL | None:
-    """Returns the compiled kernels; None if there are none.
-
-    Args:
-        is_essential: Whether to warn if there are none.
+    """Returns the compiled kernels, or None; warns if there are none and they are essential.
 
     Raises:
         OptionError: ``HMPX_KERNELS`` has an invalid value, or names an unusable library.
@@ -60,11 +59,7 @@ def library(*, is_essential: bool = True) -> ctypes.CDLL | None:
 
 @functools.cache
 def kernels_in_use() -> Kernels:
-    """Returns the kernels of this process, which are chosen once.
-
-    Raises:
-        OptionError: As for `library`.
-    """
+    """Returns the kernels of this process, which are chosen once. Raises as `library` does."""
     setting = os.environ.get("HMPX_KERNELS", "").strip()
     if setting.lower() in _OFF:
         return Kernels()
@@ -73,30 +68,29 @@ def kernels_in_use() -> Kernels:
         paths = [path for name in names if (path := _FOLDER / f"rounding.{name}.so").exists()]
         if not paths:
             return Kernels(fault="none for this processor were compiled when hmpx was installed")
-        loaded = _load(paths[0])
-        return Kernels(fault=loaded) if isinstance(loaded, str) else Kernels(loaded, paths[0])
+        return _loaded(paths[0])
     path = Path(setting)
     if not path.is_absolute():
         raise OptionError(
             f"HMPX_KERNELS={printable(setting)}: it can be on, off, or the absolute path of a library "
             "in another installation of hmpx" + suggestion(setting.lower(), ["on", "off"])
         )
-    loaded = _load(path)
-    if isinstance(loaded, str):
-        raise OptionError(f"HMPX_KERNELS={printable(setting)} can't be used: {loaded}")
-    return Kernels(loaded, path)
+    loaded = _loaded(path)
+    if loaded.fault:
+        raise OptionError(f"HMPX_KERNELS={printable(setting)} can't be used: {loaded.fault}")
+    return loaded
 
 
-def _load(path: Path) -> ctypes.CDLL | str:
-    """Returns the library at ``path``, or why it can't be used."""
+def _loaded(path: Path) -> Kernels:
     try:
         loaded = ctypes.CDLL(str(path))
         version = ctypes.c_char_p.in_dll(loaded, "source_digest").value
     except (OSError, ValueError) as error:  # ValueError: a missing symbol
-        return printable(str(error))
+        return Kernels(fault=printable(str(error)))
     if version != digest().encode():
-        return f"{path} was compiled from other sources than those of this version of hmpx"
-    return loaded
+        fault = f"{path} was compiled from other sources than those of this version of hmpx"
+        return Kernels(fault=fault)
+    return Kernels(loaded, path)
 
 
 @functools.cache
@@ -106,3 +100,223 @@ def _warn_once(fault: str) -> None:
         "compiler and then hmpx again (HMPX_KERNELS=off hides this)",
         fault,
     )
+
+
+#: (source address, target address, elements, key, key, threads, grid, the tensor's given scale or None).
+#: Encoders also take the width of a code in bytes, and the addresses of scales to write.
+Kernel: TypeAlias = Callable[..., None]
+
+#: (source address, elements, target address, threads): writes two numbers of float32, the smallest and
+#: the largest of at least one element. One NaN makes both NaN.
+Extremes: TypeAlias = Callable[[int, int, int, int], None]
+
+#: Grids whose specs are kept for one plan.
+_MOST_GRIDS: Final = 1024
+
+#: The most threads whose results the C functions keep.
+MOST_THREADS: Final = 64
+
+#: The least elements per thread, as in torch.
+_GRAIN: Final = 32768
+
+_P, _N, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_KEY, _BF16 = ctypes.c_uint32, ctypes.c_uint16
+_ROUND: Final = (_P, _P, _N, _P, _KEY, _KEY, _INT)
+_ENCODE: Final = (*_ROUND, _P, _INT)
+
+#: The arguments of the C functions.
+_ARGUMENTS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "round": _ROUND,
+    "encode": _ENCODE,
+    "encode_block": (*_ENCODE, _P),
+    "encode_scaled": (*_ENCODE, _P, _P),
+    "decode": (_P, _P, _N, _P, _INT, _INT),
+    "decode_scaled": (_P, _P, _P, _N, _P, _P, _INT, _INT, ctypes.c_float),
+    "extremes": (_P, _N, _P, _INT),
+    "bf16_rounded": (_P, _P, _N, _BF16, _INT),
+    "bf16_mapped": (_P, _P, _N, _P, _INT),
+    "bf16_scaled": (_P, _P, _P, _N, _P, _BF16, _INT),
+    "bf16_rows_product": (_P, _P, _P, _N, _N, _N, _BF16, _INT),
+}
+
+
+def _function(library: ctypes.CDLL, name: str, kind: str) -> Any:
+    function = getattr(library, name)
+    function.restype, function.argtypes = None, _ARGUMENTS[kind]
+    return function
+
+
+def threads_for(count: int) -> int:
+    """Returns the number of threads for this number of elements."""
+    return 1 if count < 2 * _GRAIN else min(torch.get_num_threads(), count // _GRAIN)
+
+
+# --- formats -----------------------------------------------------------------------------------
+
+
+def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
+    """Returns the kernel that rounds by the plan, to codes if a coding is given; None if there is none."""
+    known = library()
+    if known is None or not plan.has_kernel or (coding is not None and not coding.can_encode):
+        return None
+    only = None if plan.is_by_row else plan.kernel_spec()
+    if only is None and not plan.is_by_row:
+        return None
+    spec_of = functools.lru_cache(_MOST_GRIDS)(plan.kernel_spec)
+    name, kind = plan.symbol, "round"
+    codes: tuple[Any, ...] = ()
+    if coding is not None:
+        name, codes = f"encode_{name}", (ctypes.byref(coding.spec),)
+        kind = f"encode_{coding.kernel}" if plan.is_by_row else "encode"
+    function = _function(known, name, kind)
+
+    def run(  # noqa: PLR0917  # as the C function
+        source: int,
+        target: int,
+        count: int,
+        key0: int,
+        key1: int,
+        threads: int,
+        grid: Grid,
+        scale: float | None = None,
+        *rest: int,
+        _keep: Any = coding,
+    ) -> None:
+        spec = spec_of(grid) if only is None else only
+        if scale is not None:  # for this call only
+            spec = type(spec).from_buffer_copy(spec)
+            spec.is_given, spec.given = True, scale
+        function(source, target, count, ctypes.byref(spec), key0, key1, threads, *codes, *rest)
+
+    return run
+
+
+def decoder(
+    coding: Coding, width: int, make_spec: Callable[[Grid], Any] | None = None
+) -> Callable[..., None] | None:
+    """Returns the kernel that decodes to values of this number of bits; None if there is none.
+
+    It takes (codes' address, values' address, elements, bytes of a code, threads), or, with a function for
+    the specs of shared scales, (codes' address, scales' address, values' address, elements, grid,
+    bytes of a code, threads, the tensor's scale or 1).
+    """
+    known = library()
+    if known is None or not coding.can_decode:
+        return None
+    kind = "decode" if make_spec is None else "decode_scaled"
+    function = _function(known, f"decode_{coding.kernel}_f{width}", kind)
+    codes = ctypes.byref(coding.spec)
+    if make_spec is None:
+        return lambda source, target, count, *rest, _keep=coding: function(
+            source, target, count, codes, *rest
+        )
+    spec_of = functools.lru_cache(_MOST_GRIDS)(make_spec)
+    return lambda source, scales, target, count, grid, *rest, _keep=coding: function(
+        source, scales, target, count, ctypes.byref(spec_of(grid)), codes, *rest
+    )
+
+
+# --- extremes ----------------------------------------------------------------------------------
+
+_EXTREMES: Final = {
+    torch.float32: "extremes_f32",
+    torch.bfloat16: "extremes_bf16",
+    torch.float16: "extremes_f16",
+}
+
+_FLOAT32_MOST: Final = torch.finfo(torch.float32).max
+
+
+@functools.cache
+def extremes_kernels() -> Mapping[torch.dtype, Extremes]:
+    """Returns a function for each dtype that finds its extremes; empty without compiled kernels."""
+    known = library(is_essential=False)
+    if known is None:
+        return {}
+    return {dtype: _function(known, name, "extremes") for dtype, name in _EXTREMES.items()}
+
+
+def largest_magnitude(x: Tensor) -> float | None:
+    """Returns the largest magnitude in a CPU tensor with its own memory; 0 for empty tensors.
+
+    NaN if it contains infinity or NaN. None if there is no kernel for it.
+    """
+    extremes = extremes_kernels().get(x.dtype)
+    # A transposed matrix
+    is_turned = x.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]
+    if extremes is None or not (x.is_contiguous() or is_turned) or not is_in_memory(x):
+        return None
+    count = x.numel()
+    if not count:
+        return 0.0
+    found = (ctypes.c_float * 2)()
+    threads = min(threads_for(count), MOST_THREADS)
+    extremes(x.data_ptr(), count, ctypes.addressof(found), threads)
+    amax = abs(max(-found[0], found[1]))
+    return amax if amax <= _FLOAT32_MOST else math.nan
+
+
+# --- bfloat16 ----------------------------------------------------------------------------------
+
+# Read before anything is patched: op lists may name any of them.
+_address, _numel = Tensor.data_ptr, Tensor.numel
+
+
+class Bfloat16Kernels:
+    """Functions of dense tensors on the CPU; elementwise ones take tensors of one shape and layout."""
+
+    __slots__ = ("_mapped", "_multiplied", "_nan", "_rounded", "_scaled")
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        names = ("bf16_rounded", "bf16_mapped", "bf16_scaled", "bf16_rows_product")
+        self._rounded, self._mapped, self._scaled, self._multiplied = (
+            _function(library, name, name) for name in names
+        )
+        with torch.inference_mode(False):
+            nan = torch.full((1,), math.nan, dtype=torch.float32, device="cpu").bfloat16()
+        self._nan = int(nan.view(torch.int16).item()) & 0xFFFF
+
+    def round(self, source: Tensor, target: Tensor) -> Tensor:
+        """Writes the values of ``source``, rounded to bfloat16, to ``target``; both are float32."""
+        count = _numel(source)
+        self._rounded(_address(source), _address(target), count, self._nan, threads_for(count))
+        return target
+
+    def multiply(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        """Writes ``x @ weight.T``, with ``weight`` rounded to bfloat16; for few rows.
+
+        float32, row by row: x [..., k], weight [n, k], target [..., n].
+        """
+        n, k = weight.shape
+        self._multiplied(
+            *(_address(x), _address(weight), _address(target)),
+            *(_numel(x) // k, n, k, self._nan, threads_for(n * k)),
+        )
+        return target
+
+    def look_up(self, source: Tensor, target: Tensor, values: Tensor) -> Tensor:
+        """Writes a function of ``source`` to ``target``, given its values at all 65,536 numbers; all bfloat16."""
+        count = _numel(source)
+        self._mapped(
+            _address(source), _address(target), count, _address(values), threads_for(count)
+        )
+        return target
+
+    def scale(self, source: Tensor, factors: Tensor, target: Tensor, values: Tensor) -> Tensor:
+        """Writes ``factors``, times a function of ``source``, to ``target``, which may be one of these.
+
+        All are bfloat16, except the function's values at all 65,536 numbers, which are float32.
+        """
+        count = _numel(source)
+        self._scaled(
+            *(_address(source), _address(factors), _address(target), count),
+            *(_address(values), self._nan, threads_for(count)),
+        )
+        return target
+
+
+@functools.cache
+def bfloat16_kernels() -> Bfloat16Kernels | None:
+    """Returns the kernels, or None."""
+    known = library(is_essential=False)
+    return None if known is None else Bfloat16Kernels(known)
