@@ -200,7 +200,15 @@ class Table(CodedFormat):
 
     def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
         """Returns the plan, in the type of ``dtype``, with which a kernel encodes, or None."""
-        return None if mode == "stochastic" else super().coded_plan(dtype, mode, overflow)
+        if mode == "stochastic":
+            return None
+        if dtype is not torch.float32 or not self.fits_in_float32 or self.is_exact_in_float32:
+            return super().coded_plan(dtype, mode, overflow)
+        # The largest float32 not above a threshold separates those above it.
+        floors = tuple(FP32.floor(Fraction(each)) for each in _thresholds(self.values, FP64, mode))
+        plan = TablePlan(FP32, mode, tuple(map(to_float32, self.values)), floors)
+        zero_index = bisect_left(_thresholds(self.values, FP64, "nearest"), 0.0)
+        return plan if plan.zero_index == zero_index else None
 
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""
