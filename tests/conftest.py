@@ -62,7 +62,7 @@ SAMPLED = {
     "test_emulation": 3,
     "test_following": 4,
     "test_formats_in_transforms": 2,
-    "test_freezing": 5,
+    "test_freezing": 2,
     "test_kept_parameters": 2,
     "test_layers_in_inference": 4,
     "test_legalized_ops": 6,

@@ -309,9 +309,6 @@ print([each() for each in living])
     assert (done.returncode, done.stdout) == (0, "[None, None, None]\n"), done.stderr
 
 
-# --- what runs in float32 runs here ------------------------------------------------------------------
-
-
 # --- arguments --------------------------------------------------------------------------------------
 
 
@@ -360,9 +357,6 @@ def test_what_has_not_run_is_refused(model, message):
     assert not hmpx.is_converted()
     found = hmpx.compare(lambda x: list(_generator(x)), torch.ones(2), **low("tanh"))
     assert [row.dtype for row in found.rows] == ["bfloat16"]
-
-
-# --- beside other tools ------------------------------------------------------------------------------
 
 
 # --- calls without a gradient ------------------------------------------------------------------------

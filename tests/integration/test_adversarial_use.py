@@ -1,4 +1,4 @@
-"""What an outsider tried: the first part are faults found, the second what held and is worth keeping."""
+"""Unusual but legal uses: sessions left in any order, tasks that outlive a block, `*` lists, stdout that moves."""
 
 from __future__ import annotations
 
@@ -31,9 +31,6 @@ def star(tmp_path: Path) -> tuple[str, str]:
     (tmp_path / "star.txt").write_text("*\n")
     (tmp_path / "none.txt").write_text("")
     return str(tmp_path / "star.txt"), str(tmp_path / "none.txt")
-
-
-# --- faults -------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(3)
@@ -102,9 +99,6 @@ def test_the_log_follows_stdout() -> None:
         root.handlers, logger.handlers = kept, before
     assert "Logging error" not in errors.getvalue()
     assert "casting" in second.getvalue()
-
-
-# --- what held ----------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(3)

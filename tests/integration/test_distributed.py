@@ -184,9 +184,6 @@ def test_workers_of_a_data_loader_cast(reports: Reports, rank: int, start_method
     assert reports[rank]["loader"] == expected
 
 
-# --- threads ------------------------------------------------------------------------------------
-
-
 # --- the example --------------------------------------------------------------------------------
 
 

@@ -634,9 +634,6 @@ def test_grad_scaler_with_fp16_on_the_cpu() -> None:
     assert {p.dtype for p in module.parameters()} == {FP32}
 
 
-# --- ops that autocast forgets or forbids ---------------------------------------------------------
-
-
 # --- torch.autocast regions ---------------------------------------------------------------------
 
 REGION_CALLS: dict[str, tuple[dict[str, list[str]], Callable[[], Tensor]]] = {

@@ -384,9 +384,6 @@ def test_gradient_checkpointing_of_the_trainer(hugging_face: HuggingFace, tmp_pa
     assert_same(*learned)
 
 
-# --- Lightning's own ------------------------------------------------------------------------------
-
-
 # --- the examples ---------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import hmpx
 
@@ -144,3 +145,16 @@ def raising() -> None:
     """Leaves a block without casts by an exception."""
     with hmpx.disable_casts():
         raise ZeroDivisionError
+
+
+def test_lines_escape_names_of_modules(caplog: pytest.LogCaptureFixture) -> None:
+    """One call is one printable line, whatever a module is called."""
+    model = nn.Sequential()
+    model.add_module("\x1b[2J\r\nforged", nn.Linear(4, 4))
+    with (
+        caplog.at_level("INFO", "hmpx"),
+        hmpx.convert(isVerbose="once", device_types={"cpu"}),
+    ):
+        model(torch.ones(2, 4))
+    assert caplog.messages
+    assert all(message.isprintable() for message in caplog.messages)

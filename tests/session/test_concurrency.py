@@ -1,4 +1,4 @@
-"""Threads, forks and signals at any moment: nobody finds half a conversion, and no state is lost."""
+"""Threads and signals: no thread finds half a conversion, and no state is lost."""
 
 from __future__ import annotations
 
@@ -122,9 +122,6 @@ def test_conversions_and_rules_of_several_threads_take_turns() -> None:
     hmpx.revert()
     hmpx.rules.RULES.change(())
     assert errors == []
-
-
-# --- forks --------------------------------------------------------------------------------------
 
 
 # --- signals ------------------------------------------------------------------------------------

@@ -133,6 +133,3 @@ class _Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * 2
-
-
-# --- the program does not notice ---------------------------------------------------------------
