@@ -104,6 +104,7 @@ def test_checkpoints_keep_no_activations() -> None:
     assert recomputed.weight_cast_bytes < plain.weight_cast_bytes / 3
 
 
+@pytest.mark.sampled(3)
 def test_layers_add_equally() -> None:
     """A deep stack takes what the figures of two depths say."""
     ids = torch.randint(0, 100, (2, 16))
@@ -186,7 +187,7 @@ def models_of_others() -> dict[str, tuple[Any, Any]]:
     }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
 @pytest.mark.parametrize("name", ["T5", "Whisper", "ResNet-18"])
 def test_models_of_others_are_planned(name: str, device: str) -> None:

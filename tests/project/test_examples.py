@@ -192,3 +192,16 @@ def test_reports(tmp_path: Path) -> None:
     output = run_example("reports.py", "resnet", "--to", str(tmp_path), cwd=tmp_path)
     assert output.startswith("resnet: 100 % of FLOPs, ")
     assert "conv2d" in (tmp_path / "resnet.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_tune(tmp_path: Path) -> None:
+    """The lists that it writes pass what `hmpx check` checks."""
+    output = run_example("tune.py", "--tolerance", "0.005", "--to", "lists", cwd=tmp_path)
+    assert "candidates stay in fp32 beside bfloat16" in output
+    assert "On inputs that the search has not seen" in output
+    files = {
+        kind: (str(tmp_path / f"lists/{name}.txt"),)
+        for kind, name in (("low", "bf16"), ("fp32", "fp32"))
+    }
+    assert policy.check_files(files) == []

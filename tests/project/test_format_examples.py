@@ -83,6 +83,26 @@ def test_recipes_of_hardware_learn_as_fp32_does(tmp_path: Path) -> None:
     assert "</svg>" in (tmp_path / "a.svg").read_text("utf-8")
 
 
+@pytest.mark.slow
+def test_accuracy_rises_with_bits(tmp_path: Path) -> None:
+    """With 8 bits all families reach fp32 within a percent; with 4 bits floats and posits don't."""
+    output = run_example(
+        *("formats_sweep.py", "--bits", "4", "8", "--epochs", "5", "--draw", "a.svg"), cwd=tmp_path
+    )
+    fp32 = float(re.findall(r"^fp32: (\d+\.\d)%", output, re.M)[0])
+    rows = re.findall(r"^(\w+) +(\d+(?:\.\d+)?) +\S+ +\S+ +(\d+\.\d)%$", output, re.M)
+    assert len(rows) == 34
+    assert fp32 > 85
+    for name, bits, found in rows:
+        if float(bits) >= 8:
+            assert float(found) > fp32 - 1.5, name  # five or six of 360 images
+        if name in ("e2m1", "posit4_0"):
+            assert float(found) < fp32 - 5, name
+    assert "drawn: a.svg" in output
+    picture = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert "<svg" in picture
+
+
 # --- posits.py -----------------------------------------------------------------------------------
 
 
