@@ -40,11 +40,9 @@ def compiled() -> Bfloat16Kernels:
 
 @pytest.fixture(autouse=True)
 def every_call_is_looked_up(compiled: Bfloat16Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "bfloat16_kernels", lambda: compiled)
-    monkeypatch.setattr(activations, "_LEAST", 0)
-    monkeypatch.setattr(activations, "_UNTIL", 0)
-    monkeypatch.setattr(activations, "_activations", {})
-    monkeypatch.setattr(activations, "_WORTHWHILE", float("inf"))
+    limits = {"_LEAST": 0, "_UNTIL": 0, "_WORTHWHILE": float("inf"), "_activations": {}}
+    for name, value in limits.items():
+        monkeypatch.setattr(activations, name, value)
 
 
 def numbers() -> Tensor:

@@ -461,14 +461,6 @@ def test_models_of_one_class_have_their_own() -> None:
     assert {key.partition(":")[0] for key in state} == {"Net", "Net#2"}
 
 
-def test_calls_of_one_module_share_a_scale() -> None:
-    """The larger amax of a step is that of both."""
-    linear = nn.Linear(8, 4)
-    with converted() as session:
-        one_step(session, lambda: linear(batch(0)), lambda: linear(batch(0) * 16))
-        assert reference_of(session, "linear:input") == (batch(0) * 16).abs().max().item()
-
-
 def test_functions_outside_of_modules() -> None:
     """Their ops have keys without a module."""
     weight = normal(4, 8, seed=1).requires_grad_()
@@ -547,17 +539,6 @@ def test_compiled_models_train_as_eager_ones(backend: str, fresh_dynamo: None) -
         assert train(Net()) != pytest.approx(expected, rel=0.01)
 
 
-def test_compiled_checkpoints(fresh_dynamo: None) -> None:
-    """What the graph computes again has the scales of its forward."""
-    model, other = Net(), Net(reentrant=False)
-    with converted() as session:
-        expected = train(model)
-        states = session.histories.state_dict()
-    with converted() as session:
-        assert train(torch.compile(other, backend="aot_eager")) == expected  # type: ignore[arg-type]
-        assert session.histories.state_dict() == states
-
-
 def called(model: nn.Module, x: Tensor) -> Tensor:
     """Returns a model's result."""
     return model(x)  # type: ignore[no-any-return]
@@ -609,28 +590,6 @@ def test_zeros_keep_the_last_scale(kept_as: str) -> None:
         assert reference_of(session, "linear:input") == batch(1).abs().max().item()
     with converted({"history": None}):
         assert torch.equal(found, linear(batch(1)))
-
-
-def test_batches_and_tangents_are_scaled_by_the_tensor_at_hand() -> None:
-    """torch.func.vmap and forward mode: as without a history; nothing is counted."""
-    weight, x = normal(4, 8, seed=1), batch(0)
-
-    def loss(weight: Tensor, x: Tensor) -> Tensor:
-        return F.linear(x, weight).square().sum()
-
-    def computed() -> list[Tensor]:
-        mapped = torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, x)
-        _, tangent = torch.func.jvp(lambda w: loss(w, x), (weight,), (weight,))
-        return [mapped, tangent]
-
-    computed()  # torch imports what it needs
-    with converted({"history": None}):
-        expected = computed()
-    with converted() as session:
-        session.histories.load_state_dict({})
-        found = computed()
-        assert session.histories.state_dict() == {}
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_gradients_of_torch_func_have_histories() -> None:

@@ -104,21 +104,6 @@ def test_weights_of_batches_of_sequences_are_rounded_along_these() -> None:
     torch.testing.assert_close(dw, torch.einsum("btn,btk->nk", tokens(g), tokens(x)), **ORDER)
 
 
-def test_matrices_that_are_broadcast_get_gradients_of_their_shape() -> None:
-    """[1, m, k] @ [b, k, n], and a vector."""
-    a, b = normal(1, 3, 8, requires_grad=True), normal(5, 8, 4, seed=1, requires_grad=True)
-    g = normal(5, 3, 4, seed=2)
-    with converted("matmul mxfp6_e2m3 output=float32", round_gradients=True):
-        da, db = torch.autograd.grad(a @ b, (a, b), g)
-        vector = normal(8, seed=3, requires_grad=True)
-        (dv,) = torch.autograd.grad(a[0] @ vector, vector, g[0, :, 0])
-    last, rows = blocks(-1), blocks(-2)
-    expected = (last(g) @ last(b).mT).sum(0, keepdim=True)
-    torch.testing.assert_close(da, expected, **ORDER)
-    torch.testing.assert_close(db, rows(a).mT @ rows(g), **ORDER)
-    torch.testing.assert_close(dv, rows(a[0]).T @ last(g[0, :, 0]), **ORDER)
-
-
 #: What is called, by name: functions kept here would be torch's own during a conversion, too.
 SETTINGS: dict[str, tuple[Any, str, tuple[Tensor, ...], dict[str, Any]]] = {
     "conv1d": (F, "conv1d", (normal(2, 6, 9), normal(4, 6, 3, seed=1)), {"stride": 2}),
@@ -382,31 +367,6 @@ def test_options_that_do_nothing_are_errors(options: dict[str, Any], message: st
         hmpx.convert(**options)
     assert str(error.value).startswith(message)
     assert not hmpx.is_converted()
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "linear rounding=stochastic",
-            "<low>:1: rounding has no effect on torch.bfloat16, which torch",
-        ),
-        ("linear weights=float8_e9", "<low>:1: weights: no format 'float8_e9' is known"),
-        (
-            "linear float8_e5m2 overflow=wrap",
-            "<low>:1: overflow must be one of 'inf', 'nan', 'saturate'",
-        ),
-        (
-            "linear float8_e5m2 weight=float8_e5m2",
-            "<low>:1: unknown option 'weight' of 'linear'; did you mean 'weights'",
-        ),
-    ],
-)
-def test_wrong_words_on_a_line_are_errors(line: str, message: str) -> None:
-    """With the line."""
-    with pytest.raises((hmpx.OpListError, hmpx.OptionError)) as error:
-        hmpx.Policy.from_ops(low=[line])
-    assert str(error.value).startswith(message)
 
 
 # --- what composes -------------------------------------------------------------------------------

@@ -363,19 +363,6 @@ def test_a_registered_function_computes_the_op(lowered: None) -> None:
     same_or_nan(torch.autograd.grad(actual.sum(), (a, b)), (torch.ones(5), torch.ones(5)))
 
 
-def test_an_unregistered_format_is_computed_by_torch_again() -> None:
-    """Also in a conversion in force, which still rounds to it."""
-    formats.register(formats.Fixed("fixed4_2", 4, 2))
-    policy = hmpx.Policy.from_ops(low=["add"], low_precision_type="fixed4_2")
-    a, b = normal(5), normal(5, seed=1)
-    with hmpx.convert(policy=policy):
-        expected = a + b
-        formats.register_op(lambda a, b: torch.full_like(a, 0.5), "add", "fixed4_2")
-        same_or_nan(a + b, torch.full((5,), 0.5))
-        formats.unregister("fixed4_2")
-        same_or_nan(a + b, expected)
-
-
 def test_a_function_of_codes_gets_and_gives_integers(lowered: None) -> None:
     """uint16 for 16-bit formats; here it negates, by two's complement."""
     seen = []
@@ -471,18 +458,6 @@ def test_wrong_registrations_are_errors(arguments: tuple[Any, ...], message: str
     assert str(error.value).startswith(message.partition(";")[0])
 
 
-def test_reflected_operators_swap_their_operands(lowered: None) -> None:
-    """The function sees the operands as they are written, whichever of them has the operator."""
-    formats.register_op(lambda a, b: torch.sub(a, b), "sub", "posit16_1")
-    formats.register_op(lambda a, b: torch.div(a, b), "div", "posit16_1")
-    policy = hmpx.Policy.from_ops(low=["sub", "div"], low_precision_type="posit16_1")
-    value = quantize(normal(5), "posit16_1")
-    with hmpx.convert(policy=policy):
-        same_or_nan(2 - value, quantize(2 - value.double(), "posit16_1").float())
-        same_or_nan(value - 2, quantize(value.double() - 2, "posit16_1").float())
-        same_or_nan(2 / value, quantize(2 / value.double(), "posit16_1").float())
-
-
 # --- freezing to codes -------------------------------------------------------------------------
 
 
@@ -552,14 +527,6 @@ def test_formats_without_codes_of_their_own_leave_the_weights(
         assert model.weight.dtype is torch.float32
 
 
-def test_random_rounding_stores_no_codes() -> None:
-    """It would round each weight once for all."""
-    model = nn.Linear(8, 8).eval()
-    with hmpx.convert(low_precision_type="float8_e4m3fn", rounding="stochastic"):
-        frozen = hmpx.freeze(model, normal(5, 8), store="codes")
-        assert not any(weight.is_low for weight in frozen.weights)
-
-
 def nested(layout: torch.layout) -> Tensor:
     return torch.nested.nested_tensor([normal(2, 8), normal(3, 8)], layout=layout)
 
@@ -627,20 +594,6 @@ def test_running_statistics_are_those_of_the_computation(format: str) -> None:
     torch.testing.assert_close(norm.running_mean.double(), plain.running_mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(norm.running_var.double(), plain.running_var, rtol=1e-6, atol=0)
     assert norm.running_mean.dtype is torch.float32
-
-
-def test_integers_that_are_no_weights_are_not_taken_for_codes() -> None:
-    """Forgetting ``.float()`` is torch's error, not an image of garbage; also once weights are codes."""
-    image, model = torch.ones(1, 3, 5, 5, dtype=torch.uint8), nn.Conv2d(3, 4, 3).eval()
-    with hmpx.convert(low_precision_type="float8_e4m3fn"):
-        with pytest.raises(RuntimeError):
-            model(image)
-        with pytest.raises(RuntimeError):
-            F.conv2d(normal(1, 3, 5, 5), torch.ones(4, 3, 3, 3, dtype=torch.uint8))
-        with hmpx.freeze(model, normal(1, 3, 5, 5), store="codes"):
-            assert model.weight.dtype is torch.uint8
-            with pytest.raises(RuntimeError):
-                model(image)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
@@ -251,23 +249,6 @@ def test_outer_hooks_are_given_the_parameter() -> None:
         expected = gradients(lambda: layer(x), [x, *layer.parameters()])
         with torch.autograd.graph.save_on_cpu():
             same(gradients(lambda: layer(x), [x, *layer.parameters()]), expected)
-
-
-def test_parameters_that_are_distributed() -> None:
-    """Views of a DTensor can't be made by strides: the casts of these are kept."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        weight = nn.Parameter(distribute_tensor(normal(8, 6), mesh, [Shard(0)]))
-        x = distribute_tensor(normal(5, 6), mesh, [Replicate()]).requires_grad_()
-        found = []
-        for keep in (True, False):
-            with converted(keep):
-                result = F.linear(x, weight).full_tensor()
-                found.append(torch.autograd.grad(result.float().sin().sum(), [x, weight]))
-        same([each.full_tensor() for each in found[1]], [each.full_tensor() for each in found[0]])
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_nothing_is_held_once_the_graph_is_gone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -263,29 +262,6 @@ def test_results_may_be_written_to(shape: tuple[int, ...], computed: list[bool])
     assert all(computed)
 
 
-def test_calls_from_within(kind: Kind) -> None:
-    """A hook of a gradient that calls the layer, and a call that fails half-way."""
-    layer, data = kind.layer(), kind.data().requires_grad_()
-
-    def train(gradient: Tensor) -> None:
-        with torch.enable_grad():
-            layer(data).sum().backward()
-
-    def gradients(*, has_hook: bool) -> list[Tensor]:
-        with low():
-            output = layer(data)
-            if has_hook:
-                output.register_hook(train)
-            found = torch.autograd.grad(output, (data, layer.weight), torch.ones_like(output))
-        return [output, *found]
-
-    expected = gradients(has_hook=False)
-    same(gradients(has_hook=True), expected, check_stride=True)
-    with low(), pytest.raises(RuntimeError, match=r"to have 4 channels|cannot be multiplied"):
-        layer(normal(2, 5, 9, 8))
-    same(gradients(has_hook=False), expected, check_stride=True)
-
-
 def test_modes_may_keep_what_they_see(kind: Kind) -> None:
     """Of forward and backward, or of the backward alone: kept memory is not shown to them."""
     layer, mode = kind.layer(), Keeping()
@@ -406,39 +382,6 @@ def test_other_linear_layers_are_left_to_others(x: Tensor, weight: Tensor, bias:
         same(actual, results(), check_stride=True)
 
 
-@pytest.mark.parametrize(
-    ("data", "arguments", "keywords"),
-    [
-        (normal(2, 4, 9, 8), (1, "same"), {}),
-        (normal(2, 4, 9, 8), (1, "valid"), {}),
-        (normal(4, 9, 8), (), {}),
-        (normal(2, 4, 9, 8), (), {"stride": 2}),
-        (normal(0, 4, 9, 8), (), {}),
-        (normal(2, 4, 9, 8), ([1], [0]), {}),
-    ],
-    ids=["same", "valid", "no batch", "keywords", "empty", "short lists"],
-)
-def test_other_convolutions_are_left_to_others(
-    data: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any], computed: list[bool]
-) -> None:
-    layer = nn.Conv2d(4, 6, 3)
-    with low():
-        output = F.conv2d(data, layer.weight, layer.bias, *arguments, **keywords)
-    rounded = [reround(t) for t in (data, layer.weight, layer.bias)]
-    same(output, F.conv2d(*rounded, *arguments, **keywords).bfloat16(), check_stride=True)
-    assert True not in computed
-
-
-def test_shapes_that_do_not_fit_have_the_error_of_torch() -> None:
-    """And a bias of another length, too."""
-    layer = nn.Linear(16, 24)
-    with low():
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            layer(normal(9, 17))
-        with pytest.raises(RuntimeError, match="expan"):
-            F.linear(normal(9, 16), layer.weight, nn.Parameter(normal(23)))
-
-
 def test_a_weight_that_changes_before_the_backward_is_an_error(kind: Kind) -> None:
     """It would be rounded from other values."""
     layer = kind.layer()
@@ -448,55 +391,6 @@ def test_a_weight_that_changes_before_the_backward_is_an_error(kind: Kind) -> No
             layer.weight.mul_(2.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_reused_casts_have_the_gradients_of_others(name: str) -> None:
-    """One cast of the weight for two layers: their gradients meet there in low precision."""
-    if name == "linear":
-        layer, data = nn.Linear(16, 16), normal(9, 16)
-    else:
-        layer, data = nn.Conv2d(4, 4, 3, padding=1), normal(2, 4, 9, 8)
-
-    def gradients(**options: Any) -> tuple[Tensor, ...]:
-        with low(**options):
-            return torch.autograd.grad(layer(layer(data)).float().sum(), layer.parameters())
-
-    actual, packed = gradients(reuse_casts=True), list[Tensor]()
-    for one, each in zip(actual, gradients(), strict=True):
-        torch.testing.assert_close(one, each, rtol=2**-7, atol=2**-7)
-    with left_to_others():
-        same(list(actual), list(gradients(reuse_casts=True)), check_stride=True)
-    with saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        gradients(reuse_casts=True)
-        assert not any(t is layer.weight for t in packed) or name == "linear"
-
-
-def test_threads(kind: Kind) -> None:
-    """Each has memory of its own."""
-    layers = [kind.layer(n) for n in (2, 6, 16)]
-    data = [kind.data(seed=rows, rows=rows) for rows in (9, 12, 20)]
-
-    def step(index: int) -> list[Tensor]:
-        output = layers[index](data[index])
-        loss = output.float().square().sum()
-        return [output, *torch.autograd.grad(loss, layers[index].parameters())]
-
-    found: dict[int, list[list[Tensor]]] = {}
-    with low():
-        expected = [step(index) for index in range(3)]
-
-        def work(index: int) -> None:
-            found[index] = [step(index) for _ in range(30)]
-
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for index in range(3):
-        for actual in found[index]:
-            same(actual, expected[index], check_stride=True)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

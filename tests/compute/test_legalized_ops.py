@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import Policy
-from hmpx.compute.graphs import round_fp32
-from hmpx.compute.legalize.legalization import LEGALIZE_MODES
 from tests.values import normal, same_or_nan
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -696,15 +693,12 @@ def test_what_is_kept_is_freed_without_garbage_collection(name: str, has_backwar
 
 MODIFIED: dict[str, tuple[tuple[str, ...], Function, str]] = {
     "low-precision input of mm": (("mm",), lambda a, w: torch.mm(a, w), "input"),
-    "low-precision input of linear": (("linear",), lambda a, w: F.linear(a, w), "input"),
     "low-precision view": (("matmul",), lambda a, w: a.t() @ w, "input"),
     "low-precision input of conv": (
         ("conv1d",),
         lambda a, w: F.conv1d(a[None], w[:, :, None]),
         "input",
     ),
-    "low-precision input of silu": (("silu",), lambda a, w: F.silu(a), "input"),
-    "fp32 parameter of mm": (("mm",), lambda a, w: torch.mm(a, w), "parameter"),
     "fp32 parameter of linear": (("linear",), lambda a, w: F.linear(a, w), "parameter"),
     "fp32 parameter of a norm": (
         ("layer_norm",),
@@ -712,11 +706,7 @@ MODIFIED: dict[str, tuple[tuple[str, ...], Function, str]] = {
         "parameter",
     ),
     "output of tanh": (("tanh",), lambda a, w: torch.tanh(a), "output"),
-    "output of sigmoid": (("sigmoid",), lambda a, w: torch.sigmoid(a), "output"),
-    "output of exp": (("exp",), lambda a, w: torch.exp(a), "output"),
-    "output of relu": (("relu",), lambda a, w: F.relu(a), "output"),
     "output of softmax": (("softmax",), lambda a, w: F.softmax(a, -1), "output"),
-    "output of log_softmax": (("log_softmax",), lambda a, w: F.log_softmax(a, -1), "output"),
     "output of sdpa": (
         ("scaled_dot_product_attention",),
         lambda a, w: F.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None]),
@@ -739,19 +729,6 @@ def test_writing_to_what_is_kept_is_an_error(name: str) -> None:
             target.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
-
-
-def test_writing_to_what_is_not_kept_is_none() -> None:
-    """A weight of which the input needs no gradient, and the output of a product."""
-    leaf = normal(8, 8, dtype=BF16)
-    weight = normal(8, 8, dtype=BF16, seed=1).requires_grad_()
-    with low("mm"):
-        output = torch.mm(leaf, weight)
-        with torch.no_grad():
-            weight.add_(1)  # the gradient of `leaf` is not asked for
-        output.add_(1)
-        output.sum().backward()
-    same_or_nan(weight.grad, (leaf.float().t() @ torch.ones(8, 8)).bfloat16())
 
 
 # --- what it composes with ------------------------------------------------------------------------
@@ -796,23 +773,6 @@ def test_save_on_cpu(dtype: torch.dtype) -> None:
     expected = results(composed_net, net_inputs(dtype))
     with low(*NET_OPS), save_on_cpu():
         same_or_nan(results(net, net_inputs(dtype)), expected)
-
-
-@pytest.mark.parametrize(
-    "name", ["matmul transposed", "matmul permuted", "matmul sliced", "linear", "conv2d", "sdpa"]
-)
-def test_outer_hooks_may_lay_tensors_out_anew(name: str) -> None:
-    """As `save_on_cpu` with pinned memory does: what they give back has the values, not the strides."""
-    case = CASES[name]
-    inputs = [normal(*shape, dtype=BF16, seed=i) for i, shape in enumerate(case.shapes)]
-
-    def pack(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-    with low(case.op):
-        expected = results(case.function, inputs)
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            same_or_nan(results(case.function, inputs), expected)
 
 
 def test_disabled_hooks() -> None:
@@ -1027,19 +987,6 @@ def test_empty_tensors(
     assert not requires_grad or a.grad.shape == a.shape
 
 
-def test_scalars() -> None:
-    """0-dim tensors."""
-    a, b = torch.tensor(1.001, requires_grad=True), torch.tensor(3.0, dtype=BF16)
-    with low("mul", "tanh", "matmul"):
-        product = a * b
-        same_or_nan(product, torch.tensor(3.0, dtype=BF16, requires_grad=True))
-        same_or_nan(torch.tanh(b), torch.tanh(b.float()).bfloat16())
-        product.backward()
-        with pytest.raises(RuntimeError, match="at least 1D"):
-            torch.matmul(a, b)
-    same_or_nan(a.grad, torch.tensor(3.0))
-
-
 @pytest.mark.parametrize("legalize", ["always", "fast"])
 @pytest.mark.parametrize("dtype", [FP64, torch.complex64, torch.int64])
 def test_other_dtypes_are_left_alone(dtype: torch.dtype, legalize: str) -> None:
@@ -1086,27 +1033,15 @@ class Tagged(Tensor):
     """A subclass as users make them."""
 
 
-class Logged(Tensor):
-    """Overrides what is done with torch's functions."""
-
-    called: list[str] = []  # noqa: RUF012  # a fresh one in each test
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.called.append(getattr(func, "__name__", "?"))
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.mark.parametrize("kind", [Tagged, Logged])
-def test_subclasses(kind: type[Tensor]) -> None:
+def test_subclasses() -> None:
     """The result is of the subclass, and that of the composition; gradients flow."""
     expected = results(plainly_composed_net, net_inputs())
     a, w, v = net_inputs()
     leaf = a.clone().requires_grad_()
     w, v = w.requires_grad_(), v.requires_grad_()
     with low(*NET_OPS):
-        output = net(leaf.as_subclass(kind), w, v)
-        assert type(output) is kind
+        output = net(leaf.as_subclass(Tagged), w, v)
+        assert type(output) is Tagged
         found = torch.autograd.grad(output, [leaf, w, v], normal(6, 5, seed=99).bfloat16())
     assert output.dtype is BF16
     same_or_nan(output.detach().as_subclass(Tensor), expected[0])
@@ -1126,29 +1061,6 @@ def test_nested_tensors(layout: torch.layout) -> None:
         output = F.linear(nested, weight)
     assert output.dtype is BF16
     same_or_nan(torch.cat(list(output.unbind())), expected)
-
-
-@pytest.mark.parametrize("legalize", ["always", "auto", "fast"])
-def test_default_dtype_and_device(legalize: str) -> None:
-    """Neither decides what is computed."""
-    with low(*NET_OPS, legalize=legalize):
-        expected = results(net, net_inputs()), net(*net_inputs())
-        inputs = net_inputs()
-        torch.set_default_dtype(FP64)
-        try:
-            same_or_nan(
-                results(net, inputs, torch.ones(6, 5)), results(net, inputs, torch.ones(6, 5))
-            )
-            same_or_nan(net(*inputs), expected[1])
-            assert results(net, inputs, torch.ones(6, 5))[1][0].dtype is FP32
-        finally:
-            torch.set_default_dtype(FP32)
-        torch.set_default_device("meta")
-        try:
-            actual = net(*inputs)
-        finally:
-            torch.set_default_device(None)
-        same_or_nan(actual, expected[1])
 
 
 def test_nothing_is_legalized_where_casts_are_off() -> None:
@@ -1300,26 +1212,18 @@ def all_roundings(dtype: torch.dtype) -> Tensor:
     return torch.cat([values, middles, near, random.view(FP32), special])
 
 
-def same_bits(actual: Tensor, expected: Tensor) -> None:
-    """As bits, so that zeros have their sign; a NaN is any NaN."""
-    assert torch.equal(actual.isnan(), expected.isnan())
-    a = actual.nan_to_num(nan=1.0, posinf=float("inf"), neginf=float("-inf"))
-    e = expected.nan_to_num(nan=1.0, posinf=float("inf"), neginf=float("-inf"))
-    same_or_nan(a.view(torch.int32), e.view(torch.int32))
-
-
 @compiles
 @quiet
-def test_compiled_rounding_by_arithmetic_is_that_of_casts() -> None:
-    """The same numbers, by inductor's code."""
-
-    def both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return round_fp32(a, BF16), round_fp32(b, FP16)
-
-    values = [all_roundings(dtype) for dtype in LOW]
-    actual = torch.compile(both, backend="inductor", fullgraph=True)(*values)
-    for a, value, dtype in zip(actual, values, LOW, strict=True):
-        same_bits(a, value.to(dtype).float())
+@pytest.mark.parametrize("dtype", LOW)
+def test_compiled_rounding_is_that_of_casts(dtype: torch.dtype) -> None:
+    """Of every number, every midpoint between two, its neighbours, and a million random bits; by inductor's code."""
+    values = all_roundings(dtype)
+    with low("neg", dtype=dtype):
+        found = torch.compile(lambda x: torch.neg(x), fullgraph=True)(values)
+    expected = values.to(dtype).neg()
+    is_nan = expected.isnan()
+    assert torch.equal(found.isnan(), is_nan)
+    same_or_nan(found[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))
 
 
 # --- exported graphs ------------------------------------------------------------------------------
@@ -1442,25 +1346,3 @@ def test_fast_gives_the_dtypes_of_auto(name: str) -> None:
 
 
 # --- the option, and observers --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("verbose", [True, "once"])
-def test_the_log_tells_the_same_decisions(
-    verbose: bool | str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whether, and how, ops are legalized: those who observe are told what is cast."""
-    caplog.set_level(logging.INFO, "hmpx")
-    logs, found = {}, {}
-    for mode in ("never", *[mode for mode in LEGALIZE_MODES if mode != "never"]):
-        caplog.clear()
-        with low(*NET_OPS, "sum", legalize=mode, verbose=verbose):
-            leaves = [t.requires_grad_() for t in net_inputs()]
-            output = net(*leaves)
-            with torch.no_grad():
-                net(*net_inputs(BF16))
-            found[mode] = torch.autograd.grad(output.sum(), leaves)
-        logs[mode] = [record.getMessage() for record in caplog.records]
-    assert len(logs["never"]) >= 4
-    for mode in LEGALIZE_MODES:
-        assert logs[mode] == logs["never"]
-    same_or_nan(found["always"], results(composed_net, net_inputs(), torch.ones(6, 5))[1])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, vmap
@@ -171,36 +168,3 @@ def test_what_is_kept_is_freed() -> None:
         del module, frozen
         gc.collect()
         assert not convolutions._prepared
-
-
-def test_copies_are_frozen_models_without_it() -> None:
-    module, x = nn.Conv2d(8, 16, 3), normal(1, 8, 9, 9)
-    with torch.no_grad(), convert(), freeze(module, x, store="prepared"):
-        expected = module(x)
-        buffer = io.BytesIO()
-        torch.save(module, buffer)
-        buffer.seek(0)
-        for copied in (copy.deepcopy(module), torch.load(buffer, weights_only=False)):
-            torch.testing.assert_close(copied(x), expected, rtol=0.01, atol=0.01)
-            assert kept(copied) == 0
-
-
-def test_a_layer_that_is_called_with_other_settings() -> None:
-    weight, x = nn.Parameter(normal(8, 8, 3, 3)), normal(1, 8, 9, 9)
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            wide = F.conv2d(x, self.weight, dilation=2)
-            return F.conv2d(wide, self.weight, stride=2)
-
-    module = Twice().eval()
-    with torch.no_grad(), convert(legalize="always"):
-        with freeze(module, x):
-            expected = module(x)
-        with freeze(module, x, store="prepared"):
-            actual = module(x)
-    torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.05)

@@ -81,4 +81,4 @@ def made() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps(made(), indent=1) + "\n", "utf-8")
+    GOLDEN.write_text(json.dumps(made()).replace("}, ", "},\n ") + "\n", "utf-8")

@@ -16,7 +16,6 @@ from hmpx.errors import OptionError
 from hmpx.formats import (
     Block,
     Custom,
-    Exponent,
     Fixed,
     Float,
     Posit,
@@ -226,24 +225,6 @@ def test_blocks(name: str, mode: str) -> None:
     assert (scales[1, 0], scales[2, 1], scales[3, 0]) == (255, 255, 0)
 
 
-def test_blocks_along_an_axis() -> None:
-    """Also of no axis at all."""
-    format = Block("deep", Float("e2m1", 2, 1, kind="finite"), size=4, axis=0)
-    x = torch.randn(10, 3)
-    codes, scales = encode(x, format)
-    assert (codes.shape, scales.shape) == ((10, 3), (3, 3))
-    assert torch.equal(decode((codes, scales), format), quantize(x, format))
-    single = encode(torch.tensor(5.0), format)
-    assert decode(single, format).item() == quantize(torch.tensor(5.0), format).item()
-
-
-def test_rounding_and_overflow_of_codes() -> None:
-    """As for quantize."""
-    x = torch.tensor([1.06, 1000.0])
-    assert encode(x, "float8_e4m3fn").tolist() == [0x38, 0x7F]  # type: ignore[union-attr]
-    assert encode(x, "float8_e4m3fn", "up", "saturate").tolist() == [0x39, 0x7E]  # type: ignore[union-attr]
-
-
 def test_registry() -> None:
     """A format is found by its name, also as TVM spells it, until it is unregistered."""
     mine = Float("float10_e5m4", exponent_bits=5, mantissa_bits=4)
@@ -275,33 +256,9 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         "format f: exponent_bits must be an integer from 2 to 11, not 12",
     ),
     (
-        lambda: Float("f", 0, 3, kind="finite"),
-        "format f: exponent_bits must be an integer from 1 to 11, not 0",
-    ),
-    (lambda: Float("f", 4, 0), "format f: mantissa_bits must be an integer from 1 to 52, not 0"),
-    (
-        lambda: Float("f", 11, 0, bias=1023, kind="finite"),
-        "format f: exponents from -1022 to 1024 with 0 mantissa bits are beyond float64, in which "
-        "formats are computed; take fewer exponent bits or another bias",
-    ),
-    (lambda: Exponent("e", 11), "format e: bits must be an integer from 2 to 10, not 11"),
-    (
-        lambda: Exponent("e", 10, bias=-10),
-        "format e: exponents from 10 to 1032 are beyond float64, in which formats are computed; "
-        "take fewer bits or another bias",
-    ),
-    (
-        lambda: Float("f", 4, 3, bias=1.5),  # type: ignore[arg-type]
-        "format f: bias must be an integer from -1023 to 2046, not 1.5",
-    ),
-    (
         lambda: Float("f", 4, 3, kind="fnu"),  # type: ignore[arg-type]
         "format f: kind must be one of 'ieee', 'p3109', 'fn', 'fnuz', 'finite', not 'fnu'; did you mean "
         "'fnuz'?",
-    ),
-    (
-        lambda: Float("f", 4, 3, kind="fn", overflow="inf"),
-        "format f: overflow must be 'nan', 'saturate' or None, not 'inf'",
     ),
     (
         lambda: Float("f", 11, 3, bias=2000),
@@ -309,7 +266,6 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         "formats are computed; take fewer exponent bits or another bias",
     ),
     (lambda: Posit("p", 33, 2), "format p: bits must be an integer from 3 to 32, not 33"),
-    (lambda: Posit("p", True, 2), "format p: bits must be an integer from 3 to 32, not True"),
     (
         lambda: Posit("p", 32, 6),
         "format p: its largest value, 2**1920, is beyond float64, in which formats are computed; "
@@ -319,7 +275,6 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         lambda: Fixed("q", 20, 20),
         "format q: integer_bits and fraction_bits must be 2 to 32 in all, not 40",
     ),
-    (lambda: Fixed("q", 0, 4), "format q: integer_bits must be an integer from 1 to 32, not 0"),
     (
         lambda: Block("b", "float8_e4m3fn"),  # type: ignore[arg-type]
         "format b: element must be a Float or Fixed, not 'float8_e4m3fn'; get(name) returns a "
@@ -327,39 +282,16 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: Block("b", E2M1, size=0), "format b: size must be an integer from 1 to 65536, not 0"),
     (
-        lambda: Block("b", E2M1, axis=None),  # type: ignore[arg-type]
-        "format b: axis must be an integer from -64 to 63, not None",
-    ),
-    (
-        lambda: Block("b", Float("bf16", 8, 7)),
-        "format b: element bf16 must have a largest exponent from 1 to 16 and no numbers below "
-        "2**-22",
-    ),
-    (lambda: Table("t", (1.0,)), "format t: a table has 2 to 65536 values, not 1"),
-    (
         lambda: Table("t", (1.0, 3.0, 2.0)),
         "format t: values must be ascending, but value 2, 2.0, comes after 3.0",
     ),
-    (
-        lambda: Table("t", (0.0, math.nan)),
-        "format t: values must be finite, but value 1 is nan",
-    ),
-    (lambda: Table("t", "ab"), "format t: values must be numbers, not 'ab'"),  # type: ignore[arg-type]
     (
         lambda: Custom("c", 3),  # type: ignore[arg-type]
         "format c: quantize must be a function of a tensor, not 3",
     ),
     (
-        lambda: formats.register("float16"),  # type: ignore[arg-type]
-        "register takes a Float, Exponent, Posit, Takum, Fixed, Block, Scaled, Table or Custom format, not 'float16'",
-    ),
-    (
         lambda: formats.register(Float("float16", 5, 9)),
         "format float16 comes with hmpx; choose another name",
-    ),
-    (
-        lambda: formats.register(E2M1, code=128),
-        "format e2m1: code must be an integer from 129 to 255, not 128",
     ),
     (
         lambda: (formats.register(E2M1), formats.register(Float("e2m1", 2, 2))),
@@ -379,24 +311,12 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         "format float16 comes with hmpx and can't be unregistered",
     ),
     (
-        lambda: formats.unregister("posit16_3"),
-        "no format 'posit16_3' is registered; did you mean 'posit16_2'?",
-    ),
-    (
         lambda: formats.get("custom[posit16_1]8"),
         "format posit16_1 has 16 bits, not 8: 'custom[posit16_1]8'",
     ),
     (
-        lambda: formats.get("zzz"),
-        "no format 'zzz' is known; hmpx.formats.names() lists the known ones",
-    ),
-    (
         lambda: encode(torch.ones(1), Custom("c", torch.round)),
         "format c is given by a function and has no codes; quantize rounds to it",
-    ),
-    (
-        lambda: decode(torch.ones(1), "float16"),
-        "format float16: codes must be integers, not torch.float32",
     ),
     (
         lambda: decode(torch.ones(1, dtype=torch.uint8), "mxfp4_e2m1"),

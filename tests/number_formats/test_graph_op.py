@@ -80,7 +80,7 @@ def test_a_rounding_is_one_node(name: str, round_gradients: bool) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_strides_and_sizes(dynamic: bool) -> None:
     """The op's result has the strides that its fake kernel says, whatever those of its input."""
-    known = ["float8_e4m3fn", "posit16_1", "mxfp8_e4m3", Table("table", (-1.0, 0.0, 0.5))]
+    known = ["float8_e4m3fn", "mxfp8_e4m3", Table("table", (-1.0, 0.0, 0.5))]
     compiled = torch.compile(
         lambda y: [quantize(y, format) + 1 for format in known],
         backend="aot_eager",
@@ -88,7 +88,7 @@ def test_strides_and_sizes(dynamic: bool) -> None:
         dynamic=dynamic,
     )
     x = torch.randn(6, 5, 40)
-    for y in (x, x.transpose(0, 1), x.permute(2, 0, 1), x[:, ::2], x[..., 1:], x[:0], x.double()):
+    for y in (x, x.permute(2, 0, 1), x[:, ::2], x[:0]):
         for actual, format in zip(compiled(y), known, strict=True):
             expected = quantize(y, format) + 1
             assert_same(actual, expected, y)

@@ -512,18 +512,6 @@ def test_blocks_by_fractions(name: str, mode: str, implementation: str) -> None:
     assert_same(quantize(x.double(), format, mode), expected.double(), x)
 
 
-def test_axis_of_blocks(implementation: str) -> None:
-    """Blocks lie along any axis, of any length; other sizes than 32 do."""
-    x = torch.randn(5, 40, 3)
-    for axis in (0, 1, 2, -3):
-        format = Block("blocks", formats.get("float8_e4m3fn"), size=7, axis=axis)  # type: ignore[arg-type]
-        rows = Block("rows", format.element, size=7)
-        expected = quantize(x.movedim(axis, -1).contiguous(), rows).movedim(-1, axis)
-        assert_same(quantize(x, format), expected.contiguous(), x)
-        assert quantize(x, format).is_contiguous()
-    assert quantize(torch.tensor(3.3), "mxfp4_e2m1").item() == 3.0
-
-
 STOCHASTIC = ["float8_e4m3fn", "bfloat16", "float4_e2m1fn", "posit8_1", "mxfp8_e4m3", FLUSHED]
 
 
@@ -662,12 +650,6 @@ def test_nothing_to_round(dtype: torch.dtype) -> None:
     assert_same(quantize(x.double(), "float32").to(dtype), x, x)
 
 
-def test_result_in_a_narrower_dtype() -> None:
-    """float16's values are rounded to bfloat16 where that is the input's dtype."""
-    x = torch.tensor([65519.0, 1e-7]).bfloat16()
-    assert_same(quantize(x, "float16"), quantize(x.float(), "float16").bfloat16(), x)
-
-
 def test_overflow(implementation: str) -> None:
     """As the standard says, or as asked for."""
     x = torch.tensor([1e6, -1e6, math.inf, -math.inf])
@@ -705,20 +687,6 @@ def test_gradients_pass(name: str) -> None:
     assert torch.equal(
         torch.func.vmap(lambda y: quantize(y, name))(detached), quantize(detached, name)
     )
-
-
-def test_rounder(implementation: str) -> None:
-    """Rounds as `quantize`, time and again, with a generator of its own."""
-    x = torch.randn(1000)
-    assert torch.equal(rounder("float8_e4m3fn")(x), quantize(x, "float8_e4m3fn"))
-    up = rounder(formats.get("posit16_1"), "up", "saturate")
-    assert torch.equal(up(x), quantize(x, "posit16_1", "up"))
-    generator = torch.Generator().manual_seed(3)
-    draw = rounder("bfloat16", "stochastic", generator=generator)
-    first, second = draw(x), draw(x)
-    assert not torch.equal(first, second)
-    generator.manual_seed(3)
-    assert torch.equal(draw(x), first)
 
 
 def test_modes_of_dispatch(implementation: str) -> None:

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from hmpx.errors import OptionError
 from hmpx.formats import Block, Fixed, Float, Table, decode, encode, get, quantize
-from hmpx.number_formats import ROUNDING_MODES
 
 from .test_quantize import assert_same, find_library, implementation  # noqa: F401  # a fixture
-from .test_scaled import rounded_by
 
 RULES = ("floor", "rceil", "ceil", "even")
 NAMES = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8")
@@ -147,17 +145,3 @@ def test_mistakes() -> None:
         with pytest.raises(OptionError) as error:
             Block("b", **fields)  # type: ignore[arg-type]
         assert str(error.value) == message
-
-
-@pytest.mark.parametrize("mode", ROUNDING_MODES)
-@pytest.mark.parametrize("rule", RULES)
-def test_kernels_as_torch_ops(rule: str, mode: str) -> None:
-    """MXINT8 has the kernel of scaled formats: bit for bit in all modes, along each axis."""
-    if find_library() is None:
-        pytest.skip("hmpx was installed without a C compiler")
-    x = torch.randn(9, 70) * torch.exp2(torch.randint(-60, 60, (9, 70)).float())
-    x[0], x[1], x[2, 3], x[3, 60], x[4, 5] = 0.0, 1e-41, math.nan, -math.inf, MOST
-    for axis in (0, 1):
-        format = Block("b", block("mxint8").element, rule=rule, axis=axis)  # type: ignore[arg-type]
-        found = [rounded_by(x, format, mode, kernels=is_used) for is_used in (True, False)]
-        assert_same(*found, x)

@@ -125,7 +125,7 @@ def main() -> None:
             digest(unpack_uint4(made.qdata.view(torch.uint8))),
             digest(made.dequantize(torch.float32)),
         ]
-    PATH.write_text(json.dumps(found, indent=1) + "\n")
+    PATH.write_text(json.dumps(found).replace("], ", "],\n ") + "\n")
     print(len(found), "written;", formats.__name__)
 
 

@@ -49,18 +49,6 @@ class Symmetric(nn.Module):
         return x @ torch.eye(4)
 
 
-def parameter() -> Tensor:
-    return nn.Parameter(product())
-
-
-def derived() -> Tensor:
-    return nn.Parameter(product().t().contiguous() * 2)
-
-
-def with_history() -> Tensor:
-    return nn.Parameter(torch.randn(4, 4, requires_grad=True) @ torch.randn(4, 4))
-
-
 def data() -> Tensor:
     linear = nn.Linear(4, 4)
     linear.weight.data = torch.randn(4, 4) @ linear.weight.data
@@ -70,12 +58,6 @@ def data() -> Tensor:
 def buffer() -> Tensor:
     module = nn.Module()
     module.register_buffer("b", product())
-    return module.get_buffer("b")
-
-
-def buffer_object() -> Tensor:
-    module = nn.Module()
-    module.b = nn.Buffer(product())
     return module.get_buffer("b")
 
 
@@ -98,13 +80,6 @@ def set_to() -> Tensor:
     with torch.no_grad():
         assert made.set_(product()) is made
     return made
-
-
-def data_of_gradient() -> Tensor:
-    made = nn.Parameter(torch.zeros(4, 4))
-    made.grad = torch.zeros(4, 4)
-    made.grad.data = product()
-    return made.grad
 
 
 def assigned_state() -> Tensor:
@@ -141,12 +116,6 @@ def registered() -> Tensor:
     return linear.parametrizations.weight.original
 
 
-def registered_twice() -> Tensor:
-    linear = parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric())
-    parametrize.register_parametrization(linear, "weight", Symmetric())
-    return linear.parametrizations.weight.original
-
-
 def set_parametrized() -> Tensor:
     linear = parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric())
     linear.weight = product()
@@ -156,23 +125,11 @@ def set_parametrized() -> Tensor:
 @pytest.mark.parametrize(
     "make",
     [
-        parameter,
-        derived,
-        with_history,
-        data,
-        buffer,
-        buffer_object,
-        set_buffer,
-        gradient,
-        set_to,
-        data_of_gradient,
-        assigned_state,
-        assigned_buffers,
-        vector,
-        orthogonal,
-        registered,
-        registered_twice,
-        set_parametrized,
+        lambda: nn.Parameter(product()),
+        lambda: nn.Parameter(product().t().contiguous() * 2),
+        lambda: nn.Parameter(torch.randn(4, 4, requires_grad=True) @ torch.randn(4, 4)),
+        *(data, buffer, set_buffer, gradient, set_to, assigned_state, assigned_buffers),
+        *(vector, orthogonal, registered, set_parametrized),
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"lists": "autocast-cuda"}, {"legalize": "always"}])

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
@@ -119,45 +118,6 @@ def test_a_definition_that_is_run_again_replaces_itself() -> None:
     assert len(rules.all_rules()) == 4
     with none():
         assert torch.relu(uniform(4, 4)).dtype is BF16
-
-
-def test_functions_made_by_one_function_are_several_rules() -> None:
-    """They close over different values; registered twice, the same one is one rule."""
-
-    def at_size(size: int) -> Callable[[Call], CastPolicy | None]:
-        def rule(call: Call) -> CastPolicy | None:
-            return ALLOW if call.shapes[0].numel() == size else None
-
-        return rule
-
-    three = at_size(3)
-    register_rule("relu", three)
-    register_rule("relu", at_size(4))
-    register_rule("relu", three)
-    assert len(rules.all_rules()) == 2
-    with none():
-        assert [torch.relu(uniform(n)).dtype for n in (2, 3, 4)] == [FP32, BF16, BF16]
-
-
-class Rule:
-    """A rule that is an object."""
-
-    def __init__(self, answer: CastPolicy | None) -> None:
-        self.answer = answer
-
-    def __call__(self, call: Call) -> CastPolicy | None:
-        return self.answer
-
-    def method(self, call: Call) -> CastPolicy | None:
-        return self.answer
-
-
-def test_any_callable_is_a_rule() -> None:
-    """Objects, bound methods."""
-    register_rule("relu", Rule(ALLOW))
-    register_rule("exp", Rule(ALLOW).method)
-    with none():
-        assert torch.relu(uniform(4, 4)).dtype is torch.exp(uniform(4, 4)).dtype is BF16
 
 
 @pytest.mark.parametrize(
@@ -508,19 +468,6 @@ def test_what_is_written_to_keeps_its_dtype(answer: Any) -> None:
                     assert a.lerp_(b, 0.5).dtype is dtype
 
 
-def test_in_place_calls_are_not_asked_about() -> None:
-    """There is nothing to decide."""
-    asked: list[str] = []
-    register_rule(["add", "lerp", "relu"], lambda call: asked.append(call.op) or ALLOW)
-    with none():
-        a, b = uniform(4, 4), uniform(4, 4)
-        a += b
-        a.add_(b).lerp_(b, 0.5).relu_()
-        torch.relu_(a)
-        assert asked == []
-        assert torch.relu(a).dtype is BF16
-
-
 def test_disable_casts_wins() -> None:
     """The rule is not even asked; so it is in an optimizer's step."""
     asked = []
@@ -706,47 +653,6 @@ def test_a_decision_may_bring_its_own_reason(caplog: pytest.LogCaptureFixture) -
 
 
 # --- what composes ------------------------------------------------------------------------------
-
-
-def test_modes_and_overriding_classes_still_see_the_calls() -> None:
-    """And what they call in turn follows the rule, as it was asked about the call given."""
-    asked: list[Any] = []
-
-    def deny(call: Call) -> CastPolicy:
-        asked.append(call.dtypes)
-        return DENY
-
-    calls: list[str] = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            calls.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    class Own(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            calls.append(f"own {func.__name__}")
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    register_rule(["linear", "matmul"], deny)
-    a, b = uniform(4, 4), uniform(4, 4)
-    expected = F.linear(a, b), a.matmul(b)
-    with hmpx.convert(policy=Policy.from_ops(low=["linear", "matmul"]), legalize="never"):
-        with Mode():
-            actual = [F.linear(a, b), a.matmul(b)]
-        assert calls == ["linear", "matmul"]
-        calls.clear()
-        own = a.as_subclass(Own)
-        actual += [F.linear(own, b), own.matmul(b)]
-        assert calls == ["own linear", "own matmul"]
-    for one, other in zip(actual, expected * 2, strict=True):
-        torch.testing.assert_close(one.as_subclass(Tensor), other, rtol=0, atol=0)
-    assert set(asked) == {(FP32, FP32)}
 
 
 def test_functions_kept_over_a_change_follow_what_is_in_force() -> None:

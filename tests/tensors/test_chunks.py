@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -123,36 +122,11 @@ def second_order(module: Any, x: Tensor) -> list[Tensor]:
     return [x.grad, *[p.grad for p in module.parameters()]]
 
 
-def half_frozen(module: Any, x: Tensor) -> list[Tensor]:
-    for p in list(module.parameters())[::2]:
-        p.requires_grad_(False)
-    module(x)[0].float().pow(2).sum().backward()
-    assert [p.grad is None for p in module.parameters()] == [
-        not p.requires_grad for p in module.parameters()
-    ]
-    return [x.grad, *[p.grad for p in module.parameters() if p.grad is not None]]
-
-
 def frozen(module: Any, x: Tensor) -> list[Tensor]:
     module.requires_grad_(False)
     output = module(x)[0]
     output.float().sum().backward()
     return [output.detach(), x.grad]
-
-
-def two_backwards(module: Any, x: Tensor) -> list[Tensor]:
-    loss = module(x)[0].float().pow(2).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return [x.grad, *[p.grad for p in module.parameters()]]
-
-
-def batched_gradients(module: Any, x: Tensor) -> list[Tensor]:
-    output = module(x)[0].float().pow(3).sum((0, 1))
-    parameters = list(module.parameters())
-    return list(
-        torch.autograd.grad(output, parameters, torch.eye(len(output)), is_grads_batched=True)
-    )
 
 
 def func_grad(module: Any, x: Tensor) -> list[Tensor]:
@@ -164,12 +138,6 @@ def func_grad(module: Any, x: Tensor) -> list[Tensor]:
     )
 
 
-def tangents(module: Any, x: Tensor) -> list[Tensor]:
-    with torch.autograd.forward_ad.dual_level(), torch.backends.mkldnn.flags(enabled=False):
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        return [torch.autograd.forward_ad.unpack_dual(module(dual)[0]).tangent.detach()]
-
-
 def in_checkpoint(use_reentrant: bool) -> Callable[[Any, Tensor], list[Tensor]]:
     def run(module: Any, x: Tensor) -> list[Tensor]:
         output = checkpoint(lambda x: module(x)[0], x, use_reentrant=use_reentrant)
@@ -177,11 +145,6 @@ def in_checkpoint(use_reentrant: bool) -> Callable[[Any, Tensor], list[Tensor]]:
         return [x.grad, *[p.grad for p in module.parameters()]]
 
     return run
-
-
-def saved_on_cpu(module: Any, x: Tensor) -> list[Tensor]:
-    with torch.autograd.graph.save_on_cpu():
-        return step(module, x)
 
 
 def in_inference_mode(module: Any, x: Tensor) -> list[Tensor]:
@@ -198,34 +161,18 @@ def exported(module: Any, x: Tensor) -> list[Tensor]:
     return [program.module()(x.detach())[0].detach()]
 
 
-def graph_of_fx(module: Any, x: Tensor) -> list[Tensor]:
-    return [make_fx(lambda x: module(x)[0])(x.detach())(x.detach()).detach()]
-
-
-def jit_traced(module: Any, x: Tensor) -> list[Tensor]:
-    module.requires_grad_(False)
-    return [torch.jit.trace(module, (x.detach(),))(x.detach())[0]]
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "run",
     [
         second_order,
-        half_frozen,
         frozen,
-        two_backwards,
-        batched_gradients,
         func_grad,
-        tangents,
         in_checkpoint(True),
         in_checkpoint(False),
-        saved_on_cpu,
         in_inference_mode,
         pytest.param(compiled, marks=pytest.mark.slow),
         exported,
-        graph_of_fx,
-        jit_traced,
     ],
 )
 def test_a_chunk_under_all_that_torch_does(run: Callable[[Any, Tensor], list[Tensor]]) -> None:

@@ -1,16 +1,13 @@
 """Breaks one part of torch after the other, and sees what hmpx does without it.
 
     python tests/torch_internals/worker.py absent|strange NAME ...
-    python tests/torch_internals/worker.py amid STATE ...
 
-Prints a JSON object: name -> error, warnings, and whether results are those with the part. Amid a state
-of torch nothing is broken: what hmpx finds not to be as expected when it is imported there. hmpx is
+Prints a JSON object: name -> error, warnings, and whether results are those with the part. hmpx is
 imported in children only, which are forked, so that torch is imported once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import json
@@ -18,7 +15,6 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,6 @@ import torch
 import torch._dynamo  # optimizers import it, and find torch whole
 import torch.distributed.tensor
 import torch.utils.checkpoint
-from torch._subclasses import FakeTensorMode
 
 import torch.utils._device  # isort: skip
 
@@ -92,8 +87,6 @@ def results() -> list[torch.Tensor]:
 
 def outcome(name: str, how: str) -> dict[str, Any]:
     """Returns what hmpx does without a part; with all of them if ``name`` is ``""``."""
-    if how == "amid":
-        return {"error": "", "faults": imported_amid(name)} if name else {"error": ""}
     if name:
         break_part(name, how)
     with warnings.catch_warnings(record=True) as caught:
@@ -124,30 +117,6 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
     return ""
 
 
-STATES: dict[str, Callable[[], Any]] = {
-    "inference_mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "fake tensors": FakeTensorMode,
-    "default device": lambda: torch.device("meta"),
-    "forward-mode": torch.autograd.forward_ad.dual_level,
-    "saved-tensor hooks": lambda: torch.autograd.graph.save_on_cpu(),
-    "no saved-tensor hooks": lambda: torch.autograd.graph.disable_saved_tensors_hooks("no"),
-    "default dtype": lambda: torch.set_default_dtype(torch.float16) or contextlib.nullcontext(),
-}
-
-
-def imported_amid(state: str) -> list[str]:
-    """Returns what hmpx finds not to be as expected when it is imported amid a state of torch."""
-    with STATES[state]():
-        torch.vmap(lambda x: (importlib.import_module("hmpx"), x)[1])(torch.ones(1))
-    return [
-        part.feature
-        for part in importlib.import_module("hmpx.torch_internals").parts()
-        if part.fault
-    ]
-
-
 def in_child(name: str, how: str) -> dict[str, Any]:
     """Returns `outcome`, of a forked child."""
     reading, writing = os.pipe()
@@ -172,7 +141,7 @@ def main() -> None:
     report = {}
     for name in names:
         report[name] = found = in_child(name, how)
-        if not found["error"] and how != "amid":
+        if not found["error"]:
             found["difference"] = difference(found, expected)
     print(json.dumps(report))
 

@@ -180,12 +180,3 @@ def test_wrong_calls_fail_as_torch_has_them_fail(call: Form) -> None:
     with hmpx.convert(policy=Policy.from_ops(low=["linear"])), pytest.raises(TypeError) as actual:
         call(F.linear, t)
     assert str(actual.value) == str(expected.value)
-
-
-def test_out_decides_however_it_stands_beside_settled_inputs() -> None:
-    """Inputs that have the list's dtype are cast to that of ``out``."""
-    x = torch.randn(3, 4)
-    out = torch.empty(3, 4, dtype=FP32)
-    with hmpx.convert(policy=Policy.from_ops(low=["softmax"])):
-        torch.softmax(x.bfloat16(), -1, out=out)
-    assert torch.equal(out, torch.softmax(x.bfloat16().float(), -1))

@@ -204,18 +204,3 @@ def test_operators_raise_where_nothing_is_cast_and_what_others_raise(around: Any
         ATEN.mm(LOW, WIDE)
     assert caught.value.__context__ is None
     assert not any("in_fp32" in name for name in functions(caught.value))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
-def test_a_call_that_fails_amid_a_trace_raises() -> None:
-    """torch.jit.trace ends the process where a program goes on behind one."""
-
-    def inverted(x: Tensor) -> Tensor:
-        return torch.linalg.matrix_power(x.bfloat16(), -1)
-
-    x = torch.eye(3)
-    with hmpx.convert(device_types={"cpu"}):
-        traced = torch.jit.trace(inverted, (x,))
-        with pytest.raises(RuntimeError, match="same dtype"):
-            torch.jit.trace(lambda low, wide: ATEN.mm(low, wide), (LOW, WIDE))
-    assert torch.equal(traced(2 * x), (x / 2).bfloat16())

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import hmpx
 from hmpx import Policy
-from hmpx.patches import retired
 
 NOTHING, ONE = Policy.from_ops(), Policy.from_ops(low=["mm"])
 
@@ -71,13 +70,3 @@ def test_a_kept_one_does_what_is_in_its_slot() -> None:
     with convert():
         kept(told)
     assert calls == ["wrapper", "torch's", "wrapper", "wrapper"]
-
-
-def test_conversions_leave_nothing_more_behind() -> None:
-    """A retired one keeps its name."""
-    for _ in range(2):
-        convert().revert()
-    before = len(retired())
-    for _ in range(5):
-        convert().revert()
-    assert len(retired()) == before
