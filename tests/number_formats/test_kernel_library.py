@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 import hmpx
 from hmpx.number_formats import kernels
-from hmpx.number_formats.kernels import sources
 from tests import forks
 
 from .test_quantize import implementation  # noqa: F401  # a fixture
@@ -131,17 +130,6 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
     assert err.strip().endswith(
         f"{other} was compiled from other sources than those of this version of hmpx"
     )
-
-
-def test_all_sources_are_part_of_the_version() -> None:
-    """What the C file includes is read for the digest."""
-    named = {
-        line.split('"')[1]
-        for path in sources.SOURCES
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.startswith('#include "')
-    }
-    assert named <= {path.name for path in sources.SOURCES}
 
 
 @needs_compiler

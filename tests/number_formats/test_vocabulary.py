@@ -15,8 +15,6 @@ import hmpx
 from hmpx import cli, formats
 from hmpx.errors import HmpxError, OptionError
 from hmpx.formats import Float, get, quantize
-from hmpx.number_formats import ROUNDING_MODES, spellings
-from hmpx.number_formats.vocabulary import plain
 
 #: Name -> the format that it stands for.
 UNDERSTOOD: dict[Any, str] = {
@@ -205,24 +203,6 @@ def test_what_is_registered_comes_first() -> None:
     assert get("e4m3").name == "float8_e4m3fn"
     with pytest.raises(OptionError, match="no format 'e4m3' is registered"):
         formats.unregister("e4m3")
-
-
-def test_data() -> None:
-    """Names are spelled as they are looked up, stand once, for formats that there are, and shadow none."""
-    names = formats.names()
-    sections = [spellings(section) for section in ("means", "either", "advice")]
-    known = [name for section in sections for name in section]
-    assert len(known) == len(set(known)) > 80
-    faults = [name for name in known if plain(name) != name or name in names]
-    faults += [name for name, meant in sections[0].items() if meant not in names]
-    for name, said in sections[1].items():
-        meant = said.split()
-        faults += [name] * (len(meant) < 2 or not set(meant) <= set(names))
-    rounding = spellings("rounding")
-    faults += [name for name in rounding if plain(name) != name or name in ROUNDING_MODES]
-    faults += [name for name, meant in rounding.items() if meant not in ROUNDING_MODES]
-    assert not faults
-    assert not set(known) & set(names)
 
 
 @pytest.mark.parametrize(

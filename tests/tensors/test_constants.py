@@ -12,7 +12,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmpx.formats import Table, decode, quantize
-from hmpx.number_formats import ROUNDING_MODES
 from tests.values import same_or_nan
 
 VALUES = (-2.0, -0.5, 0.0, 0.75, 1.0, 3.0)
@@ -41,19 +40,6 @@ class FromHost(TorchDispatchMode):
 def table() -> Table:
     """Returns a format that nothing was derived from yet."""
     return Table("t", VALUES)
-
-
-@pytest.mark.parametrize("mode", ROUNDING_MODES)
-def test_a_table_comes_from_the_host_once(mode: str) -> None:
-    """A call on an accelerator copies nothing from the host, and so waits for nothing."""
-    rounding = table().plan(torch.float32, mode, "saturate")
-    assert rounding is not None
-    noise = torch.zeros(len(X), dtype=torch.int32)
-    first = rounding.round(X, noise)
-    with FromHost() as copies:
-        second = rounding.round(X, noise)
-    assert copies.ops == []
-    same_or_nan(second, first)
 
 
 def test_codes_are_decoded_without_the_host() -> None:
