@@ -149,7 +149,7 @@ def test_the_names_are_those_of_named_modules(linears: Places) -> None:
     assert linears.of(net, x()) == LINEARS
     net.layers[1].eval()
     seen = {path: rest for path, *rest in as_rules_see(net, x())}
-    assert seen["layers.0.first"] == [("Net", "Block", "Linear"), True]
+    assert seen["layers.0.last"] == [("Net", "Block", "Linear"), True]
     assert seen["layers.1.last"] == [("Net", "Block", "Linear"), False]
 
 
