@@ -18,7 +18,7 @@ import hmpx
 from hmpx.number_formats import kernels
 from tests import forks
 
-from .test_quantize import implementation  # noqa: F401  # a fixture
+from .test_quantize import use
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,12 +66,19 @@ def test_off() -> None:
     assert show(HMPX_KERNELS="No") == (0, BY_OPS, "")
 
 
-@pytest.mark.usefixtures("no_search_for_early_names", "implementation")
+@pytest.mark.usefixtures("no_search_for_early_names")
 @pytest.mark.parametrize(
-    "name", ["float8_e4m3fn", "posit16_1", "takum16", "mxfp8_e4m3", "nvfp4", "int8_row", "nf4"]
+    ("name", "implementation"),
+    [
+        *((name, "ops") for name in ("float8_e4m3fn", "posit16_1", "takum16", "nvfp4", "nf4")),
+        ("mxfp8_e4m3", "kernels"),
+    ],
 )
-def test_rounding_calls_nothing_that_a_list_may_name(name: str) -> None:
+def test_rounding_calls_nothing_that_a_list_may_name(
+    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every op may be low in every family: what rounds is not rounded itself, without end."""
+    use(implementation, monkeypatch)
     x, w = torch.randn(4, 64, requires_grad=True), torch.randn(3, 64)
     policy = hmpx.Policy.from_ops(low=["*"], low_precision_type=name)
     with hmpx.convert(policy=policy, device_types={"cpu"}, round_gradients=True):
