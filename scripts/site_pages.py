@@ -40,6 +40,13 @@ LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s]+)\)")
 TEST = re.compile(r"\[\w+::(\w+)\]")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Shows the version in the header."""
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "hmpx" / "version.py").read_text("utf-8"))
+    config.site_name = f"{config.site_name} {version[1]}" if version else config.site_name
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages of documents and source outside of docs/."""
     documents = {path: (ROOT / path).read_text("utf-8") for path in PAGES}

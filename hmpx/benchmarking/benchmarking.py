@@ -109,12 +109,12 @@ def bench(
         raise OptionError("verbose slows down the variants of hmpx, which log; leave it out")
     if session.is_converted():
         raise BenchError(
-            "torch is converted already, and fp32 needs it as it is: hmpx.revert() first"
+            "torch is converted already, but the fp32 variant needs the original; call hmpx.revert() first"
         )
     if observers.ATTACHED.value:
         raise BenchError(
-            "an observer is attached, such as hmpx.record() or hmpx.watch(), which slows hmpx's variants "
-            "only: end it, or detach it, before the benchmark"
+            "an observer such as hmpx.record() or hmpx.watch() is attached, which slows only hmpx's variants; "
+            "detach it before the benchmark"
         )
     conditions = _conditions(device, clock, conversion)
     with _threads(threads), contextlib.ExitStack() as on_exit:
@@ -184,7 +184,7 @@ def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -
             )
     clock = arguments.choice("clock", clock, _CLOCKS)
     if clock == "cpu" and device_type != "cpu":
-        raise OptionError(f"clock='cpu' says nothing of {device_type}, which computes meanwhile")
+        raise OptionError(f"clock='cpu' does not measure {device_type}; use clock='wall'")
     low_dtype = low if isinstance(low, torch.dtype) else None
     return Conditions(device_type, low_dtype, conversion, _CLOCKS[clock])
 
@@ -220,12 +220,12 @@ def _runners(
         is_asked = names is not None
         if variant.is_autocast and conditions.low_dtype is None:
             if is_asked:
-                raise BenchError("torch.autocast knows bfloat16 and float16 only; leave it out")
+                raise BenchError("torch.autocast supports only bfloat16 and float16; leave it out")
             continue
         if variant.store is not None and runners and runners[0].model is None:
             if is_asked:
                 raise BenchError(
-                    "to freeze weights, bench needs the model: make() has to return it, instead of a step"
+                    "to freeze weights, bench needs the model: make() must return the model instead of a step"
                 )
             continue
         randomness = Randomness(conditions.device_type, seed)
@@ -239,7 +239,7 @@ def _runners(
         if session.is_converted():
             session.revert()
             raise BenchError(
-                "make() converts torch, which bench does itself: leave hmpx.convert() out"
+                "make() converts torch, which bench does itself: leave out hmpx.convert()"
             )
         step = conditions.step(variant, step)
         runners.append(Runner(variant, conditions, randomness, step, model, given))

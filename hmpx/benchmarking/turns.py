@@ -80,7 +80,7 @@ def _tried(runner: Runner, part: Callable[[], None]) -> None:
     if session.is_converted():
         session.revert()
         raise BenchError(
-            "the step converts torch, which bench does itself: leave hmpx.convert() out"
+            "the step converts torch, which bench does itself: leave out hmpx.convert()"
         )
 
 

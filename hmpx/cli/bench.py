@@ -121,7 +121,7 @@ class _Inputs:
     def __call__(self) -> Any:
         if self._name is None and not hasattr(functions.imported(self._source), "inputs"):
             raise functions.FunctionError(
-                f"{self._source} has no function `inputs`, which returns what the model is called with; write "
+                f"{self._source} has no function `inputs`, which returns the model's inputs; write "
                 "it, or name another with --inputs"
             )
         source, name = functions.split(self._name or "inputs", self._source)
@@ -141,8 +141,8 @@ def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
 
     is_step = False
 
-    def made_anew() -> tuple[types.ModuleType, Any]:
-        module = functions.imported(source, anew=True)
+    def made_again() -> tuple[types.ModuleType, Any]:
+        module = functions.imported(source, again=True)
         function = functions.function_of(module, source, name)
         if not callable(function):
             raise functions.FunctionError(f"{source}:{name} is not a function")
@@ -152,7 +152,7 @@ def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
         nonlocal is_step
         if not is_step:
             seed = torch.initial_seed()
-            module, function = made_anew()
+            module, function = made_again()
             made = has_run(f"{source}:{name}", function())
             if isinstance(made, nn.Module):
                 return made
@@ -161,7 +161,7 @@ def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
                 return _within(module, made)
             is_step = True  # and it has run once, so its effects are repeated
             set_seed(seed)
-        return _within(*made_anew())
+        return _within(*made_again())
 
     return make
 

@@ -76,12 +76,12 @@ def function_of(module: types.ModuleType, source: str, name: str) -> Any:
     return function
 
 
-def imported(source: str, *, anew: bool = False) -> types.ModuleType:
+def imported(source: str, *, again: bool = False) -> types.ModuleType:
     """Imports a file, or a module of a package, and returns the module.
 
     Args:
         source: Its path, or its dotted name.
-        anew: Whether to run its code again, in a new module, if it was imported before.
+        again: Whether to run its code again, in a new module, if it was imported before.
 
     Raises:
         FunctionError: There is none, or it raised an error.
@@ -89,12 +89,12 @@ def imported(source: str, *, anew: bool = False) -> types.ModuleType:
     is_file = source.endswith(".py") or scripts.exists(source)
     try:
         if is_file:
-            return _of_file(source, anew)
+            return _of_file(source, again)
         if str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))
         module = importlib.import_module(source)
         spec = module.__spec__
-        return _executed(spec, source) if anew and spec is not None else module
+        return _executed(spec, source) if again and spec is not None else module
     except HmpxError:
         raise
     except (SyntaxError, ModuleNotFoundError, FileNotFoundError) as error:
@@ -105,16 +105,16 @@ def imported(source: str, *, anew: bool = False) -> types.ModuleType:
         where = raised_at(error)
         at = f", at {located(where)}" if where else ""
         raise FunctionError(
-            f"{source} can't be imported: {said_by(error)}{at}; what it runs belongs under "
+            f"{source} can't be imported: {said_by(error)}{at}; its training belongs under "
             '`if __name__ == "__main__":`'
         ) from error
 
 
-def _of_file(source: str, anew: bool) -> types.ModuleType:
+def _of_file(source: str, again: bool) -> types.ModuleType:
     path = Path(source).resolve()
     name = path.stem
     known = sys.modules.get(name)
-    if not anew and known is not None and getattr(known, "__file__", None) == str(path):
+    if not again and known is not None and getattr(known, "__file__", None) == str(path):
         return known
     scripts.put_first_on_path(path.parent)
     return _executed(importlib.util.spec_from_file_location(name, path), source)
@@ -122,9 +122,7 @@ def _of_file(source: str, anew: bool) -> types.ModuleType:
 
 def _executed(spec: importlib.machinery.ModuleSpec | None, source: str) -> types.ModuleType:
     if spec is None or spec.loader is None:
-        raise FunctionError(
-            f"{source}: this is no Python file; name one that ends in .py, or a module"
-        )
+        raise FunctionError(f"{source}: not a Python file; name one that ends in .py, or a module")
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(spec.name)
     sys.modules[spec.name] = module

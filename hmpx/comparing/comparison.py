@@ -108,7 +108,7 @@ class Comparison(Written):
             table_section(
                 "sites",
                 "Calls, largest effect first",
-                f'<p class="note">Effect: what the rounding of this op alone does to the {target}, to '
+                f'<p class="note">Effect: the change that the rounding of this op alone makes to the {target}, to '
                 "first order. Error: of the op alone, relative to its results. Passed on: the same with "
                 "the whole model in low precision.</p>",
             ),

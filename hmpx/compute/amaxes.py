@@ -276,7 +276,7 @@ class Histories:
         """
         if not isinstance(state, Mapping):
             raise OptionError(
-                f"load_state_dict takes what Histories.state_dict() returns, not {shown(state)}"
+                f"load_state_dict takes the result of Histories.state_dict(), not {shown(state)}"
             )
         checked = {key: _checked(key, value) for key, value in state.items()}
         with _LOCK:
@@ -287,7 +287,7 @@ class Histories:
 def _checked(key: object, saved: object) -> Mapping[str, Any]:
     """Returns a saved history, perhaps from a file; raises OptionError for anything else."""
     wrong = OptionError(
-        f"amaxes of {shown(key)}: not as Histories.state_dict() returns them: {shown(saved)}"
+        f"amaxes of {shown(key)}: not in the form of Histories.state_dict(): {shown(saved)}"
     )
     if not isinstance(key, str) or not isinstance(saved, Mapping) or saved.keys() != _FIELDS:
         raise wrong

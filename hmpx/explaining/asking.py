@@ -147,7 +147,7 @@ def _rows(record: object) -> tuple[Row, ...] | None:
     report = getattr(record, "report", None)
     found = report() if callable(report) else None
     if not isinstance(found, Report):
-        raise OptionError(f"record must be what hmpx.record gives, not {shown(record)}")
+        raise OptionError(f"record must be an hmpx.record or its report, not {shown(record)}")
     return found.rows
 
 

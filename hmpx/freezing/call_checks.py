@@ -120,7 +120,7 @@ class ChecksCalls:
             now = getattr(model.get_submodule(path), attribute, None)
             if isinstance(now, Tensor) and _asks_for_gradients(now, tensor):
                 raise FreezeError(
-                    f"gradients are asked for of what stands for {name!r}, a "
+                    f"gradients were requested for {name!r}, a "
                     f"low-precision weight of a frozen {self._name}, which can't be trained; use "
                     f"detached tensors or torch.no_grad(), or {REMEDY}"
                 )

@@ -80,7 +80,7 @@ class Frozen(Entered):
         if self._originals is None:
             raise FreezeError(
                 f"{self._name} was frozen with keep_fp32=False, so its fp32 weights are gone; "
-                "build the model from them anew, or leave out keep_fp32=False to undo()"
+                "build the model from them again, or leave out keep_fp32=False to undo()"
             )
         misplaced = dict(self._originals.misplaced(self._model))
         copies = [] if self._seal is None else self._seal.copies_in(self._model)

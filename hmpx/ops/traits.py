@@ -112,7 +112,7 @@ def _has_view(name: str) -> bool:
     """Whether a schema of ATen's op ``name`` computes nothing."""
     may_make_new = schema_parameters(name, False).plain >= _OF_NEW  # already cached for most names
     for schema in schemas_named(name):
-        arguments = schema.arguments  # created anew at each access
+        arguments = schema.arguments  # created again at each access
         info = arguments[0].alias_info if arguments else None
         if info is not None and not info.is_write:
             return True

@@ -118,7 +118,7 @@ def _scripting_uncast(
         if not has_warned and not is_by_torch:
             has_warned = True
             warnings.warn(
-                "torch.jit.script takes torch's own functions only: what it scripts is not cast. "
+                "torch.jit.script takes only torch's own functions, so scripted code is not cast. "
                 "Use torch.jit.trace or torch.export to have the casts in the graph",
                 HmpxWarning,
                 stacklevel=2,

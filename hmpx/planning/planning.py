@@ -120,7 +120,7 @@ def _check(
             f"model_fn must be a function that returns a model, or a module, not {shown(model_fn)}"
         )
     if inputs_fn is None:
-        raise OptionError("inputs_fn must return what the model is called with, not None")
+        raise OptionError("inputs_fn must return the model's inputs, not None")
     if loss_fn is not None and not callable(loss_fn):
         raise OptionError(
             f"loss_fn must be a function of the model's outputs, not {shown(loss_fn)}"

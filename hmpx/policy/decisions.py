@@ -139,7 +139,7 @@ class Decision:
                 known = ", ".join(str(dtype) for dtype in tensors.COMPUTED)
                 raise OptionError(f"{name} must be one of {known}, not {shown(value)}")
         if self.cast_policy is CastPolicy.PASS and self.is_composed:
-            raise OptionError("an op that is left alone has no accumulate_dtype or output_dtype")
+            raise OptionError("an op of CastPolicy.PASS has no accumulate_dtype or output_dtype")
         object.__setattr__(self, "reason", arguments.text("reason", self.reason))
 
     def _check_dtype(self) -> None:

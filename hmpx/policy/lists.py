@@ -220,7 +220,7 @@ def directory() -> Path:
     for candidate in (DIRECTORY / "lists", DIRECTORY.parent / "lists"):
         if (candidate / "first.txt").is_file():
             return candidate
-    raise OpListError(f"the shipped lists are missing beside {DIRECTORY}; reinstall hmpx")
+    raise OpListError(f"the shipped lists are missing next to {DIRECTORY}; reinstall hmpx")
 
 
 @functools.cache

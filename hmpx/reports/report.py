@@ -273,7 +273,7 @@ def read_json(path: str | os.PathLike[str]) -> Report:
     try:
         return _report(found)
     except OptionError as error:
-        raise OptionError(f"{name} is damaged: {error}; write the report anew") from None
+        raise OptionError(f"{name} is damaged: {error}; write the report again") from None
 
 
 def _report(found: Mapping[str, Any]) -> Report:

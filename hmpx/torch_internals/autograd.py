@@ -111,7 +111,7 @@ def uses(tensor: Tensor) -> int:
 current_graph_task: Callable[[], int] = rely_on(
     "torch._C._current_graph_task_id",
     feature="phases of calls",
-    without="observers are told that all calls belong to the forward",
+    without="observers see all calls as part of the forward",
     behaves=lambda current: current() == -1,
     instead=(lambda: -1,),
 )

@@ -16,7 +16,7 @@ _lay_out_2d, _lay_out_3d, _convolve = rely_on(
     "torch._C._nn.mkldnn_reorder_conv3d_weight",
     "torch.ops.mkldnn._convolution_pointwise",
     feature="convolutions of prepared weights",
-    without="each call lays out its weights anew, which takes longer",
+    without="each call lays out its weights again, which takes longer",
     instead=(None, None, None),
 )
 

@@ -98,7 +98,7 @@ def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
             raise OptionError(
                 f"the command has passed once with every op in fp32, and then failed: see "
                 f"{commands.last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
-                f"its seeds, or allow more, then delete {check.directory} and start anew"
+                f"its seeds, or allow more, then delete {check.directory} and start again"
             )
         return Searching(runner, found, _TOLERANCE, metric=CHECK, low_type=low_type).run()
 

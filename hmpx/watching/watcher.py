@@ -331,7 +331,9 @@ def watch(
     if mode not in ("raise", "log", "collect"):
         raise OptionError(f'mode must be "raise", "log" or "collect", not {shown(mode)}')
     if type(every) is not int or every < 1:
-        raise OptionError(f"every must be a positive int: one step of so many, not {shown(every)}")
+        raise OptionError(
+            f"every must be a positive int: it watches one of every N steps, not {shown(every)}"
+        )
     if step is not None and not callable(step):
         raise OptionError(f"step must be a function that runs one step, not {shown(step)}")
     is_rate = isinstance(underflow, (bool, int, float)) and 0 <= underflow <= 1

@@ -307,7 +307,7 @@ def converting() -> Callable[[], None]:
         (lambda: 1 / 0, {}, "can't be made: ZeroDivisionError: .*, at"),
         (lambda: hmpx.convert(device_types={"cpu"}).revert, {}, r"leave hmpx\.convert\(\) out"),
         (converting, {}, r"leave hmpx\.convert\(\) out"),
-        (training, {"variants": ["frozen"]}, "make.. has to return it"),
+        (training, {"variants": ["frozen"]}, "make.. must return the model"),
     ],
     ids=[
         "number", "no inputs", "step fails", "step exits", "make exits", "generator", "shared", "threads",

@@ -133,7 +133,7 @@ def test_a_variant_that_fails(script: Path, capsys: pytest.CaptureFixture[str]) 
         (["steps_to_bench.py:step", "--json", "."], "is a directory; name a file in it"),
         (
             ["exits.py:step"],
-            "can't be imported: SystemExit: 3, at exits.py:2; what it runs belongs",
+            "can't be imported: SystemExit: 3, at exits.py:2; its training belongs",
         ),
         (["broken.py:step"], "invalid syntax"),
     ],

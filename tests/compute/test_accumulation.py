@@ -384,7 +384,7 @@ def test_lists_files_dicts_and_rules_say_the_same(
          "torch.bfloat16, torch.float16, torch.float32, torch.float64, not torch.int32"),
         ((DENY,), {"output_dtype": "float32"}, "output_dtype must be one of "
          "torch.bfloat16, torch.float16, torch.float32, torch.float64, not 'float32'"),
-        ((CastPolicy.PASS,), {"output_dtype": FP32}, "an op that is left alone has no "
+        ((CastPolicy.PASS,), {"output_dtype": FP32}, "an op of CastPolicy.PASS has no "
                                                      "accumulate_dtype or output_dtype"),
     ],
 )  # fmt: skip
