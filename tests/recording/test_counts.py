@@ -97,6 +97,7 @@ def test_flops_are_those_of_torchs_counter(name: str, legalize: str) -> None:
     assert rec.report().totals.low_flops == counter.get_total_flops()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_products_in_low_precision_are_exact(name: str) -> None:
     """Each is one call, in the dtype that the kernel returns."""
