@@ -24,9 +24,6 @@ _DECIDED: Final = {"legalize": "variants", "device_types": "device"}
 
 _CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.process_time}
 
-#: The largest seed that NumPy's generator takes.
-_MOST_SEED: Final = 2**32 - 1
-
 #: Above this ratio of the quartiles of fp32's own times, the figures are unreliable.
 _NOISY: Final = 1.3
 
@@ -49,38 +46,34 @@ def bench(
     """Measures a program's own step in float32, under torch.autocast, and under hmpx.
 
     Each variant has its own step, made from the same seed, and its own random number stream. Variants
-    take turns within this process, in reversed order every other turn. Each run's time is divided by
-    that of fp32's run in the same turn.
+    take turns within this process. Each run's time is divided by that of fp32's run in the same turn.
 
     Args:
-        make: Returns the step: a function without arguments, with its own model, optimizer and data. If
-            the step returns a number or a tensor of one element, that is the loss. ``make`` may return a
-            model instead, whose forward is measured in evaluation mode without gradients. It is called
-            for each variant, with torch unconverted.
+        make: Returns the step, a function without arguments: a number that it returns is the loss. Or
+            returns a model, whose forward is measured in evaluation mode without gradients. It is
+            called for each variant, with torch unconverted.
         inputs: The model's input: a tuple of arguments, a mapping of named arguments, another single
             argument, or a function that returns one of these.
-        variants: Any of ``"autocast"``, ``"auto"``, ``"fast"``, ``"always"``, ``"never"`` (the last four
-            are values of ``legalize``), and for a model ``"frozen"`` and ``"prepared"``. ``"fp32"`` always
-            runs. None: ``"autocast"``, ``"auto"`` and ``"fast"``, and ``"frozen"`` for a model.
+        variants: Any of ``"autocast"``; values of ``legalize``: ``"auto"``, ``"fast"``, ``"always"``,
+            ``"never"``; for a model ``"frozen"`` and ``"prepared"``. ``"fp32"`` always runs. None: the
+            first three, and ``"frozen"`` for a model.
         runs: Number of runs per variant.
         warmup: Steps before the first run.
         run_s: Seconds per run, if more than one step fits.
-        device: Type of the device that the step computes on; None for the accelerator, or the CPU without
-            one.
+        device: Type of the device that the step computes on; None for the accelerator, or the CPU.
         threads: torch's number of threads; None leaves it unchanged.
-        clock: ``"wall"``, or ``"cpu"`` for the processor time of this process, which other busy programs
-            affect less, most of all with one thread.
+        clock: ``"wall"``, or ``"cpu"`` for the processor time of this process.
         seed: Seed of all random generators.
         progress: Called with a line of text before each turn.
         **conversion: Options of `hmpx.convert` for all hmpx variants.
 
     Returns:
-        All figures. They include the error of each variant whose step raised one, except fp32's. After
-        Ctrl-C, the runs that all variants have completed.
+        All figures, with the error of each variant whose step raised one. After Ctrl-C, the runs that
+        all variants have completed.
 
     Raises:
         BenchError: torch is already converted or observed; casts are switched off; ``make`` returns no
-            step or changes the number of threads; fp32's step raises an error.
+            step; fp32's step raises an error.
         OptionError: An argument has an invalid value.
 
     Example:
@@ -95,8 +88,6 @@ def bench(
     runs = arguments.whole("runs", runs, 1)
     warmup = arguments.whole("warmup", warmup, 0)
     seed = arguments.whole("seed", seed, 0)
-    if seed > _MOST_SEED:
-        raise OptionError(f"seed must be at most {_MOST_SEED}, not {shown(seed)}")
     if not isinstance(run_s, (int, float)) or not 0 <= run_s < math.inf:
         raise OptionError(f"run_s must be seconds, 0 or more, not {shown(run_s)}")
     if threads is not None:
@@ -122,12 +113,6 @@ def bench(
         for runner in _runners(make, inputs, names, conditions, seed):
             on_exit.callback(runner.close)
             runners.append(runner)
-        if threads not in (None, torch.get_num_threads()):
-            raise BenchError(
-                f"make() sets torch's threads to {torch.get_num_threads()}, and the benchmark was asked for "
-                f"{threads}: leave torch.set_num_threads() out of it, or the number of threads out of the "
-                "benchmark's arguments"
-            )
         finished = turns.take(runners, runs, warmup, run_s, progress)
         measured = turns.summarized(runners)
         is_interrupted = finished < runs
@@ -165,7 +150,6 @@ def _known(variants: object) -> list[str]:
 
 
 def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -> Conditions:
-    """Returns the conditions shared by all variants, after checking the options of `hmpx.convert`."""
     if device is None:
         (device_type,) = default_device_types()
     else:
@@ -209,11 +193,7 @@ def _runners(
     conditions: Conditions,
     seed: int,
 ) -> Iterator[Runner]:
-    """Yields a runner for each variant.
-
-    Raises:
-        BenchError: There is no step, ``make`` fails, or the step can't run as a requested variant.
-    """
+    """Yields a runner for each variant."""
     runners: list[Runner] = []
     for name in DEFAULT if names is None else names:
         variant = VARIANTS[name]
@@ -247,7 +227,6 @@ def _runners(
 
 
 def _notes(measured: Sequence[Measured], conditions: Conditions) -> Iterator[str]:
-    """Yields notes that explain the figures."""
     base = measured[0].step_s
     if base is not None and base.high > _NOISY * base.low:
         yield (

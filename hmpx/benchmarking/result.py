@@ -181,7 +181,6 @@ def _sentences(bench: Bench) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Measured]) -> Table:
-    """Returns a row for each variant; fp32, the first, has no differences."""
     columns = [
         Column("", [each.label for each in rows], is_number=False),
         Column("of fp32", [*map(_ratio, rows)]),
@@ -264,7 +263,6 @@ def _verdict(bench: Bench) -> str:
 
 
 def _broken(variants: Sequence[Measured]) -> Iterator[str]:
-    """Yields the variants whose results are not finite."""
     for each in variants:
         if each.not_finite_at is not None:
             yield f"The loss of {each.label} is NaN or infinite at step {each.not_finite_at}."

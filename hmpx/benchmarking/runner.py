@@ -35,23 +35,7 @@ _MOST_STEPS: Final = 10_000
 
 @dataclass
 class Runner:
-    """A variant of the benchmark.
-
-    Attributes:
-        variant: The variant.
-        conditions: The conditions shared by all variants.
-        randomness: Its random number generators.
-        step: The step that is timed.
-        model: The model, if one was given instead of a step.
-        inputs: The model's inputs.
-        run_times: Seconds per step of each run.
-        losses: The number that each step returned, or its ``loss``; else None.
-        outputs: The tensors that the first step returned, unless that is a single number.
-        error: The error that ended it, or None.
-        memory_bytes: Peak memory of a step.
-        trained: The parameters that its optimizers stepped during warmup.
-        steps: Steps per run.
-    """
+    """A variant of the benchmark, with its own step, model and random numbers."""
 
     variant: Variant
     conditions: Conditions
@@ -59,19 +43,20 @@ class Runner:
     step: Callable[[], Any]
     model: nn.Module | None = None
     inputs: Any = None
-    run_times: list[float] = field(default_factory=list)
+    run_times: list[float] = field(default_factory=list)  # Seconds per step of each run
+    # The number that each step returned, or its ``loss``; else None
     losses: list[float | None] = field(default_factory=list)
+    # The tensors that the first step returned, unless that is a single number
     outputs: list[Tensor] | None = None
     error: BaseException | None = None
-    memory_bytes: int | None = None
-    trained: list[Tensor] = field(default_factory=list)
-    steps: int = 1
+    memory_bytes: int | None = None  # Peak of a step
+    trained: list[Tensor] = field(default_factory=list)  # Parameters that warmup has stepped
+    steps: int = 1  # Per run
     _returned: list[Tensor | float | None] = field(default_factory=list)
     _frozen: freezing.Frozen | None = None
     _was_training: list[tuple[nn.Module, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Puts a model into evaluation mode."""
         if self.model is not None:
             self._was_training = [(each, each.training) for each in self.model.modules()]
             self.model.eval()
@@ -160,13 +145,7 @@ class Runner:
 def made(
     make: Callable[[], Any], inputs: Any, taken: Collection[nn.Module | None]
 ) -> tuple[Callable[[], Any], nn.Module | None, Any]:
-    """Returns a new step, and if ``make`` returns a model, the model and its inputs.
-
-    Copies a model that is in ``taken``, the models of other variants.
-
-    Raises:
-        BenchError: ``make`` returns something else, or a model without inputs.
-    """
+    """Returns a new step, and for a model, copied if it is in ``taken``, the model and its inputs."""
     found = arguments.has_run("make", make())
     if not isinstance(found, nn.Module):
         if not callable(found):
@@ -238,7 +217,6 @@ class Randomness:
     """The state of all random generators of one variant: Python's, torch's, NumPy's."""
 
     def __init__(self, device_type: str, seed: int) -> None:
-        """Starts from ``seed``, without changing any generator yet."""
         self._device_type, self._seed = device_type, seed
         self._state: dict[str, Any] | None = None
 

@@ -33,14 +33,6 @@ def take(
 
     A variant whose step raises an error keeps the error and takes no more turns. Ctrl-C after the first
     turn ends all of them and keeps the measurements.
-
-    Returns:
-        The number of turns that all variants completed.
-
-    Raises:
-        KeyboardInterrupt: The user interrupted the first turn, or anything before it.
-        BenchError: fp32's step raises an error, converts torch, or does not use the device; variants
-            train one shared model.
     """
     say = progress or (lambda line: None)
     for runner in runners:
@@ -85,7 +77,6 @@ def _tried(runner: Runner, part: Callable[[], None]) -> None:
 
 
 def _check(runners: Sequence[Runner]) -> None:
-    """Raises an error if steps have not used their device, or two variants have trained one model."""
     is_cuda = runners[0].conditions.device_type == "cuda"
     if is_cuda and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise BenchError(

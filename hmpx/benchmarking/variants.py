@@ -18,21 +18,13 @@ BASE: Final = "fp32"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run a program.
+    """One way to run a program."""
 
-    Attributes:
-        name: The name that users give.
-        label: The name in tables.
-        legalize: Argument of `hmpx.convert`; None leaves torch unconverted.
-        is_autocast: The step runs in a region of torch.autocast.
-        store: How `hmpx.freeze` stores the model's weights, for inference; None leaves them alone.
-    """
-
-    name: str
-    label: str
-    legalize: str | None = None
-    is_autocast: bool = False
-    store: str | None = None
+    name: str  # The name that users give
+    label: str  # The name in tables
+    legalize: str | None = None  # Argument of `hmpx.convert`; None leaves torch unconverted
+    is_autocast: bool = False  # Steps run in regions of torch.autocast
+    store: str | None = None  # How `hmpx.freeze` stores weights; None leaves them alone
 
 
 #: Name -> variant, in the order of tables.

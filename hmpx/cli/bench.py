@@ -16,6 +16,9 @@ from ..arguments import has_run
 from . import functions, output
 from .options import add_command, add_list_options, list_options, option
 
+#: Arguments of `hmpx.bench` that are options of the same names.
+_SETTINGS: Final = ("runs", "warmup", "run_s", "threads", "clock", "seed")
+
 #: The exit status of a program that Ctrl-C ended.
 _INTERRUPTED: Final = 130
 
@@ -64,7 +67,7 @@ examples:
     option(parser, "--runs N", "runs of each variant; default: 10", type=int)
     option(parser, "--warmup N", "steps before the first run; default: 3", type=int)
     run_time = "shortest time of a run, which repeats short steps; default: 0.2"
-    option(parser, "--run-seconds SECONDS", run_time, type=float)
+    option(parser, "--run-seconds SECONDS", run_time, type=float, dest="run_s")
     option(parser, "--threads N", "number of torch's threads", type=int)
     option(
         parser,
@@ -83,21 +86,13 @@ def run(options: argparse.Namespace) -> int:
     """Runs the variants, prints the table and writes the requested file."""
     source, name = functions.split(options.step)
     output.check_writable("--json", options.json)
-    inputs = _Inputs(source, options.inputs)
     from ..benchmarking import bench  # slow to import
 
-    given = {
-        "runs": options.runs,
-        "warmup": options.warmup,
-        "run_s": options.run_seconds,
-        "threads": options.threads,
-        "clock": options.clock,
-        "seed": options.seed,
-    }
+    given = {name: getattr(options, name) for name in _SETTINGS}
     with functions.as_program(source):
         found = bench(
-            _maker(source, name, inputs),
-            inputs,
+            _maker(source, name, has_inputs=options.inputs is not None),
+            functools.partial(_inputs, source, options.inputs),
             variants=options.variants,
             device=options.device,
             progress=None
@@ -112,30 +107,17 @@ def run(options: argparse.Namespace) -> int:
     return _INTERRUPTED if found.is_interrupted else int(any(each.error for each in found.variants))
 
 
-class _Inputs:
-    """Finds the function of ``--inputs`` when a model needs it: steps need none."""
-
-    def __init__(self, source: str, name: str | None) -> None:
-        self._source, self._name = source, name
-
-    def __call__(self) -> Any:
-        if self._name is None and not hasattr(functions.imported(self._source), "inputs"):
-            raise functions.FunctionError(
-                f"{self._source} has no function `inputs`, which returns the model's inputs; write "
-                "it, or name another with --inputs"
-            )
-        source, name = functions.split(self._name or "inputs", self._source)
-        return functions.found(source, name)()
-
-    def refuse(self) -> None:
-        """Raises an error if the option was given, since nothing uses inputs."""
-        if self._name is not None:
-            raise functions.FunctionError(
-                "--inputs is for a function that returns a model; this one returns no model"
-            )
+def _inputs(source: str, name: str | None) -> Any:
+    """Returns the model's inputs from the function of ``--inputs``."""
+    if name is None and not hasattr(functions.imported(source), "inputs"):
+        raise functions.FunctionError(
+            f"{source} has no function `inputs`, which returns the model's inputs; write "
+            "it, or name another with --inputs"
+        )
+    return functions.found(*functions.split(name or "inputs", source))()
 
 
-def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
+def _maker(source: str, name: str, *, has_inputs: bool) -> Callable[[], Any]:
     """Returns a step factory: it runs the file again, and calls the function unless that is the step."""
     from ..benchmarking import set_seed  # slow to import
 
@@ -156,7 +138,10 @@ def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
             made = has_run(f"{source}:{name}", function())
             if isinstance(made, nn.Module):
                 return made
-            inputs.refuse()
+            if has_inputs:
+                raise functions.FunctionError(
+                    "--inputs is for a function that returns a model; this one returns no model"
+                )
             if callable(made):
                 return _within(module, made)
             is_step = True  # and it has run once, so its effects are repeated

@@ -8,7 +8,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
     with output.with_warnings_shown(session.convert, **list_options(options)) as active:
         missed = sorted(active.missed())
         low_type = active.policy.low_precision_type
+        kernels = number_formats.kernels_in_use()
         found = {
             **_versions(),
             "parts": [_part(part) for part in torch_internals.parts()],
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
                 device_type: _capabilities(device_type, low_type)
                 for device_type in sorted(active.device_types)
             },
-            "kernels": _kernels(),
+            "kernels": {"path": kernels.path and str(kernels.path), "fault": kernels.fault},
             "modules": options.modules,
             "uncast": [{"place": place, "function": repr(each)} for place, each in missed],
         }
@@ -93,11 +94,6 @@ def _show(
     return output.show(lines, status=int(status))
 
 
-def _kernels() -> dict[str, str | None]:
-    found = number_formats.kernels_in_use()
-    return {"path": None if found.path is None else str(found.path), "fault": found.fault}
-
-
 def _versions() -> dict[str, Any]:
     return {
         "hmpx": __version__,
@@ -112,7 +108,6 @@ def _part(part: torch_internals.Part) -> dict[str, str]:
 
 
 def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
-    """Returns the facts on the low type on a device; None for unknown ones."""
     if not isinstance(dtype, torch.dtype):
         return {"emulated": True}
     found = {kind: compute.capability(kind, device_type, dtype) for kind in compute.KINDS}
@@ -132,28 +127,24 @@ def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
 
 
 def _finite(ratio: float | None) -> float | str | None:
-    """Returns a ratio as a JSON value."""
     return "no kernel" if ratio is not None and math.isinf(ratio) else ratio
 
 
-def _head(found: dict[str, Any]) -> str:
+def _head(found: dict[str, Any]) -> Iterator[str]:
+    """Yields the versions, and how many undocumented parts of torch work."""
     tested = ", ".join(found["tested_torch"])
     is_tested = found["torch"].startswith(tuple(f"{each}." for each in found["tested_torch"]))
     known = "" if is_tested else f" (the tests were run with {tested})"
-    return f"hmpx {found['hmpx']}, torch {found['torch']}{known}, Python {found['python']}"
-
-
-def _summary(parts: Sequence[dict[str, str]]) -> str:
-    faults = sum(1 for part in parts if part["fault"])
+    yield f"hmpx {found['hmpx']}, torch {found['torch']}{known}, Python {found['python']}"
+    faults = sum(1 for part in found["parts"] if part["fault"])
     known = "all as expected" if not faults else f"{faults} not as expected; see doctor --torch"
-    return f"relies on {len(parts)} parts of torch that it does not document: {known}"
+    yield f"relies on {len(found['parts'])} parts of torch that it does not document: {known}"
 
 
 def _torch_lines(found: dict[str, Any]) -> Iterator[str]:
     """Yields a line for each undocumented part of torch that hmpx relies on, after trying it."""
     parts = found["parts"]
-    yield _head(found)
-    yield _summary(parts)
+    yield from _head(found)
     width = max(len(part["feature"]) for part in parts)
     for part in parts:
         said = f"{part['fault']}; {part['without']}" if part["fault"] else "as expected"
@@ -161,9 +152,7 @@ def _torch_lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    """Yields the findings as text."""
-    yield _head(found)
-    yield _summary(found["parts"])
+    yield from _head(found)
     yield f"casts tensors on: {', '.join(found['devices'])}"
     kernels = found["kernels"]
     why = kernels["fault"] or "HMPX_KERNELS=off"

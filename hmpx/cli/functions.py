@@ -21,15 +21,7 @@ class FunctionError(HmpxError):
 
 
 def split(text: str, default: str = "") -> tuple[str, str]:
-    """Returns the file or module, and the function.
-
-    Args:
-        text: The argument.
-        default: The file or module, if ``text`` is only a function.
-
-    Raises:
-        FunctionError: It names no function.
-    """
+    """Returns the file or module, by default ``default``, and the function."""
     source, colon, name = text.rpartition(":")
     if not colon:
         source = default
@@ -52,20 +44,12 @@ def as_program(source: str) -> Iterator[None]:
 
 
 def found(source: str, name: str) -> Any:
-    """Returns a function from a file or module.
-
-    Raises:
-        FunctionError: There is no such file, module or function, or importing it failed.
-    """
+    """Returns a function from a file or module."""
     return function_of(imported(source), source, name)
 
 
 def function_of(module: types.ModuleType, source: str, name: str) -> Any:
-    """Returns the function ``name`` of a module; the name may be a dotted path.
-
-    Raises:
-        FunctionError: There is none.
-    """
+    """Returns the function ``name`` of a module; the name may be a dotted path."""
     function: Any = module
     for part in name.split("."):
         function = getattr(function, part, None)
@@ -77,15 +61,7 @@ def function_of(module: types.ModuleType, source: str, name: str) -> Any:
 
 
 def imported(source: str, *, again: bool = False) -> types.ModuleType:
-    """Imports a file, or a module of a package, and returns the module.
-
-    Args:
-        source: Its path, or its dotted name.
-        again: Whether to run its code again, in a new module, if it was imported before.
-
-    Raises:
-        FunctionError: There is none, or it raised an error.
-    """
+    """Imports a file, or a module of a package; ``again`` runs its code again, in a new module."""
     is_file = source.endswith(".py") or scripts.exists(source)
     try:
         if is_file:

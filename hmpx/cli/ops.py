@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from .. import explaining, formats, policy
 from ..errors import OptionError
+from ..reports import Table
 from . import output
 from .options import add_command, add_list_options, list_options, option
 
@@ -21,7 +23,7 @@ def add_parser(commands: Any) -> None:
         help="show ops, their policy, and the line that decides",
         usage="hmpx ops [list options] [--why] [PATTERN...]\n       hmpx ops --formats",
         description="Prints each op that a list may name, its policy, the line that decides, and its call sites in\n"
-        "torch. On a terminal the table fits the width, in colours unless NO_COLOR is set.",
+        "torch.",
         epilog="""\
 policies:
   LOW bf16  inputs are cast to bf16        FIRST  ... to the type of the first one
@@ -73,13 +75,12 @@ def run(options: argparse.Namespace) -> int:
         names = list(dict.fromkeys(name for matching in found.values() for name in matching))
     if not names:
         return status
-    return output.show(output.table([*_rows(names, loaded)], _colours), status)
+    titles = ("op", "policy", "reason", "call sites")
+    return output.show(Table.of(titles, _rows(names, loaded)).lines(sys.maxsize), status)
 
 
 def _rows(names: list[str], loaded: policy.Policy) -> Iterator[tuple[str, str, str, str]]:
-    """Yields the titles, then a row for each op, and below it the decisions of sections."""
     by_section = loaded.section_rules()
-    yield "op", "policy", "reason", "call sites"
     for name in names:
         decision = loaded[name]
         sites = ", ".join(explaining.call_sites(name))
@@ -88,15 +89,7 @@ def _rows(names: list[str], loaded: policy.Policy) -> Iterator[tuple[str, str, s
             yield "", explaining.outcome(each.decision), str(each), ""
 
 
-def _colours(row: Sequence[str]) -> tuple[str | None, ...]:
-    """Returns the colours of a row's cells: low types blue, fp32 yellow, untouched ops dim."""
-    known = {"LOW": "blue", "FP32": "yellow", "-": "dim"}
-    colour = known.get(row[1].partition(" ")[0])
-    return None, colour, "dim"
-
-
 def _explain(patterns: list[str], loaded: policy.Policy) -> int:
-    """Prints `hmpx.explain` of ops; status 1 if a name matches none."""
     lines: list[str] = []
     status = 0
     for pattern in patterns:
@@ -110,18 +103,14 @@ def _explain(patterns: list[str], loaded: policy.Policy) -> int:
     return output.show(lines, status)
 
 
-def _format_lines() -> Iterator[str]:
-    rows: list[tuple[str, ...]] = [
-        ("format", "bits", "largest", "epsilon", "smallest normal", "smallest")
-    ]
+def _format_lines() -> list[str]:
+    titles = ("format", "bits", "largest", "epsilon", "smallest normal", "smallest")
+    rows: list[tuple[str, ...]] = []
     for name in formats.names():
         known = formats.get(name)
         if isinstance(known, formats.Custom):
-            rows.append((name, "-", "-", "-", "-", "-"))
+            rows.append((name, *"-----"))
             continue
         values = (known.max, known.epsilon, known.smallest_normal, known.smallest_subnormal)
         rows.append((name, f"{known.bits:g}", *[f"{value:.6g}" for value in values]))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for name, *cells in rows:
-        shown = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        yield "  ".join([name.ljust(widths[0]), *shown])
+    return Table.of(titles, rows, numbers=titles[1:]).lines(sys.maxsize)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, Final
 
 from .. import policy
 from ..casting import Options
@@ -14,14 +14,7 @@ from ..casting import Options
 def add_command(
     commands: Any, name: str, command: Callable[[argparse.Namespace], int], **texts: str
 ) -> argparse.ArgumentParser:
-    """Adds a command with the name of its module, and returns its parser.
-
-    Args:
-        commands: The result of `argparse.ArgumentParser.add_subparsers`.
-        name: The command's name.
-        command: Runs the command; returns the exit status.
-        **texts: argparse's ``help``, ``usage``, ``description`` and ``epilog``.
-    """
+    """Adds a command, run by ``command``, and returns its parser; ``texts`` are argparse's."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,14 +37,21 @@ def option(group: Any, names: str, help: str, **settings: Any) -> None:
     group.add_argument(*flags, help=help, **settings)
 
 
+#: Arguments of `hmpx.convert` that `add_list_options` adds.
+_LIST_OPTIONS: Final = (
+    *("bf16_file_path", "fp32_file_path", "fp16_file_path", "lists", "policy", "opt_level"),
+    *("low_precision_type", "strict"),
+)
+
+
 def add_list_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that choose op lists, like the arguments of `hmpx.convert`."""
     group = parser.add_argument_group("list options, as in hmpx.convert")
     files = ", ".join(policy.FILE_NAMES.values())
     option(group, "--policy FILE", "a policy file, instead of all lists")
-    option(group, "--bf16 FILE", "ops to run in the low type", default="")
-    option(group, "--fp32 FILE", "ops to run in float32", default="")
-    option(group, "--fp16 FILE", "ops to run in float16", default="")
+    option(group, "--bf16 FILE", "ops to run in the low type", dest="bf16_file_path")
+    option(group, "--fp32 FILE", "ops to run in float32", dest="fp32_file_path")
+    option(group, "--fp16 FILE", "ops to run in float16", dest="fp16_file_path")
     option(
         group,
         "--lists NAME_OR_DIR",
@@ -91,17 +91,8 @@ def computing_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def list_options(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the given list options, as arguments of `hmpx.convert`."""
-    return only_given(
-        bf16_file_path=options.bf16,
-        fp32_file_path=options.fp32,
-        fp16_file_path=options.fp16,
-        lists=options.lists,
-        policy=options.policy,
-        exclude=options.exclude.split(",") if options.exclude else None,
-        opt_level=options.opt_level,
-        low_precision_type=options.low_precision_type,
-        strict=options.strict,
-    )
+    given = only_given(**{name: getattr(options, name) for name in _LIST_OPTIONS})
+    return {**given, "exclude": options.exclude.split(",")} if options.exclude else given
 
 
 def only_given(**arguments: Any) -> dict[str, Any]:

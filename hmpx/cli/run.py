@@ -123,14 +123,12 @@ def run(options: argparse.Namespace) -> int:
         end_following()
         raise
     except SystemExit:
-        if has_shim:
-            _complain_of_unused(given)
+        _complain_of_unused(given, has_shim)
         raise
     except BaseException as error:
         uncaught = error
     if uncaught is None:
-        if has_shim:
-            _complain_of_unused(given)
+        _complain_of_unused(given, has_shim)
         return 0
     # Outside the handler, so that the script's excepthook does not see it as context.
     scripts.show_uncaught(uncaught)
@@ -143,7 +141,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns all given options of ``run``, as arguments of `hmpx.convert`."""
     verbose = "once" if options.verbose else "hmp" if options.verbose_hmp else options.verbose_each
     types = options.device_types.split(",") if options.device_types else None
     more = only_given(isVerbose=verbose, device_types=types) | computing_options(options)
@@ -173,8 +170,8 @@ def _install_shim(options: argparse.Namespace, given: dict[str, Any]) -> bool:
     return False
 
 
-def _complain_of_unused(given: dict[str, Any]) -> None:
-    if given and not gaudi.has_converted():
+def _complain_of_unused(given: dict[str, Any], has_shim: bool) -> None:
+    if has_shim and given and not gaudi.has_converted():
         output.complain(
             "the script never called hmp.convert(): nothing was cast, and the options before its name "
             "were not used; call it in the script, or leave out --habana-shim"

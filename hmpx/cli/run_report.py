@@ -23,26 +23,17 @@ from ..reports import Report, merged, read_json, written
 from . import output
 from .scripts import ScriptError
 
-
-def _to_text(report: Report, path: Path) -> None:
-    written(f"{report}\n", path)
-
-
 #: Extension of the report's path -> its writer.
 _WRITERS: Final[dict[str, Callable[[Report, Path], object]]] = {
     ".json": Report.to_json,
     ".html": Report.to_html,
     ".csv": Report.to_csv,
-    ".txt": _to_text,
+    ".txt": lambda report, path: written(f"{report}\n", path),
 }
 
 
 def checked(name: str) -> Path:
-    """Returns the path for a report; each of several processes has its own.
-
-    Raises:
-        HmpxError: The extension is not a known format, it is a directory, or its directory does not exist.
-    """
+    """Returns the path for a report; each of several processes has its own."""
     path = Path(name)
     if path.suffix.lower() not in _WRITERS:
         *names, last = _WRITERS
@@ -66,18 +57,15 @@ _SIGNALS: Final = ("SIGTERM", "SIGHUP")
 def recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
     """Records the block, and writes the report to ``path``, however the process ends.
 
-    A forked process writes its part to a temporary folder. This process merges it into the report.
-
-    Args:
-        path: Where to write; None to record nothing.
-        replaces: Whether an existing file is replaced. If not, the report gets a new name: one command may
-            run several programs, each with its report.
+    A forked process writes its part to a temporary folder. This process merges it into the report. Without
+    ``replaces`` an existing file stays: one command may run several programs, each with its report.
     """
     if path is None:
         yield
         return
     recording, process = record(), os.getpid()
-    target = path if replaces else _free(path)
+    is_taken = path.exists() and not replaces
+    target = path.with_suffix(f".{process}{path.suffix}") if is_taken else path
     folder = Path(tempfile.mkdtemp(prefix="hmpx-report-"))
 
     def write(error: str | None = None) -> None:
@@ -150,11 +138,6 @@ def _signals_followed(write: Callable[[str], None]) -> Iterator[None]:
         for each in followed:
             if get(each) is end:
                 set_handler(each, signal.SIG_DFL)
-
-
-def _free(path: Path) -> Path:
-    """Returns ``path``, or a name of this process if that is taken."""
-    return path.with_suffix(f".{os.getpid()}{path.suffix}") if path.exists() else path
 
 
 def _report(recording: record, error: str | None) -> Report:

@@ -10,7 +10,7 @@ import traceback
 import types
 import zipfile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..errors import HmpxError
 
@@ -57,19 +57,8 @@ def put_first_on_path(directory: Path) -> None:
 
 
 def _load_script(path: str) -> tuple[types.ModuleType, types.CodeType]:
-    """Returns the module, as python makes it for a script, and its code."""
     module = _main_module(path, importlib.machinery.SourceFileLoader("__main__", path))
-    with Path(path).open("rb") as file:  # may be a pipe, as with python
-        source = file.read(_MOST_SOURCE + 1)
-    if len(source) > _MOST_SOURCE:
-        raise ScriptError(
-            f"{path}: more than {_MOST_SOURCE >> 20} MB is too large for a Python script"
-        )
-    return module, compile(source, path, "exec", dont_inherit=True)
-
-
-#: Most bytes of a script, since a device may be endless.
-_MOST_SOURCE: Final = 1 << 26
+    return module, compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 
 
 def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
@@ -89,7 +78,6 @@ def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
 
 
 def _load_container(path: str) -> tuple[types.ModuleType, types.CodeType]:
-    """Loads the ``__main__`` module of a directory or zip file."""
     spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
     if spec is None:
         raise ScriptError(f"{path}: no __main__.py in it; give the path of a Python script")
@@ -154,7 +142,8 @@ def _hide_frames(error: BaseException | None) -> None:
 def _without_hmpx(trace: types.TracebackType | None) -> types.TracebackType | None:
     entries = []
     while trace is not None:
-        if not _is_passing_on(trace.tb_frame.f_globals.get("__name__")):
+        module = str(trace.tb_frame.f_globals.get("__name__"))
+        if ".".join(module.split(".")[:2]) not in _PASSING_ON:
             entries.append(trace)
         trace = trace.tb_next
     following = None
@@ -162,7 +151,3 @@ def _without_hmpx(trace: types.TracebackType | None) -> types.TracebackType | No
         entry.tb_next = following
         following = entry
     return following
-
-
-def _is_passing_on(module: object) -> bool:
-    return ".".join(str(module).split(".")[:2]) in _PASSING_ON

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .freezing import freeze
-from .frozen import Frozen
+from .freezing import Frozen, freeze
 from .seal import is_sealed
 from .weights import Weight
 

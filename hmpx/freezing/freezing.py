@@ -1,13 +1,10 @@
-"""`freeze`: stores in low precision the weights that a model only uses in low precision.
-
-One forward shows how the parameters and buffers are used, which decides what to store low. Their contents
-are replaced in place, and the model is sealed against training.
-"""
+"""`freeze`: stores in low precision the weights that a model only uses in low precision."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -15,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import arguments, compute, patches, session, torch_state
-from ..errors import FreezeError
+from ..blocks import Entered, Entrance
+from ..errors import FreezeError, printable
 from ..number_formats import encode, quantize
 from ..policy import LowType
 from ..tensors import chunk_of, widened
 from ..torch_internals import FakeTensor
-from .call_checks import REMEDY
-from .frozen import Frozen
-from .originals import Originals, slots_of
-from .seal import is_sealed, seal
+from .originals import Originals, Slot, slots_of
+from .seal import REMEDY, is_sealed, seal
 from .uses import FoundTensor, Place, found_tensors, replaced, watch_forward
-from .weights import Rounding, judged, one_rounding
+from .weights import Rounding, Weight, judged, listed, one_rounding, table
 
 _OUTPUTS: Final = ("fp32", "keep")
 _STORES: Final = ("dtype", "prepared", "codes")
@@ -42,9 +38,8 @@ def freeze(
     """Stores in low precision, in place, the weights that ``model`` only uses in low precision.
 
     Watches one forward on the example. A weight that it casts to bfloat16 or float16 on every use is
-    stored in that type. A weight that is also used in float32, or that the example does not use, stays
-    as it is. The model then gives the same results, bit for bit, without casting weights. This is for
-    inference: training the model and loading weights into it are errors.
+    stored in that type; others stay as they are. The model then gives the same results, bit for bit,
+    without casting weights. Training it and loading weights into it are errors.
 
     Args:
         model: In evaluation mode. Its parameters stay the same objects.
@@ -52,21 +47,16 @@ def freeze(
         outputs: ``"fp32"`` upcasts bfloat16 and float16 outputs of the model to float32; ``"keep"`` leaves
             its outputs unchanged.
         store: ``"dtype"`` stores weights in the low type. ``"prepared"`` also keeps float32 copies of large
-            convolution weights, laid out for their kernel. They are made once a call without gradients
-            computes in float32 because of `convert`'s ``legalize``. Sums then have another order.
-            ``"codes"`` stores weights used in a single number format as its codes, in uint8, uint16 or
-            int32, and decodes them at each use, if the policy has one format and no rules. The others
-            leave those weights in float32.
+            convolution weights, laid out for their kernel, once a call without gradients computes in
+            float32. ``"codes"`` stores weights used in a single number format as its codes, in uint8,
+            uint16 or int32, and decodes them at each use, if the policy has one format and no rules.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
         **kwargs: Keyword inputs of the forward to watch.
-
-    Returns:
-        A report of the changes, which can also undo them.
 
     Raises:
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
             training mode or already frozen, or FakeTensorMode would lose its values. The model is then
-            untouched. It also is if its forward raises an error, which passes with a note.
+            untouched, as it is if its forward raises an error, which passes with a note.
         OptionError: ``outputs``, ``store`` or ``keep_fp32`` has an invalid value.
 
     Example:
@@ -115,9 +105,10 @@ def freeze(
             attached.callback(model.register_forward_hook(_widen).remove)
         if store == "prepared":
             attached.callback(compute.prepare([f.tensor for f in lows.values()], model))
-        sealed = seal(model, slots, dtypes, in_force, attached) if lows else None
+        if lows:
+            seal(model, slots, dtypes, in_force, attached)
         patches.forget_compiled()
-        return Frozen(model, weights, sealed, originals, attached)
+        return Frozen(model, weights, originals, attached)
     except BaseException:
         try:
             attached.close()
@@ -139,11 +130,7 @@ def _are_keywords(model: object, example: object) -> bool:
 
 
 def _checked(model: object, *, has_example: bool) -> session.Session:
-    """Returns the session in force.
-
-    Raises:
-        FreezeError: ``model`` can't be frozen.
-    """
+    """Returns the session in force."""
     if not isinstance(model, nn.Module):
         raise FreezeError(
             f"hmpx.freeze takes a torch.nn.Module, not {type(model).__name__}; pass the model "
@@ -185,10 +172,7 @@ def _widen(module: nn.Module, args: Any, output: Any) -> Any:
 def _low_copies(
     lows: Iterable[FoundTensor], dtypes: Mapping[str, LowType], rounding: Rounding | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns each tensor to store low, with its new contents; one copy per place.
-
-    Tensors that share one chunk of memory still do so afterwards, as cuDNN requires of RNN weights.
-    """
+    """Returns each tensor to store low, with its new contents; a shared chunk stays one, as cuDNN needs."""
     by_storage: dict[object, dict[Place, FoundTensor]] = {}
     for f in lows:
         if f.place is not None:
@@ -230,10 +214,116 @@ def _check_values_last(
 
 
 def _low_copy(values: Tensor, low: LowType, rounding: Rounding | None) -> Tensor:
-    """Returns the values in the dtype, or as the codes of the format."""
     if isinstance(low, torch.dtype):
         return values.to(low)
     assert rounding is not None
-    codes = encode(quantize(values, low, rounding.mode, rounding.overflow), low)
+    codes = encode(quantize(values, low, *rounding), low)
     assert isinstance(codes, Tensor)
     return codes
+
+
+# --- the result ----------------------------------------------------------------------------------
+
+
+class Frozen(Entered):
+    """A report of what `freeze` did to a model, and the way to undo it.
+
+    This object holds the fp32 weights, and frees them when it is garbage-collected. As a context manager it
+    undoes the freezing on exit.
+
+    Attributes:
+        weights: Every parameter and buffer, in the model's order.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 3).eval()
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     with hmpx.freeze(model, torch.ones(1, 2)):
+        ...         model.weight.dtype
+        ...     model.weight.dtype
+        torch.bfloat16
+        torch.float32
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: tuple[Weight, ...],
+        originals: Originals | None,
+        attached: contextlib.ExitStack,
+    ) -> None:
+        self.weights = weights
+        self._model = model
+        self._name = printable(type(model).__name__)
+        self._originals = originals
+        self._attached = attached
+        self._is_undone = False
+        self.entrance = Entrance(weakref.ref(self))
+
+    def summary(self) -> str:
+        """Returns a table: the bytes before and after, and for each weight its dtype and the reason."""
+        return table(self._name, self.weights, is_undone=self._is_undone)
+
+    def undo(self, *, strict: bool = True) -> None:
+        """Restores the model's fp32 weights, bit for bit; does nothing the second time.
+
+        A weight is identified by its name in its module. Anything written to it since is lost. Modules removed
+        from the model are ignored.
+
+        Args:
+            strict: ``False`` skips weights that are not where they were stored, and restores the others. A
+                later call restores those that are back in their places.
+
+        Raises:
+            FreezeError: The model was frozen with ``keep_fp32=False``; or some weights are not where
+                they were stored: replaced, deleted, parametrized or on the meta device. The
+                model is then unchanged.
+            OptionError: ``strict`` is neither True nor False.
+        """
+        strict = arguments.truth("strict", strict)
+        if self._is_undone:
+            return
+        if self._originals is None:
+            raise FreezeError(
+                f"{self._name} was frozen with keep_fp32=False, so its fp32 weights are gone; "
+                "build the model from them again, or leave out keep_fp32=False to undo()"
+            )
+        misplaced = dict(self._originals.misplaced(self._model))
+        if strict and misplaced:
+            raise FreezeError(self._refusal(misplaced))
+        self._originals.restore(misplaced.keys())
+        self._attached.close()
+        self._is_undone = not self._originals.kept
+        patches.forget_compiled()
+
+    def _refusal(self, misplaced: Mapping[Slot, str]) -> str:
+        by_fault: dict[str, list[str]] = {}
+        for slot, fault in misplaced.items():
+            by_fault.setdefault(fault, []).append(repr(slot.name))
+        faults = [
+            f"{listed(names, 8)} {'is' if len(names) == 1 else 'are'} {fault}"
+            for fault, names in by_fault.items()
+        ]
+        return (
+            f"{self._name} can't be given its fp32 weights back, and nothing was changed: "
+            f"{'; '.join(faults)}; put back what hmpx.freeze left there and call undo() again, or "
+            "call undo(strict=False) to restore the others"
+        )
+
+    def begin_block(self) -> None:
+        """Checks that the fp32 weights were kept."""
+        if self._originals is None:
+            self.entrance.renew()
+            raise FreezeError(
+                f"{self._name} was frozen with keep_fp32=False, so a with block can't undo() it "
+                "at its end; leave out keep_fp32=False, or call hmpx.freeze without the block"
+            )
+
+    def end_block(self, block: list[Any]) -> None:
+        """Undoes the freezing."""
+        if self._originals is not None:
+            self.undo()
+
+    def __repr__(self) -> str:
+        low = sum(weight.is_low for weight in self.weights)
+        state = "undone" if self._is_undone else f"{low} of {len(self.weights)} weights low"
+        return f"<hmpx.Frozen {self._name}: {state}>"

@@ -1,7 +1,4 @@
-"""The places of weights in a model, and their fp32 storages, from which they are restored bit for bit.
-
-A weight gets its storage back if the model still holds the weight; for the others the cause is reported.
-"""
+"""The places of weights in a model, and their fp32 storages, from which they are restored bit for bit."""
 
 from __future__ import annotations
 
@@ -79,23 +76,19 @@ class Originals:
     """The storages that a model's weights had before freezing."""
 
     def __init__(self, slots: Iterable[Slot], kept_alive: Container[int]) -> None:
-        """Keeps the current contents of the tensors in ``slots``.
-
-        Storages on an accelerator are copied to host memory, except those in ``kept_alive``, which live on
-        anyway.
-        """
+        """Keeps the current contents; in host memory, except storages in ``kept_alive``, which live on anyway."""
         #: Copies of storages on other devices; aliases stay aliases.
         self._copies: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
         by_tensor: dict[int, list[Slot]] = {}
         for slot in slots:
             by_tensor.setdefault(id(slot.tensor), []).append(slot)
-        self._kept = [self._original(tuple(each), kept_alive) for each in by_tensor.values()]
+        self.kept = [self._original(tuple(each), kept_alive) for each in by_tensor.values()]
         self._copies.clear()
 
     def _original(self, slots: tuple[Slot, ...], kept_alive: Container[int]) -> _Original:
         tensor = slots[0].tensor
         storage = tensor.untyped_storage()
-        is_here = _is_host(tensor.device) or isinstance(tensor, FakeTensor)
+        is_here = tensor.device.type == "cpu" or isinstance(tensor, FakeTensor)
         if not is_here and storage._cdata not in kept_alive:
             storage = self._copied(storage, torch.device("cpu"))
         return _Original(
@@ -118,18 +111,10 @@ class Originals:
                 self._copies[key] = copy.untyped_storage()
         return self._copies[key]
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether every weight has its former contents again."""
-        return not self._kept
-
     def misplaced(self, model: nn.Module) -> Iterator[tuple[Slot, str]]:
-        """Yields each slot in ``model`` that can't be restored, and the reason.
-
-        A module removed from the model does not need its weights.
-        """
+        """Yields each slot in ``model`` that can't be restored, and the reason."""
         here = set(map(id, model.modules()))
-        for original in self._kept:
+        for original in self.kept:
             for slot in original.slots:
                 fault = _fault(slot) if id(slot.module) in here else ""
                 if fault:
@@ -138,27 +123,17 @@ class Originals:
     def restore(self, left: Container[Slot] = ()) -> None:
         """Gives each tensor its former contents, on its current device, and each slot its tensor.
 
-        Skips tensors with a slot in ``left``. If anything raises, nothing is changed.
+        Skips tensors with a slot in ``left``. May be repeated after an error.
         """
-        skipped = [each for each in self._kept if any(slot in left for slot in each.slots)]
-        before: list[tuple[Tensor, Tensor, bool, list[tuple[Slot, Tensor | None]]]] = []
+        skipped = [each for each in self.kept if any(slot in left for slot in each.slots)]
         try:
-            for original in self._kept:
+            for original in self.kept:
                 held = [slot for slot in original.slots if not _fault(slot)]
                 if held and original not in skipped:
-                    tensor = original.tensor
-                    current = [(slot, slot.current()) for slot in held]
-                    before.append((tensor, tensor.data, tensor.requires_grad, current))
                     self._give_back(original, held)
-            self._kept = skipped
-        except BaseException:
-            for tensor, data, requires_grad, current in before:
-                _write(tensor, data, requires_grad)
-                for slot, there in current:
-                    slot.container[slot.attribute] = there
-            raise
         finally:
             self._copies.clear()
+        self.kept = skipped
 
     def _give_back(self, original: _Original, held: list[Slot]) -> None:
         tensor, storage = original.tensor, original.storage
@@ -166,20 +141,15 @@ class Originals:
         assert current is not None
         if storage.device != current.device and not isinstance(tensor, FakeTensor):
             storage = self._copied(storage, current.device)
-        with torch.inference_mode(original.is_inference), torch.no_grad(), _mode_of(tensor):
+        mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
+        with torch.inference_mode(original.is_inference), torch.no_grad(), mode:
             empty = torch.empty(0, dtype=torch.float32, device=current.device)
             former = empty.set_(storage, original.offset, original.size, original.stride)
-            _write(tensor, former, original.requires_grad)
+            tensor.data = former
+            tensor.requires_grad_(original.requires_grad)
         for slot in held:
             if slot.current() is not tensor:
                 slot.container[slot.attribute] = tensor
-
-
-def _write(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
-    if not data.is_floating_point():
-        tensor.requires_grad_(False)  # codes can't
-    tensor.data = data
-    tensor.requires_grad_(requires_grad)
 
 
 def _fault(slot: Slot) -> str:
@@ -204,12 +174,3 @@ def _is_copy(current: Tensor, tensor: Tensor) -> bool:
         return False
     with torch.no_grad(), torch_state.without_casts():
         return not has_changed(current.detach(), tensor.detach().to(current.device, current.dtype))
-
-
-def _mode_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Returns the mode that made a tensor without values; otherwise a context without effect."""
-    return tensor.fake_mode if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
-
-
-def _is_host(device: torch.device) -> bool:
-    return device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Seals a frozen model: hooks that check its calls, describe it, and refuse training and loading.
+"""Seals a frozen model: hooks that check its calls, describe it, and refuse gradients and loading.
 
 The hooks are copied and pickled with the model, so they are objects of classes, and don't refer to the fp32
 weights.
@@ -7,12 +7,12 @@ weights.
 from __future__ import annotations
 
 import contextlib
-import uuid
+import functools
+import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +21,13 @@ from .. import session, torch_state
 from ..errors import FreezeError
 from ..number_formats import Format, decode
 from ..policy import LowType
-from ..tensors import long_name
-from .call_checks import REMEDY, ChecksCalls
+from ..rules import are_alike
+from ..tensors import long_name, short_name
+from ..torch_internals import has_tangents, transforms
 from .originals import Slot
+from .weights import one_rounding
 
-
-@dataclass(frozen=True)
-class Seal:
-    """The modules that were sealed together, and a key that identifies them and their copies."""
-
-    key: str
-    modules: tuple[nn.Module, ...]
-
-    def copies_in(self, model: nn.Module) -> list[str]:
-        """Returns the names of modules in ``model`` that were copied from sealed ones."""
-        own = set(map(id, self.modules))
-        return [
-            path
-            for path, module in model.named_modules()
-            if _key(module) == self.key and id(module) not in own
-        ]
+REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model from its fp32 weights"
 
 
 def seal(
@@ -49,42 +36,28 @@ def seal(
     dtypes: Mapping[str, LowType],
     in_force: session.Session,
     attached: contextlib.ExitStack,
-) -> Seal:
-    """Makes ``model`` check its calls, describe its state dict, and refuse training and loading.
-
-    Args:
-        model: The model, with weights stored low.
-        slots: The places of these weights.
-        dtypes: Their names -> the stored types.
-        in_force: The conversion that they are stored for.
-        attached: Undoes all this.
-    """
-    name = type(model).__name__
+) -> None:
+    """Makes ``model`` check its calls, describe its state dict, and refuse training; ``attached`` undoes it."""
     holders = dict(_holders(model, slots))
     coded = _coded(slots, dtypes)
-    own: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+    own: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for slot in slots:
         own[id(slot.module)][slot.name] = slot.tensor
 
     def attach(register: Any, hook: Any, **options: Any) -> None:
         attached.callback(register(hook, **options).remove)
 
-    checks = ChecksCalls(name, in_force, holders, slots, is_coded=bool(coded))
-    attached.callback(checks.release)
+    checks = _ChecksCalls(type(model).__name__, in_force, holders, is_coded=bool(coded))
     attach(model.register_forward_pre_hook, checks, prepend=True)
-    stored = {n: long_name(dtype) for n, dtype in dtypes.items()}
+    stored = {name: long_name(dtype) for name, dtype in dtypes.items()}
     low_type = long_name(in_force.policy.low_precision_type)
     attach(model.register_state_dict_post_hook, _DescribesWeights(low_type, stored))
-    key = uuid.uuid4().hex
     for path, module in holders.items():
-        attach(module.register_load_state_dict_pre_hook, _RefusesLoading(key))
+        seals = _Seal(own.get(id(module), {}))
+        attach(module.register_load_state_dict_pre_hook, seals)
+        attached.callback(seals.release)
         if names := coded.get(path):
             attach(module.register_state_dict_post_hook, _DecodesWeights(names))
-        where = f"{path!r} in {name}" if path else name
-        refuses = _RefusesTraining(module, where, own.get(id(module), {}))
-        attached.callback(refuses.release, vars(module).get("train"))
-        vars(module)["train"] = refuses
-    return Seal(key, tuple(holders.values()))
 
 
 def _holders(model: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[str, nn.Module]]:
@@ -106,15 +79,147 @@ def _holders(model: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[str, nn.
 
 def is_sealed(module: nn.Module) -> bool:
     """Whether `seal` was called with this module, or with one that contains it."""
-    return _key(module) is not None
+    hooks = module._load_state_dict_pre_hooks.values()
+    return any(isinstance(getattr(hook, "hook", hook), _Seal) for hook in hooks)
 
 
-def _key(module: nn.Module) -> str | None:
-    for hook in module._load_state_dict_pre_hooks.values():
-        refuses = getattr(hook, "hook", hook)
-        if isinstance(refuses, _RefusesLoading):
-            return refuses.key
-    return None
+# --- calls ---------------------------------------------------------------------------------------
+
+
+class _ChecksCalls:
+    """A forward pre-hook: weights must be used as they were stored for, and not be trained."""
+
+    def __init__(
+        self,
+        name: str,
+        in_force: session.Session,
+        holders: Mapping[str, nn.Module],
+        *,
+        is_coded: bool,
+    ) -> None:
+        """Takes the model's class, the conversion, and path -> module for those that hold weights."""
+        self._name = name
+        self._low_name = short_name(in_force.policy.low_precision_type)
+        self._fingerprint = _fingerprint(in_force)
+        self._rules = self._own_rules = in_force.rules
+        self._rounding = one_rounding(in_force) if is_coded else None
+        self._is_rounded = in_force.options.legalize != "fast"
+        self._seen: Callable[[], session.Session | None] = weakref.ref(in_force)
+        # Without the model itself, so that it is freed without garbage collection.
+        self._inner = {path: module for path, module in holders.items() if path}
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        in_force = session.current()
+        if in_force is None:
+            raise FreezeError(
+                f"{self._name} is frozen, with weights in {self._low_name}, but torch is not "
+                f"converted; call hmpx.convert() as it was when the model was frozen, or {REMEDY}"
+            )
+        if torch_state.is_off():
+            raise FreezeError(
+                f"{self._name} is frozen, with weights in {self._low_name}, but casts are off "
+                f"here; call it outside of the hmpx.disable_casts block, or of the region in which "
+                f"torch.autocast is off, or {REMEDY}"
+            )
+        if in_force is not self._seen() or in_force.rules != self._rules:
+            other = self._difference(in_force)
+            if other:
+                raise FreezeError(
+                    f"{self._name} was frozen under {other} than that in force now; call "
+                    f"hmpx.convert() as it was when the model was frozen, or {REMEDY}"
+                )
+            self._seen, self._rules = weakref.ref(in_force), in_force.rules
+        if torch.is_grad_enabled() or transforms() is not None or has_tangents():
+            self._check_training(module)
+
+    def _difference(self, in_force: session.Session) -> str:
+        """Returns the conversion in force if it would store weights differently; else ``""``."""
+        own = self._own_rules  # none in another process, which only knows their names
+        if _fingerprint(in_force) != self._fingerprint or (
+            own and not all(map(are_alike, own, in_force.rules))
+        ):
+            return "another policy"
+        if self._is_rounded and in_force.options.legalize == "fast":
+            return "another legalize="
+        if self._rounding is not None and one_rounding(in_force) != self._rounding:
+            return "another rounding= or overflow="
+        return ""
+
+    def _check_training(self, model: nn.Module) -> None:
+        if not model.training and not any([m.training for m in self._inner.values()]):  # noqa: C419
+            return
+        inner = next((repr(path) for path, m in self._inner.items() if m.training), "it")
+        raise FreezeError(
+            f"{self._name} is frozen, but {'it' if model.training else inner} is in training mode, "
+            f"and low-precision weights can't be trained; call eval() on the model, or {REMEDY}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_seen": _nothing, "_rules": (), "_own_rules": ()}
+
+
+def _nothing() -> None:
+    pass
+
+
+def _fingerprint(in_force: session.Session) -> str:
+    """Returns a digest that is equal for equal conversions, in any process."""
+    rules = [(rule.op, rule.level, rule.name) for rule in in_force.rules]
+    state = repr((in_force.policy.fingerprint(), sorted(in_force.device_types), rules))
+    return hashlib.sha256(state.encode()).hexdigest()
+
+
+# --- gradients and loading -----------------------------------------------------------------------
+
+
+class _Seal:
+    """A hook that refuses to load weights, which would be rounded, and their gradients.
+
+    Copies of a tensor lose its hooks, so a copy of the module sets them again.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._hook_gradients()
+
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+        where = f"{prefix[:-1]!r}, a {type(module).__name__}," if prefix else type(module).__name__
+        raise FreezeError(f"{where} is frozen and can't load weights; undo() first: {REMEDY}")
+
+    def _hook_gradients(self) -> None:
+        self._handles = []
+        with torch.inference_mode(False):
+            for name, tensor in self._tensors.items():
+                if tensor.is_inference() or not tensor.is_leaf or not tensor.is_floating_point():
+                    continue  # autograd itself refuses these
+                requires_grad = tensor.requires_grad
+                tensor.requires_grad_(True)  # needed for a hook; the user may set it later
+                hook = functools.partial(_refuse_gradient, name)
+                self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+                tensor.requires_grad_(requires_grad)
+
+    def release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_tensors": self._tensors}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._hook_gradients()
+
+
+def _refuse_gradient(name: str, gradient: Tensor) -> None:
+    raise FreezeError(
+        f"a gradient reached {name!r}, a low-precision weight of a frozen model, which "
+        f"can't be trained; {REMEDY}"
+    )
+
+
+# --- state dicts ---------------------------------------------------------------------------------
 
 
 class _DescribesWeights:
@@ -171,83 +276,3 @@ class _DecodesWeights:
                 first = state_dict[held[0]]  # values, if an inner module's hook ran before
                 values = first if first.is_floating_point() else decode(first.detach(), format)
                 state_dict.update(dict.fromkeys(held, values))
-
-
-class _RefusesLoading:
-    """A hook that refuses to load weights, since they would be rounded; it has the key of the `Seal`."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
-        where = f"{prefix[:-1]!r}, a {type(module).__name__}," if prefix else type(module).__name__
-        raise FreezeError(f"{where} is frozen and can't load weights; undo() first: {REMEDY}")
-
-
-class _RefusesTraining:
-    """Replaces a module's ``train``, and keeps gradients from the weights that are stored low.
-
-    Copies of a tensor lose its hooks, so a copy of the module sets them again.
-    """
-
-    def __init__(self, module: nn.Module, where: str, tensors: Mapping[str, Tensor]) -> None:
-        self._module = weakref.ref(module)
-        self._where = where
-        self._tensors = dict(tensors)
-        self._is_released = False
-        self._hook_gradients()
-
-    def __call__(self, mode: bool = True) -> nn.Module:
-        module = self._module()
-        assert module is not None
-        if mode and not self._is_released:
-            raise FreezeError(
-                f"{self._where} is frozen: its low-precision weights can't be trained; {REMEDY}"
-            )
-        return type(module).train(module, mode)
-
-    def release(self, before: Any) -> None:
-        """Restores the module's ``train`` and the weights' gradients."""
-        self._is_released = True
-        for handle in self._handles:
-            handle.remove()
-        module = self._module()
-        if module is not None and vars(module).get("train") is self:
-            if before is None:
-                del vars(module)["train"]
-            else:
-                vars(module)["train"] = before
-
-    def _hook_gradients(self) -> None:
-        self._handles = []
-        with torch.inference_mode(False):
-            for name, tensor in self._tensors.items():
-                if tensor.is_inference() or not tensor.is_leaf or not tensor.is_floating_point():
-                    continue  # autograd itself refuses these
-                requires_grad = tensor.requires_grad
-                tensor.requires_grad_(True)  # needed for a hook; the user may set it later
-                handle = tensor.register_hook(_RefusesGradients(name))  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
-                tensor.requires_grad_(requires_grad)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_module": self._module(), "_handles": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._module = weakref.ref(state["_module"])
-        if not self._is_released:
-            self._hook_gradients()
-
-
-class _RefusesGradients:
-    """A tensor hook that refuses gradients."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, gradient: Tensor) -> None:
-        raise FreezeError(
-            f"a gradient reached {self._name!r}, a low-precision weight of a frozen model, which "
-            f"can't be trained; {REMEDY}"
-        )

@@ -1,7 +1,4 @@
-"""How one forward uses a model's parameters and buffers: in which dtypes, and whether it writes them.
-
-Looks only at which tensors the dispatcher's ops read, convert and write, not at what they compute.
-"""
+"""How one forward uses a model's parameters and buffers: in which dtypes, and whether it writes them."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ _PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
 
 @dataclass(frozen=True)
 class Place:
-    """Where the elements of a strided tensor lie: equal places are the same memory.
-
-    Identifies the storage while it is alive; ``start`` and ``end`` are byte offsets in it.
-    """
+    """Where the elements of a tensor lie: the storage, while it is alive, and byte offsets in it."""
 
     storage: int
     start: int
@@ -158,7 +152,6 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls ``func``, and records its effect on the watched places."""
         kwargs = kwargs or {}
         touched = [
             (tensor, alias, places)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from .. import session
 from ..errors import lined
 from ..number_formats import CodedFormat, Format, code_dtype
 from ..policy import LowType
+from ..reports import Table
 from ..tensors import short_name
 from .uses import FoundTensor, Place, Watch
 
@@ -62,8 +64,7 @@ def table(name: str, weights: Sequence[Weight], *, is_undone: bool) -> str:
         f"{name}: {low} of {len(weights)} weights stored in low precision, "
         f"{before:,} -> {after:,} bytes{' (undone)' if is_undone else ''}"
     ]
-    rows = [("name", "kind", "dtype", "stored", "bytes", "why")]
-    rows += [
+    rows = [
         (
             weight.name,
             weight.kind,
@@ -74,11 +75,8 @@ def table(name: str, weights: Sequence[Weight], *, is_undone: bool) -> str:
         )
         for weight in weights
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for *cells, size, reason in rows:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
-        lines.append("  ".join([*padded, size.rjust(widths[-2]), reason]))
-    return lined(lines)
+    titles = ("name", "kind", "dtype", "stored", "bytes", "why")
+    return lined([*lines, *Table.of(titles, rows, numbers=["bytes"]).lines(sys.maxsize)])
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
@@ -91,11 +89,8 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 # --- decisions -----------------------------------------------------------------------------------
 
 
-class Rounding(NamedTuple):
-    """How weights are rounded to codes; see `formats.quantize`."""
-
-    mode: str
-    overflow: str | None
+#: How weights are rounded to codes: the mode and overflow of `formats.quantize`.
+Rounding: TypeAlias = tuple[str, str | None]
 
 
 def one_rounding(in_force: session.Session) -> Rounding | None:
@@ -112,7 +107,7 @@ def one_rounding(in_force: session.Session) -> Rounding | None:
     if len(ways) != 1 or in_force.rules:
         return None
     ((_, mode, overflow),) = ways
-    return None if mode == "stochastic" else Rounding(mode, overflow)
+    return None if mode == "stochastic" else (mode, overflow)
 
 
 def judged(
@@ -179,7 +174,6 @@ def _judgement(
 
 
 def _stored(low: LowType) -> torch.dtype:
-    """Returns the dtype of a tensor with values or codes of this type."""
     if isinstance(low, torch.dtype):
         return low
     return code_dtype(low.bits) if isinstance(low, CodedFormat) else torch.float32

@@ -1,18 +1,12 @@
 """Maps ``"hpu"`` to a present device: rewrites Habana's device and backend names.
 
-Covered: factories and methods with a ``device`` argument, ``tensor.to``, ``module.to``,
-``tensor.hpu()``, ``torch.load``, ``torch.autocast``, ``with torch.device("hpu")``,
-``torch.set_default_device``; process groups with the backend ``hccl``; ``torch.compile`` with the
-backend ``hpu_backend``.
-
-Not covered: threads that were started before, or by C++, such as hooks of a backward on CUDA; and the list in
-docs/hmp.md.
+Not in threads that were started before, or by C++, such as hooks of a backward on CUDA.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
+import itertools
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -23,9 +17,14 @@ import torch.distributed
 from torch.overrides import TorchFunctionMode
 from torch.serialization import default_restore_location
 
+from ..errors import HmpxError
 from ..patching import Patch
 from ..tensors import is_available
 from ..torch_internals import DeviceContext
+
+
+class GaudiError(HmpxError, NotImplementedError):
+    """The program uses a feature that only a Gaudi has."""
 
 
 def device_type() -> str:
@@ -72,44 +71,17 @@ def on_device(value: Any) -> Any:
 
 
 def _substituted(value: Any) -> Any:
-    """Returns the substitute for ``value``: a device, a device type or a backend's name."""
-    if is_hpu(value):
-        device = on_device(value)
-        return str(device) if isinstance(value, str) else device
-    if value in ("hccl", "hcl"):
-        return "nccl" if device_type() == "cuda" else "gloo"
-    if value == "hpu_backend":
-        return "inductor"
-    return value
-
-
-def _backend(value: Any) -> Any:
-    """Returns the backend that stands in for Habana's in ``"hccl"`` or ``"cpu:gloo,hpu:hccl"``."""
+    """Returns the substitute for a device, its type, a backend, or ``"cpu:gloo,hpu:hccl"``."""
     if not isinstance(value, str):
-        return value
-    found = []
-    for part in value.lower().split(","):
-        device, _, name = part.rpartition(":")
-        name = _substituted(name)
-        found.append(f"{device_type() if device == 'hpu' else device}:{name}" if device else name)
+        return on_device(value)
+    backend = "nccl" if device_type() == "cuda" else "gloo"
+    names = {"hccl": backend, "hcl": backend, "hpu_backend": "inductor"}
+    parts = [part.split(":") for part in value.lower().split(",")]
+    if names.keys().isdisjoint(itertools.chain.from_iterable(parts)):
+        return str(on_device(value))
+    names["hpu"] = device_type()
+    found = [":".join([names.get(name, name) for name in part]) for part in parts]
     return ",".join(dict.fromkeys(found))
-
-
-def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that makes a process group by a backend of Habana's."""
-    names = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        named = zip(names, args, strict=False)
-        args = tuple([_backend(v) if name == "backend" else v for name, v in named])
-        if "backend" in kwargs:
-            kwargs["backend"] = _backend(kwargs["backend"])
-        if "device_id" in kwargs:
-            kwargs["device_id"] = on_device(kwargs["device_id"])
-        return function(*args, **kwargs)
-
-    return call
 
 
 def _substituting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +121,6 @@ def _loading_elsewhere(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_hpu(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """The method ``.hpu()`` of tensors and modules."""
     if device is None:
         device = "hpu"
     elif isinstance(device, int):
@@ -158,8 +129,6 @@ def _to_hpu(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
 
 
 def _in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a new thread run in its own `DeviceMode`."""
-
     @functools.wraps(run)
     def call(self: threading.Thread) -> Any:
         with DeviceMode():
@@ -191,7 +160,7 @@ def patches(hpu: types.ModuleType) -> list[Patch]:
     ]
     if torch.distributed.is_available():
         found += [
-            Patch(torch.distributed, name, _with_backend(getattr(torch.distributed, name)))
+            Patch(torch.distributed, name, _substituting(getattr(torch.distributed, name)))
             for name in ("init_process_group", "new_group")
         ]
     return found

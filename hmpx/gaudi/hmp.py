@@ -1,7 +1,4 @@
-"""``habana_frameworks.torch.hpex.hmp``: HMP itself, `hmpx.convert` with HMP's positional order.
-
-The program may have been started with options: these apply unless the script gives its own.
-"""
+"""``habana_frameworks.torch.hpex.hmp``: HMP itself, `hmpx.convert` with HMP's positional order."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def convert(  # noqa: PLR0917  # HMP's positional order
         "low_precision_type": low_precision_type,
         "fp16_file_path": fp16_file_path,
     }
-    said = {name: value for name, value in given.items() if not _says_nothing(value)}
+    said = {name: value for name, value in given.items() if value not in (None, False, "")}
     taken, unused = merged(said, _defaults)
     arguments = {"device_types": {devices.device_type()}, **taken, **said}
     if arguments.get("opt_level") != "O2" and arguments.get("policy") is None:
@@ -66,25 +63,15 @@ def convert(  # noqa: PLR0917  # HMP's positional order
     _log(said, taken, unused)
 
 
-def _says_nothing(value: object) -> bool:
-    return value is None or value is False or (isinstance(value, str) and value == "")
-
-
 def merged(
     said: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the ``defaults`` that complement the script's arguments, and the others.
-
-    Args:
-        said: The script's arguments; each overrides its default.
-        defaults: Arguments of `hmpx.convert`.
-    """
+    """Returns the ``defaults`` that complement the script's arguments, and the others."""
     outranked = set(said)
-    chooses_lists = said.get("opt_level") == "O2" or not outranked.isdisjoint(_PATHS)
-    if chooses_lists:  # a policy decides everything itself
-        outranked.add("policy")
     if said.get("opt_level") == "O2":
-        outranked |= {"lists", *_PATHS}
+        outranked |= {"policy", "lists", *_PATHS}
+    elif not outranked.isdisjoint(_PATHS):  # a policy decides everything itself
+        outranked.add("policy")
     taken = {name: value for name, value in defaults.items() if name not in outranked}
     unused = {
         name: value

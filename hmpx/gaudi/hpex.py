@@ -22,7 +22,6 @@ class _hpex_C:  # noqa: N801  # Habana's name
 
     @staticmethod
     def fused_lamb_norm(gradients: list[Tensor], max_norm: float) -> Tensor:
-        """Returns the divisor of ``gradients`` that makes their norm at most ``max_norm``."""
         return clipping_divisor([each.float() for each in gradients], max_norm).reshape(1)
 
 
@@ -30,21 +29,17 @@ class FusedClipNorm:
     """`torch.nn.utils.clip_grad_norm_`, with the largest norm fixed in advance."""
 
     def __init__(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> None:
-        """Takes the largest norm, and the parameters that `clip_norm` clips by default."""
-        self._parameters = _listed(parameters)
+        is_one = isinstance(parameters, Tensor)
+        self._parameters = parameters if is_one else [*parameters]  # not an iterator
         self.max_norm = max_norm
 
     def clip_norm(
         self, parameters: Iterable[Tensor] | Tensor | None = None, norm_type: float = 2.0
     ) -> Tensor:
         """Clips the gradients of ``parameters`` together; returns their norm before that."""
-        clipped = self._parameters if parameters is None else _listed(parameters)
+        clipped = self._parameters if parameters is None else parameters
         with disable_casts():
             return nn.utils.clip_grad_norm_(clipped, self.max_norm, norm_type)
-
-
-def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else [*parameters]
 
 
 class FusedEMA:
@@ -55,13 +50,6 @@ class FusedEMA:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, updates: float = 0) -> None:
-        """Copies ``model``.
-
-        Raises:
-            ValueError: ``decay`` is negative.
-        """
-        if not decay >= 0:
-            raise ValueError(f"decay is {decay}; it must be at least 0")
         self.ema = copy.deepcopy(_bare(model)).eval().requires_grad_(False)
         self.decay: Callable[[float], float] = lambda x: decay * (1 - math.exp(-x / 2000))
         self.updates = updates

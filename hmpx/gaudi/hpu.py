@@ -1,7 +1,4 @@
-"""``torch.hpu``: the device that stands in for a Gaudi. Names missing here are `torch.cuda`'s.
-
-On the CPU they are those of `_ON_CPU`. Wrapping a model for graphs does nothing.
-"""
+"""``torch.hpu``: the device that stands in for a Gaudi. Names missing here are `torch.cuda`'s."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from .devices import device_type, is_hpu
-from .modules import GaudiError
+from .devices import GaudiError, device_type, is_hpu
 
 
 def is_available() -> bool:
@@ -53,11 +48,7 @@ def ModuleCacher(max_graphs: int = 10) -> Callable[..., Any]:  # noqa: N802  # H
 
 
 def HPUGraph() -> Any:  # noqa: N802  # Habana's name
-    """Returns a new graph of CUDA's.
-
-    Raises:
-        GaudiError: The CPU stands in.
-    """
+    """Returns a new graph of CUDA's."""
     if device_type() == "cuda":
         return torch.cuda.CUDAGraph()
     raise GaudiError(
@@ -82,19 +73,14 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def _of_process() -> tuple[int, int, int]:
-    """Returns this process's memory use, its peak, and the total memory, in bytes.
-
-    Values that the system does not report are 0.
-    """
+    """Returns this process's memory use, its peak, and the total memory, in bytes; 0 for unknown values."""
     try:
         import resource
     except ImportError:  # not on Windows
         return 0, 0, 0
     page, unit = os.sysconf("SC_PAGE_SIZE"), 1 if sys.platform == "darwin" else 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    statistics = Path("/proc/self/statm")
-    in_use = page * int(statistics.read_text().split()[1]) if statistics.exists() else most
-    return in_use, max(most, in_use), page * os.sysconf("SC_PHYS_PAGES")
+    return most, most, page * os.sysconf("SC_PHYS_PAGES")
 
 
 def memory_reserved(device: Any = None) -> int:
@@ -119,25 +105,18 @@ class _Done:
         self._recorded_s: float | None = None
 
     def query(self) -> bool:
-        """Returns True."""
         return True
 
     def record(self, stream: Any = None) -> None:
-        """Records the time."""
         self._recorded_s = time.perf_counter()
 
     def record_event(self, event: Any = None) -> Any:
-        """Records ``event``, a new one if None, and returns it."""
         event = _Done() if event is None else event
         event.record()
         return event
 
     def elapsed_time(self, end_event: _Done) -> float:
-        """Returns the milliseconds until ``end_event``.
-
-        Raises:
-            RuntimeError: One of them was not recorded.
-        """
+        """Returns the milliseconds until ``end_event``."""
         if self._recorded_s is None or end_event._recorded_s is None:
             raise RuntimeError("an event was not recorded; call record() on both first")
         return 1000 * (end_event._recorded_s - self._recorded_s)

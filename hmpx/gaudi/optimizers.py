@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Final, TypeAlias, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from .modules import GaudiError
-
-_Closure: TypeAlias = Callable[[], Any] | None
+from .devices import GaudiError
 
 #: After this many steps every bias correction is 1, and one more is the same float32 number.
 _UNBIASED: Final = float(1 << 24)
@@ -30,12 +28,15 @@ class FusedSGD(SGD):
         dampening: float = 0,
         nesterov: bool = False,
     ) -> None:
-        """Takes Habana's arguments."""
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
 
 class FusedAdamW(AdamW):
-    """`torch.optim.AdamW`, with optional bias correction."""
+    """`torch.optim.AdamW`, with optional bias correction.
+
+    Raises:
+        GaudiError: The moments need a separate dtype.
+    """
 
     def __init__(  # noqa: PLR0917  # Habana's positional order
         self,
@@ -47,11 +48,6 @@ class FusedAdamW(AdamW):
         bias_correction: bool = True,
         moments_dtype: torch.dtype | tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None:
-        """Takes Habana's arguments.
-
-        Raises:
-            GaudiError: The moments need a separate dtype.
-        """
         if moments_dtype is not None:
             raise GaudiError(
                 "FusedAdamW(moments_dtype=...): moments are kept in the parameters' type here; leave "
@@ -64,7 +60,6 @@ class FusedAdamW(AdamW):
         self.register_step_pre_hook(_start_unbiased)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a copy's or a checkpoint's state; Habana's optimizers count steps per group."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for group in self.param_groups:
             step = group.pop("step", None)
@@ -92,22 +87,15 @@ def _start_unbiased(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Stepping(Optimizer):
-    """Makes a step by `_step`; copies keep the settings."""
-
-    _settings: ClassVar[tuple[str, ...]] = ()
+    """Makes a step by `_step`; copies keep all attributes that subclasses set."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the complete state of the optimizer, for pickling and copying."""
-        state = super().__getstate__()
-        return {**state, **{name: getattr(self, name) for name in self._settings}}
+        own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {**own, **super().__getstate__()}
 
     @torch.no_grad()
-    def step(self, closure: _Closure = None) -> Any:
-        """Makes one step; returns the result of ``closure``.
-
-        Raises:
-            RuntimeError: A gradient is sparse.
-        """
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes one step; returns the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -134,15 +122,7 @@ class FusedResourceApplyMomentum(_Stepping):
         weight_decay: float = 0,
         nesterov: bool = False,
     ) -> None:
-        """Takes Habana's arguments.
-
-        Raises:
-            ValueError: A value is out of range.
-        """
         settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        _check_not_negative(**settings)
-        if nesterov and momentum <= 0:
-            raise ValueError("nesterov needs a momentum above 0")
         super().__init__(params, {**settings, "nesterov": nesterov})
 
     def _step(self) -> None:
@@ -164,9 +144,10 @@ class FusedLars(_Stepping):
     You et al., "Large Batch Training of Convolutional Networks". The other optimizer applies the
     learning rate. Its weight decay is applied here, to the scaled layers: those with a true ``skip_mask``,
     by position in a group.
-    """
 
-    _settings = ("optim", "skip_mask", "eeta", "eps")
+    Raises:
+        ValueError: ``skip_mask`` is too short.
+    """
 
     def __init__(
         self,
@@ -175,12 +156,6 @@ class FusedLars(_Stepping):
         eeta: float = 0.001,
         eps: float = 1e-8,
     ) -> None:
-        """Takes Habana's arguments.
-
-        Raises:
-            ValueError: ``skip_mask`` is too short, or a value is out of range.
-        """
-        _check_not_negative(eeta=eeta, eps=eps)
         longest = max(len(group["params"]) for group in optimizer.param_groups)
         if len(skip_mask) < longest:
             raise ValueError(
@@ -195,7 +170,6 @@ class FusedLars(_Stepping):
         self.state = self.optim.state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the state from `__getstate__`."""
         super().__setstate__(state)
         self._share()
 
@@ -223,16 +197,17 @@ class FusedLars(_Stepping):
 
 
 class FusedLamb(_Stepping):
-    """LAMB: Adam whose step is scaled by each layer's trust ratio.
+    """LAMB: Adam whose step is scaled by each layer's trust ratio; ``fused`` has no effect.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", with the
     clipping of the global gradient norm before it. Groups without weight decay take Adam's step
     unscaled, unless ``use_lamb``. With ``adam_w_mode`` weight decay is decoupled, else it is added to the
     gradient. With ``grad_averaging`` the first moment takes ``1 - betas[0]`` of the gradient, else all of
     it. Gradients are rounded to ``dtype`` before their norm is taken.
-    """
 
-    _settings = ("adam_w_mode", "set_grad_none", "use_lamb", "fused", "dtype")
+    Raises:
+        RuntimeError: ``amsgrad`` is True, as on a Gaudi.
+    """
 
     def __init__(  # noqa: PLR0917  # Habana's positional order
         self,
@@ -251,17 +226,8 @@ class FusedLamb(_Stepping):
         fused: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Takes Habana's arguments; ``fused`` has no effect.
-
-        Raises:
-            ValueError: A value is out of its range.
-            RuntimeError: ``amsgrad`` is True, as on a Gaudi.
-        """
         if amsgrad:
             raise RuntimeError("FusedLamb has no AMSGrad variant; leave out amsgrad")
-        _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas are {betas}; each must be at least 0 and below 1")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -320,21 +286,14 @@ def clipping_divisor(gradients: list[Tensor], most: float) -> Tensor:
     norms = [torch.linalg.vector_norm(each) for each in gradients]
     dtype = torch.promote_types(norms[0].dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(torch.stack([each.to(dtype) for each in norms]))
-    divisor: Tensor = (norm / most).clamp(min=1.0)
-    return divisor
+    return (norm / most).clamp(min=1.0)
 
 
 def _usable(ratio: Tensor, norm: Tensor, other: Tensor) -> Tensor:
-    """Returns a trust ratio; 1 where one of its norms is 0."""
     return torch.where((norm > 0) & (other > 0), ratio, torch.ones_like(ratio))
 
 
 def _with_gradients(group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Returns a group's parameters that have a gradient, with it.
-
-    Raises:
-        RuntimeError: A gradient is sparse.
-    """
     found = [(p, cast(Tensor, p.grad)) for p in group["params"] if p.grad is not None]
     if any(gradient.is_sparse for _, gradient in found):
         raise RuntimeError(
@@ -342,9 +301,3 @@ def _with_gradients(group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
             "in the embedding"
         )
     return found
-
-
-def _check_not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}; it must be at least 0")

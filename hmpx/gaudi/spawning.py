@@ -43,10 +43,7 @@ class _Restored:
 
 
 def follow() -> Callable[[], None]:
-    """Makes processes started from now on resemble this one at that time; returns a function to stop.
-
-    Calling it again has no effect.
-    """
+    """Makes processes started from now on resemble this one at that time; returns a function to stop."""
     prepare = multiprocessing.spawn.get_preparation_data
     if hasattr(prepare, "__hmpx__"):
         return lambda: None
@@ -63,10 +60,7 @@ def follow() -> Callable[[], None]:
 
 
 def _state() -> bytes | None:
-    """Returns this process' state, pickled; None if there is nothing to restore.
-
-    The state is the stand-in's options and the arguments of `session.restore`, each None if absent.
-    """
+    """Returns the stand-in's options and the conversion, pickled; None if there is nothing to restore."""
     options = shim.options()
     current = session.current()
     if options is None and current is None:

@@ -49,17 +49,7 @@ class ConvertedRun:
         record: str | os.PathLike[str] | None,
         watch: str | None,
     ) -> None:
-        """Checks all arguments and changes nothing.
-
-        Args:
-            options: Arguments of `hmpx.convert`.
-            record: Path of the report written at the end: ``.html``, ``.json`` or ``.csv``; a second run
-                writes ``report-2.html``. Only the process of rank 0 records.
-            watch: A mode of `hmpx.watch`.
-
-        Raises:
-            HmpxError: An argument has an invalid value.
-        """
+        """Checks all arguments and changes nothing."""
         self.policy = checked_policy(**options) if options else None
         self._options = dict(options)
         self._path = None if record is None else _report_path(record)
@@ -101,11 +91,7 @@ class ConvertedRun:
             self._open = stack.pop_all()
 
     def end(self) -> None:
-        """Undoes the conversion and writes the report; does nothing if that is already done.
-
-        Raises:
-            NonFiniteError: With ``watch="raise"``, of the last step.
-        """
+        """Undoes the conversion and writes the report; does nothing if that is already done."""
         self._close(None, None, None)
 
     def __enter__(self) -> ConvertedRun:
@@ -136,24 +122,14 @@ class ConvertedRun:
     # --- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint: the version of hmpx and the policy, as a policy file.
-
-        Includes the amaxes of formats with a history, if there are any.
-        """
+        """Returns the version of hmpx, the policy, as a policy file, and amaxes, if there are any."""
         policy, session = self._policy(), current()
         found = {"hmpx": __version__, "policy": "" if policy is None else policy.to_yaml()}
         amaxes = {} if session is None else session.histories.state_dict()
         return {**found, "amaxes": amaxes} if amaxes else found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keeps a checkpoint's policy as `carried`, and warns if it differs from the current one.
-
-        Loads its amaxes for formats with a history.
-
-        Raises:
-            OptionError: Its amaxes are not as `state_dict` returns them.
-            PolicyFileError: This version of hmpx can't read it.
-        """
+        """Loads amaxes; keeps a checkpoint's policy as `carried`, and warns if it differs from the current one."""
         session = current()
         if state.get("amaxes") and session is not None:
             session.histories.load_state_dict(state["amaxes"])
@@ -194,7 +170,6 @@ def _rank() -> int:
 
 
 def _difference(there: Policy, here: Policy) -> str:
-    """Returns the differences between two policies, in one line."""
     names = sorted(
         name
         for name in there.decisions.keys() | here.decisions.keys()

@@ -74,11 +74,7 @@ class HmpxCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Converts torch.
-
-        Raises:
-            OptionError: The Trainer's own mixed precision is on, or float16 has no loss scaling.
-        """
+        """Converts torch."""
         self._check(args)
         self.run.start(args.device.type)
         callbacks: Any = state.stateful_callbacks  # by class name, whatever its annotation says

@@ -6,7 +6,6 @@ the dicts of modules and classes.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
 import importlib.util
@@ -79,27 +78,6 @@ def canonical(name: str, prefixes: Container[str], names: Container[str]) -> str
 def is_foreign(name: str) -> bool:
     """Whether the known op ``name`` is another library's."""
     return "." in name
-
-
-def refusal(name: str) -> str:
-    """Returns why ``name``, which is not an op, can't be listed; ``""`` if it can."""
-    if len(name) > _LONGEST:
-        return ""
-    parts = name.split(".")
-    if not all(part.isidentifier() for part in parts):
-        return ""
-    if parts[0] == "hmpx":
-        return f"{shown(name)} is part of hmpx itself, which computes nothing to cast"
-    if len(parts) > 1 and parts[0] in _REFUSED:
-        return f"{shown(name)} is part of Python's standard library; list functions that compute with tensors"
-    is_pythons = parts[0] in vars(builtins) if len(parts) == 1 else parts[0] != "torch"
-    if is_pythons and any(part.startswith("__") for part in parts):
-        return f"{shown(name)} has a name with leading underscores, which are Python's own"
-    return ""
-
-
-#: Longer than any function's name.
-_LONGEST: Final = 1000
 
 
 def _is_plain(part: str) -> bool:
@@ -201,10 +179,7 @@ def why_not(name: str, found: Found) -> str:
 
 
 def _top(value: Any) -> str:
-    """Returns the library of a module, a class or a function; ``""`` if unknown.
-
-    Bound methods and scripted functions belong to their owner.
-    """
+    """Returns the library of a module, a class or a function; ``""`` if unknown."""
     if isinstance(value, types.ModuleType):
         module = names_of(value).get("__name__")
     elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -221,11 +196,7 @@ def operator_of(value: Any) -> OpOverload | None:
 
 
 def lacking(name: str, executed: object = None) -> str:
-    """Returns a message if the module of ``name`` is loaded and lacks the name, else ``""``.
-
-    A module with a ``__getattr__``, or one still being imported, may have any name. Only ``executed`` counts
-    as fully imported.
-    """
+    """Returns a message if the module of ``name`` is fully imported, as ``executed`` is, and lacks it, else ``""``."""
     if name.startswith(f"{OPERATORS}."):
         return ""
     found = find_foreign(name)

@@ -137,12 +137,7 @@ _OF_MODULES_ALONE: Final = re.compile(r"_loss$|[123]d$")
 
 
 def unknown(name: str) -> str:
-    """Returns the message that ``name`` is not an op, with a suggestion.
-
-    Example:
-        >>> unknown("matmull"), unknown("nn.LayerNorm")
-        ("unknown op 'matmull'; did you mean 'matmul'?", "unknown op 'nn.LayerNorm'; did you mean 'layer_norm'?")
-    """
+    """Returns the message that ``name`` is not an op, with a suggestion."""
     return f"unknown op {shown(name)}{nearest(name, names())}"
 
 

@@ -1,7 +1,4 @@
-"""The schemas of ops' callables, and facts derived from them: parameters, written arguments, numbers.
-
-Schemas are ATen's; ``ops.ini`` holds facts that they lack.
-"""
+"""The schemas of ops' callables, and facts derived from them: parameters, written arguments, numbers."""
 
 from __future__ import annotations
 
@@ -131,12 +128,7 @@ _KEYWORDS: Final = {
 
 
 def parameter_named(keyword: str, names: Sequence[str]) -> str:
-    """Returns the parameter's name, among these, that stands for the argument ``keyword``.
-
-    Example:
-        >>> parameter_named("input", ("self", "mat2"))
-        'self'
-    """
+    """Returns the parameter's name, among these, that stands for the argument ``keyword``."""
     if keyword in names:
         return keyword
     name = _KEYWORDS.get(keyword, keyword)
@@ -154,9 +146,8 @@ def parameters(site: Site) -> Parameters:
 def written(op: str, site: Site) -> tuple[str, ...]:
     """Returns the parameters of the callable at ``site`` whose tensors it writes to, except ``out``.
 
-    They are those that the schemas declare, and the first one of an in-place callable; ``ops.ini`` adds
-    those that schemas can't express. Schemas declare running statistics for one op of a family only, but
-    every op of the family updates them, except those with a suffix in `_READ_STATISTICS`.
+    Schemas declare running statistics for one op of a family only, but every op of the family updates
+    them, except those with a suffix in `_READ_STATISTICS`.
     """
     names = parameters(site).names
     found = set(facts("writes").get(op, ())) | set(names[:1] if site.in_place else ())

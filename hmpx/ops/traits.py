@@ -1,7 +1,4 @@
-"""Traits of ops derived from their sites and schemas: whether casting has an effect, and its cost.
-
-Also which inputs are weights, judged by their names.
-"""
+"""Traits of ops derived from their sites and schemas: whether casting has an effect, and its cost."""
 
 from __future__ import annotations
 
@@ -34,11 +31,7 @@ PROPERTIES = ("T", "mT", "H", "mH", "real", "imag")
 
 
 def is_decisive(name: str, *, is_relative: bool) -> bool:
-    """Whether a list line may change calls of op ``name``.
-
-    It can't if every callable writes to its first argument, whose dtype then decides, or if dtypes are relative
-    to the inputs' and there is only one input.
-    """
+    """Whether a list line may change calls of op ``name``: another input than the written one decides."""
     if name not in table():
         return True  # another library's
     return any(_is_decisive(each, is_relative=is_relative) for each in (name, *covered(name)))
@@ -65,10 +58,7 @@ def computing() -> frozenset[str]:
 
 
 def kind(name: str) -> tuple[str, int | None]:
-    """Returns the kind of op ``name``, which determines its speed in low precision.
-
-    For a product of two matrices, also returns the position of the first one.
-    """
+    """Returns the kind of op ``name``, by its speed; for matrix products also the position of the first matrix."""
     words = facts("kinds").get(name)
     if words is None:
         return ("norm" if name in facts("parameters") else "elementwise"), None
@@ -132,9 +122,6 @@ def _has_view(name: str) -> bool:
 
 # --- roles of inputs ---------------------------------------------------------------------------
 
-#: Names of integer tensors in torch's schemas.
-_INTEGERS: Final = frozenset({"index", "indices", "offsets"})
-
 #: Names of tensors added to attention scores, in torch's schemas and `multi_head_attention_forward`.
 _MASKS: Final = frozenset({"attn_bias", "attn_mask", "key_padding_mask"})
 
@@ -152,26 +139,3 @@ def is_mask(name: str) -> bool:
 def names_weights(names: Iterable[str]) -> bool:
     """Whether one of these names is a weight's; the other arguments are then not weights."""
     return any(map(is_weight, names))
-
-
-@functools.cache
-def idle_roles(op: str) -> dict[str, str]:
-    """Returns the words of a list line that have no effect on op ``op``, and why.
-
-    Empty if the schemas don't show it.
-    """
-    sites = [site for site in table()[op].sites if not site.is_python] if op in table() else []
-    names = set()
-    for site in sites:
-        found = parameters(site)
-        if found.has_keyword_tensors or not found.kinds:
-            return {}
-        names |= {found.names[position] for position in found.kinds}
-    inputs = {name for name in names - _INTEGERS if not name.endswith("bias")}
-    weights = set(filter(is_weight, inputs))
-    idle = {}
-    if weights and weights == inputs:
-        idle["activations"] = "its only floating input is a weight"
-    if weights and weights <= set(facts("parameters").get(op, ())):
-        idle["weights"] = "weights of norms are not rounded"
-    return idle

@@ -42,17 +42,12 @@ _NORMS: Final = {
 
 
 class Corrections(TorchDispatchMode):  # type: ignore[misc]
-    """Corrects the results of fake tensors' kernels.
-
-    Attributes:
-        values: Known values of integer tensors.
-        answers: Whether to make up requested values (False, 1, 0.5). Set where values don't affect sizes:
-            when parameters get their initial values, and in optimizer steps.
-    """
+    """Corrects the results of fake tensors' kernels."""
 
     def __init__(self) -> None:
-        """Makes up no values."""
         super().__init__()
+        # Whether to make up requested values (False, 1, 0.5): where they don't affect sizes, as in
+        # initial values of parameters, and in optimizer steps.
         self.answers = False
         self.values = Values()
 
@@ -107,7 +102,6 @@ class Values:
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._known: dict[Any, tuple[Any, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor | None:

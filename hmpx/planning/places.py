@@ -26,17 +26,12 @@ from .kernels import Corrections, stand_ins
 
 
 class Place:
-    """The place of a plan's tensors.
-
-    Attributes:
-        device_type: Type of the planned device.
-        is_small: Whether tensors are real, on the CPU.
-        is_there: Whether torch has that device here; otherwise fake tensors replace it.
-    """
+    """The place of a plan's tensors."""
 
     def __init__(self, device_type: str, *, is_small: bool) -> None:
-        """Is not entered yet."""
-        self.device_type, self.is_small = device_type, is_small
+        self.device_type = device_type
+        self.is_small = is_small  # Tensors are real, on the CPU
+        # torch has that device here; otherwise fake tensors replace it
         self.is_there = device_type == "cpu" or (is_present(device_type) and not is_small)
         self._corrections = Corrections()
         self._mode = None if is_small else fake_mode()

@@ -38,30 +38,24 @@ def plan(
 ) -> Plan:
     """Plans a training step: the dtype of each op, and the memory of its tensors.
 
-    The step runs on tensors without values, so it needs neither the device nor the memory, whatever the
-    model's size. It runs in float32, with torch.autocast's casts, and with hmpx's. Sizes are those of
-    tensors, without an allocator's or a library's overhead. An existing conversion is suspended
+    The step runs on tensors without values, in float32, with torch.autocast's casts, and with hmpx's.
+    Sizes are those of tensors, without an allocator's overhead. An existing conversion is suspended
     meanwhile; the program's gradients and RNG state are unchanged.
 
     Args:
         model_fn: A function that returns the model; or a model, which is copied without its weights.
         inputs_fn: The model's input, or a function that returns it: a tuple holds positional arguments, a
-            mapping named ones, anything else is a single argument. Tensors are made on or moved to ``device``.
-        device: A device type, such as ``"hpu"``, present or not; None for the one that `hmpx.convert` would
-            cast on here.
+            mapping named ones, anything else is a single argument.
+        device: A device type, such as ``"hpu"``, present or not; None for the one here.
         loss_fn: Takes the model's output and returns a tensor of one element. None: the output's attribute
             ``loss`` or item ``"loss"``, else the sum of the outputs.
         optimizer: A name in `torch.optim`, with options: ``"SGD momentum=0.9"``; a class, or a function that
-            takes a list of parameters and returns an optimizer; None for none. It makes one step.
+            takes a list of parameters and returns an optimizer; None for none.
         training: False plans a forward under `torch.no_grad` in evaluation mode. None: a training step, if
             the model has parameters that require gradients.
-        small: Runs on real tensors on the CPU, for models whose computation depends on values: use a small
-            config. Shares are then those of the small model.
-        **conversion: Arguments of `hmpx.convert`: ``policy=...``, ``low_precision_type=...``. ``legalize``
-            is ``"never"`` if the device has native kernels, which is assumed of all but the CPU.
-
-    Returns:
-        The plan.
+        small: Runs on real tensors on the CPU, for models whose computation depends on values.
+        **conversion: Arguments of `hmpx.convert`. ``legalize`` is ``"never"`` if the device has native
+            kernels, which is assumed of all but the CPU.
 
     Raises:
         OptionError: An argument has an invalid value, ``model_fn`` returns no model, or ``loss_fn`` returns
@@ -80,7 +74,7 @@ def plan(
     small = arguments.truth("small", small)
     device_type = _device_type(device)
     name, make_optimizer = parsed_optimizer(optimizer)
-    _check(model_fn, inputs_fn, loss_fn, training, conversion)
+    _check(model_fn, training, conversion)
     place = Place(device_type, is_small=small)
     with contextlib.ExitStack() as stack:
         stack.enter_context(unconverted())
@@ -96,11 +90,12 @@ def plan(
         frozen, notes = _frozen(program, options)
     if small:
         notes += ("run on real tensors, on the CPU, in a small size",)
+    model = program.model
     learns = any(each.learns for group in groups for each in group)
     if program.is_training and not learns:
         notes += ("no gradient comes from what the model returns, so that this is a forward",)
     return Plan(
-        model=_name_of(program.model),
+        model=getattr(model, "__name__", type(model).__name__),
         device_type=device_type,
         optimizer=name,
         is_training=program.is_training and learns,
@@ -112,18 +107,10 @@ def plan(
     )
 
 
-def _check(
-    model_fn: Any, inputs_fn: Any, loss_fn: Any, training: Any, conversion: Mapping[str, Any]
-) -> None:
+def _check(model_fn: Any, training: Any, conversion: Mapping[str, Any]) -> None:
     if not callable(model_fn):
         raise OptionError(
             f"model_fn must be a function that returns a model, or a module, not {shown(model_fn)}"
-        )
-    if inputs_fn is None:
-        raise OptionError("inputs_fn must return the model's inputs, not None")
-    if loss_fn is not None and not callable(loss_fn):
-        raise OptionError(
-            f"loss_fn must be a function of the model's outputs, not {shown(loss_fn)}"
         )
     if training is not None:
         arguments.truth("training", training)
@@ -189,7 +176,6 @@ def _options(place: Place, conversion: Mapping[str, Any]) -> dict[str, Any]:
 def _runs(
     program: Program, options: Mapping[str, Any]
 ) -> tuple[tuple[Run, ...], tuple[ShardGroup, ...]]:
-    """Returns the runs, and the groups of parameters."""
     types = options["device_types"]
     lists = "autocast-cpu" if types == {"cpu"} else "autocast-cuda"
     autocast = {
@@ -210,7 +196,6 @@ def _runs(
 
 
 def _frozen(program: Program, options: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
-    """Returns the bytes of weights as `freeze` would store them, or why it can't."""
     model, inputs = program.model, program.inputs
     if not isinstance(model, nn.Module) or program.place.is_small:
         return None, ()
@@ -222,11 +207,3 @@ def _frozen(program: Program, options: Mapping[str, Any]) -> tuple[int | None, t
     except Exception as error:  # hmpx's, or the model's own
         return None, (f"hmpx.freeze can't freeze it: {said_by(error)}",)
     return sum(weight.stored_bytes for weight in frozen.weights), ()
-
-
-def _name_of(model: Any) -> str:
-    return (
-        type(model).__name__
-        if isinstance(model, nn.Module)
-        else getattr(model, "__name__", "model")
-    )

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from .. import arguments
 from ..errors import OptionError, brief, shown
-from ..reports import Memory, Report, Written, page, page_file, paragraphs, section
-from . import text
+from ..reports import (
+    KINDS,
+    Memory,
+    Report,
+    Table,
+    Totals,
+    Written,
+    clean,
+    count,
+    page,
+    page_file,
+    paragraphs,
+    section,
+    share,
+    short_dtype,
+    size,
+    wrapped,
+)
 from .sharding import PerRank, ShardGroup, per_rank
 from .steps import Run
 
@@ -156,19 +172,17 @@ class Plan(Written):
             parameters          5.1 kB  10 kB
         """
         ranks = [self.per_rank(world_size, each) for each in _STRATEGIES]
-        return str(text.rank_table(world_size, ranks))
+        return str(_rank_table(world_size, ranks))
 
     __repr__ = brief
 
     def __str__(self) -> str:
-        return "\n".join(text.lines(self))
+        return "\n".join(_lines(self))
 
     def _repr_html_(self) -> str:
-        remedies = "".join(f"<li>{html.escape(each)}</li>" for each in text.remedies(self))
-        said = (
-            f"<p><strong>{html.escape(text.headline(self))}</strong></p><p>{text.verdict(self)}</p>"
-        )
-        return f"<div>{said}{text.memory_table(self).to_html()}<ul>{remedies}</ul></div>"
+        remedies = "".join(f"<li>{html.escape(each)}</li>" for each in _remedies(self))
+        said = f"<p><strong>{html.escape(_headline(self))}</strong></p><p>{_verdict(self)}</p>"
+        return f"<div>{said}{_memory_table(self).to_html()}<ul>{remedies}</ul></div>"
 
     def _data(self) -> Mapping[str, Any]:
         return {
@@ -188,10 +202,10 @@ class Plan(Written):
             return f'<div class="scroll">{table}</div>'
 
         parts = [
-            paragraphs((text.headline(self), text.verdict(self)), "verdict"),
-            paragraphs(text.remedies(self)),
-            section("memory", "Memory of tensors", scrolled(text.memory_table(self).to_html())),
-            text.peaks(self.runs),
+            paragraphs((_headline(self), _verdict(self)), "verdict"),
+            paragraphs(_remedies(self)),
+            section("memory", "Memory of tensors", scrolled(_memory_table(self).to_html())),
+            section("peak", "At the peak, by kind", scrolled(_peak_table(self).to_html())),
             section("ops", "By op", scrolled(self.report.by_op().html_table())),
             section("modules", "By module", scrolled(self.report.by_module().html_table())),
         ]
@@ -211,3 +225,125 @@ def _of_run(run: Run) -> Mapping[str, Any]:
         "peak": {"phase": peak.phase, **peak.kinds},
         **run.report.totals._asdict(),
     }
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+#: Most groups of calls printed.
+_MOST_GROUPS: Final = 15
+
+
+def _headline(plan: Plan) -> str:
+    what = f"a training step with {plan.optimizer}" if plan.is_training else "a forward"
+    return f"{clean(plan.model)}, {count(plan.parameters)} parameters: {what} on {plan.device_type}"
+
+
+def _verdict(plan: Plan) -> str:
+    totals = plan.report.totals
+    flops = f"{share(totals.low_flops, totals.flops)} of FLOPs and " if totals.flops else ""
+    return f"{flops}{share(totals.low_bytes, totals.bytes)} of bytes in low precision"
+
+
+def _remedies(plan: Plan) -> Iterator[str]:
+    """Yields remedies for the memory that autograd keeps, and other remarks."""
+    memory = plan.memory
+    if memory.weight_cast_bytes:
+        fix = "hmpx.convert(keep_weight_casts=False) casts weights again in the backward"
+        yield (
+            f"{size(memory.weight_cast_bytes)} are casts of weights, which autograd keeps for the "
+            f"backward: {fix}; parameters in bf16 need none"
+        )
+    if plan.frozen_bytes is not None:
+        whole = memory.parameter_bytes + memory.buffer_bytes
+        yield (
+            f"for inference, hmpx.freeze(model, x) would store {size(plan.frozen_bytes)} of weights "
+            f"instead of {size(whole)}"
+        )
+    yield from plan.notes
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield from wrapped(_headline(plan))
+    yield _verdict(plan)
+    yield ""
+    yield str(_memory_table(plan))
+    said = list(_remedies(plan))
+    if said:
+        yield ""
+    for each in said:
+        yield from wrapped(each)
+    groups = plan.report.by_op()
+    if groups:
+        yield ""
+        yield str(groups.table(_MOST_GROUPS))
+        if len(groups) > _MOST_GROUPS:
+            yield f"... and {count(len(groups) - _MOST_GROUPS)} more; .report.by_op() has all"
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+#: Attribute of `Memory`, and of `PerRank`, -> its name in tables.
+_OF_RUN: Final = {
+    "parameter_bytes": "parameters",
+    "buffer_bytes": "buffers",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer state",
+    "saved_bytes": "saved for backward",
+}
+_OF_RANK: Final = {
+    "parameter_bytes": "parameters",
+    "gathered_bytes": "gathered parameters",
+    "gradient_bytes": "gradients",
+    "bucket_bytes": "buckets",
+    "optimizer_bytes": "optimizer state",
+    "saved_bytes": "saved for backward",
+    "weight_cast_bytes": "weight casts kept",
+    "bytes": "sum",
+}
+
+
+def _rank_table(world_size: int, ranks: Sequence[PerRank]) -> Table:
+    lines = [(name, [getattr(each, field) for each in ranks]) for field, name in _OF_RANK.items()]
+    return _sizes(f"each of {world_size}", ("FSDP2", "DDP"), lines)
+
+
+def _memory_table(plan: Plan) -> Table:
+    """Returns the memory of all runs side by side, and how much of each is in low precision."""
+    memories = [run.memory for run in plan.runs]
+    lines = [(name, [getattr(each, field) for each in memories]) for field, name in _OF_RUN.items()]
+    dtypes = dict.fromkeys(dtype for memory in memories for dtype in memory.saved)
+    saved = {dtype: [each.saved.get(dtype, 0) for each in memories] for dtype in dtypes}
+    for dtype, sizes in sorted(saved.items(), key=lambda each: -sum(each[1])):
+        lines.append((f"  {clean(short_dtype(dtype))}", sizes))
+    lines.append(("weight casts kept", [each.weight_cast_bytes for each in memories]))
+    lines.append(("peak of tensors", [each.peak_bytes for each in memories]))
+    totals = [run.report.totals for run in plan.runs]
+    return _sizes(
+        "memory of tensors",
+        [run.name for run in plan.runs],
+        lines,
+        ("  in", [each.peak.phase or "-" for each in memories]),
+        ("FLOPs in low", [_low_share(each, "flops") for each in totals]),
+        ("bytes in low", [_low_share(each, "bytes") for each in totals]),
+    )
+
+
+def _low_share(totals: Totals, name: str) -> str:
+    return share(getattr(totals, f"low_{name}"), getattr(totals, name))
+
+
+def _sizes(
+    title: str,
+    names: Sequence[str],
+    lines: Sequence[tuple[str, list[int]]],
+    *others: tuple[str, list[str]],
+) -> Table:
+    shown = [(name, [size(n) if n else "-" for n in sizes]) for name, sizes in lines if any(sizes)]
+    rows = [(name, *cells) for name, cells in [*shown, *others]]
+    return Table.of([title, *names], rows, numbers=names)
+
+
+def _peak_table(plan: Plan) -> Table:
+    peaks = [run.memory.peak.kinds for run in plan.runs]
+    lines = [(kind, [peak.get(kind, 0) for peak in peaks]) for kind in KINDS]
+    return _sizes("kind", [run.name for run in plan.runs], lines)

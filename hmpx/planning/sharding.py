@@ -1,8 +1,4 @@
-"""The memory of each process when several train one model, computed from the parameters of one.
-
-The formulas are those of torch's FSDP2 (`torch.distributed.fsdp.fully_shard`) and DDP with their defaults;
-docs/plan.md explains them in words.
-"""
+"""The memory of each process when several train one model, computed from the parameters of one."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ class _Size(NamedTuple):
         return cls(tuple(tensor.shape), tensor.dtype.itemsize)
 
     def shard(self, world_size: int) -> int:
-        """Returns the bytes of the largest shard, when the rows are split evenly."""
         first, *others = self.sizes or (1,)
         return -(-first // world_size) * math.prod(others) * self.itemsize
 
@@ -102,12 +97,7 @@ def per_rank(
 
 
 def groups_of(modules: Iterable[nn.Module], optimizer: object) -> tuple[ShardGroup, ...]:
-    """Groups the parameters: each item of a ``ModuleList`` is a group, and the rest is the last.
-
-    Args:
-        modules: The outermost modules.
-        optimizer: An optimizer that has made a step, or None.
-    """
+    """Groups the parameters: each item of a ``ModuleList`` is a group, and the rest is the last."""
     states: Any = getattr(optimizer, "state", {})
     seen: set[int] = set()
     blocks: list[nn.Module] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -82,13 +82,16 @@ class Program:
         return Run(name, ledger.memory(), Report(recorder.rows())), groups
 
     def _step(self) -> Any:
-        with _explained(), torch.set_grad_enabled(self.is_training):
-            args, kwargs = arguments.of_call(self.inputs)
-            output = self.model(*args, **kwargs)
-            loss = self._loss(output)
-            if loss is None:
-                return None
-            loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            with torch.set_grad_enabled(self.is_training):
+                args, kwargs = arguments.of_call(self.inputs)
+                output = self.model(*args, **kwargs)  # it stays to the end of the step
+                loss = self._loss(output)
+                if loss is None:
+                    return None
+                loss.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise_explained(error, "the model raised it in a plan")
         learning = [each for each in self.parameters if each.requires_grad]
         if self.make_optimizer is None or not learning:
             return None
@@ -105,7 +108,6 @@ class Program:
         return optimizer
 
     def _loss(self, output: Any) -> Tensor | None:
-        """Returns the loss; None if nothing requires gradients."""
         if not self.is_training:
             return None
         if self.loss_fn is not None:
@@ -125,8 +127,10 @@ class Program:
 
 def _checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
+        is_tensor = isinstance(loss, Tensor)
+        given = f"one of shape {list(loss.shape)} and {loss.dtype}" if is_tensor else shown(loss)
         raise OptionError(
-            f"loss_fn must return a floating-point tensor of one element, not {_described(loss)}"
+            f"loss_fn must return a floating-point tensor of one element, not {given}"
         )
     if not loss.requires_grad:
         raise OptionError(
@@ -136,27 +140,8 @@ def _checked(loss: Any) -> Tensor:
     return loss.reshape(())
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"one of shape {list(value.shape)} and {value.dtype}"
-    return shown(value)
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Adds to errors what they mean for a plan."""
-    try:
-        yield
-    except Exception as error:
-        raise_explained(error, "the model raised it in a plan")
-
-
 def raise_explained(error: Exception, note: str) -> NoReturn:
-    """Raises a `PlanError` if the error comes from tensors without values, else the same error with a note.
-
-    Raises:
-        PlanError: The model needs values.
-    """
+    """Raises a `PlanError` if the error comes from tensors without values, else the same error with a note."""
     if found := _without_values(error):
         raise found from error
     if differs_in_devices(error):
@@ -203,11 +188,7 @@ _NAMES: Final = {
 
 
 def parsed_optimizer(value: Any) -> tuple[str, Callable[[list[nn.Parameter]], Any] | None]:
-    """Returns an optimizer's name and its factory; None for no optimizer.
-
-    Raises:
-        OptionError: There is none with that name, or ``value`` isn't callable.
-    """
+    """Returns an optimizer's name and its factory; None for no optimizer."""
     if value is None:
         return "no optimizer", None
     if isinstance(value, str):
@@ -240,16 +221,8 @@ def _named(text: str) -> tuple[str, Callable[[list[nn.Parameter]], Any]]:
 def _made(
     make: Callable[[list[nn.Parameter]], Any], parameters: list[nn.Parameter], device_type: str
 ) -> Any:
-    """Returns an optimizer that updates parameters as on the device.
-
-    Raises:
-        OptionError: It isn't one.
-    """
+    """Returns an optimizer that updates parameters as on the device."""
     optimizer = make(parameters)
-    if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
-        raise OptionError(
-            f"optimizer must make an optimizer of torch's kind, not {shown(optimizer)}"
-        )
     for group in optimizer.param_groups:
         is_undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
         if is_undecided and device_type in _AT_A_TIME:

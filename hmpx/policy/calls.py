@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -38,7 +38,6 @@ class Call:
     __slots__ = ("_read", "_values", "op")
 
     def __init__(self, op: str, values: Mapping[str, Any], read: set[str]) -> None:
-        """Only hmpx creates calls."""
         self.op, self._values, self._read = op, values, read
 
     def _get(self, field: str) -> Any:
@@ -102,11 +101,8 @@ class Call:
         return self._get("place")()  # type: ignore[no-any-return]
 
 
-class Rule(Protocol):
-    """A callable that decides one op's calls."""
-
-    def __call__(self, call: Call, /) -> Verdict:
-        """Returns the verdict; None leaves the call to the next rule, and then to the lists."""
+#: Decides one op's calls; None leaves the call to the next rule, and then to the lists.
+Rule: TypeAlias = Callable[[Call], Verdict]
 
 
 # --- einsum --------------------------------------------------------------------------------------

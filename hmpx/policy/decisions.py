@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -204,8 +204,8 @@ class Decision:
 
     def options(self) -> Iterator[tuple[str, Any]]:
         """Yields the words after the type in a list line that makes this decision, and their values."""
-        for word, option in LINE_OPTIONS.items():
-            value = getattr(self, option.field)
+        for word, (name, _) in LINE_OPTIONS.items():
+            value = getattr(self, name)
             if value is not None and word != "dtype":
                 yield word, value
 
@@ -257,26 +257,20 @@ def parse_format(name: str, value: object) -> Format:
         raise OptionError(f"{name}: {error}") from None
 
 
-class LineOption(NamedTuple):
-    """A word that may follow a name on a list's line: ``output=float32``."""
-
-    field: str  # The field of `Decision` that it sets
-    read: Callable[[str], Any]  # Parses the text after ``=``
-    is_of_low: bool = True  # Only lines of low-precision lists may have it
-
-
 def _output_type(name: str) -> OutputType:
     return INPUT if name == INPUT else tensors.parse_name(name)
 
 
-#: Word -> option. ``dtype`` stands alone: ``conv2d float16``.
-LINE_OPTIONS: Final[Mapping[str, LineOption]] = {
-    "dtype": LineOption("dtype", parse_low_type),
-    "accumulate": LineOption("accumulate_dtype", tensors.parse_name, is_of_low=False),
-    "output": LineOption("output_dtype", _output_type, is_of_low=False),
-    **{role: LineOption(role, functools.partial(parse_format, role)) for role in ROLES},
-    "rounding": LineOption(
-        "rounding", lambda name: arguments.choice("rounding", name, ROUNDING_MODES)
-    ),
-    "overflow": LineOption("overflow", lambda name: arguments.choice("overflow", name, OVERFLOWS)),
+#: A word that may follow a name on a list's line, ``output=float32`` -> the field of `Decision` that it
+#: sets, and the parser of its value. ``dtype`` stands alone: ``conv2d float16``.
+LINE_OPTIONS: Final[Mapping[str, tuple[str, Callable[[str], Any]]]] = {
+    "dtype": ("dtype", parse_low_type),
+    "accumulate": ("accumulate_dtype", tensors.parse_name),
+    "output": ("output_dtype", _output_type),
+    **{role: (role, functools.partial(parse_format, role)) for role in ROLES},
+    "rounding": ("rounding", functools.partial(arguments.choice, "rounding", known=ROUNDING_MODES)),
+    "overflow": ("overflow", functools.partial(arguments.choice, "overflow", known=OVERFLOWS)),
 }
+
+#: Options of lines in all lists; the others are for low-precision lists.
+OF_ALL_LINES: Final = frozenset({"accumulate_dtype", "output_dtype"})

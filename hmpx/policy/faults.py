@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -21,7 +21,7 @@ from ..errors import (
     shown,
 )
 from ..warning import warn
-from .decisions import ROLES, SHIPPED, CastPolicy, Decision
+from .decisions import SHIPPED, CastPolicy, Decision
 from .lists import read_list
 from .op_lists import Entry, Listed, OpList, listed
 
@@ -41,38 +41,23 @@ def report(
     strict: bool,
     is_from_files: bool = True,
 ) -> None:
-    """Raises errors or warns about the faults of lists that are used together.
-
-    Args:
-        lists: The lists of a policy.
-        *more: Those of each of its sections.
-        strict: Whether unknown names are an error.
-        is_from_files: Whether to warn of lines without effect and, with ``strict``, raise an error for
-            libraries that are not installed.
-    """
-    found = _found(lists, *more)
-    if strict and (faults := found.unknown + (found.absent if is_from_files else [])):
-        raise OpListError("\n".join(faults))
-    if found.conflicts:
-        raise OpListError("\n".join(found.conflicts))
-    if found.unknown:
-        warn("left out of the op lists:\n  " + "\n  ".join(found.unknown))
-    for messages in (found.repeated, found.idle if is_from_files else []):
+    """Raises errors or warns about the faults of a policy's lists and, in ``more``, of its sections'."""
+    unknown, absent, repeated, idle, conflicts = _found(lists, *more)
+    if not is_from_files:
+        absent = idle = []
+    if strict and unknown + absent:
+        raise OpListError("\n".join(unknown + absent))
+    if conflicts:
+        raise OpListError("\n".join(conflicts))
+    if unknown:
+        warn("left out of the op lists:\n  " + "\n  ".join(unknown))
+    for messages in (repeated, idle):
         if messages:
             warn("\n".join(messages))
 
 
-class _Found(NamedTuple):
-    """The faults of lists that are used together: for each kind the first ones, and a count."""
-
-    unknown: list[str]
-    absent: list[str]
-    repeated: list[str]
-    idle: list[str]
-    conflicts: list[str]
-
-
-def _found(lists: list[Listed], *more: list[Listed], most: int = MOST_SHOWN) -> _Found:
+def _found(lists: list[Listed], *more: list[Listed], most: int = MOST_SHOWN) -> list[list[str]]:
+    """Returns the faults of lists that are used together: for each kind the first ones, and a count."""
     together = [*lists, *chain.from_iterable(more)]
     op_lists = [op_list for op_list, _ in together]
     shipped = [each for each in lists if each.op_list.is_shipped]
@@ -81,7 +66,7 @@ def _found(lists: list[Listed], *more: list[Listed], most: int = MOST_SHOWN) -> 
     found = map(list, (_absent_names(op_lists), _idle_lines(together), conflicts))
     absent, idle, conflicting = [gathered(each, len(each), most) for each in found]
     unknown, repeated = unknown_names(op_lists, most), repeated_lines(op_lists, most)
-    return _Found(unknown, absent, repeated, idle, conflicting)
+    return [unknown, absent, repeated, idle, conflicting]
 
 
 # --- each kind of fault ------------------------------------------------------------------------
@@ -133,47 +118,25 @@ def _absent_names(op_lists: Iterable[OpList]) -> Iterator[str]:
 
 
 def _idle_lines(lists: Iterable[Listed]) -> Iterator[str]:
-    """Yields messages for lines that can't change anything, or not the op that they name."""
+    """Yields messages for lines without effect, and those that the user probably meant differently."""
     for each in lists:
         if each.decision.cast_policy is CastPolicy.PASS:
             continue
-        for find in (_idle, _idle_roles, _misread):
-            yield from find(each)
-
-
-def _idle(each: Listed) -> Iterator[str]:
-    """Yields messages for lines without effect; allows ``iadd`` alongside ``add``, which covers it."""
-    why = "it has only one input" if each.yields else "the dtype of its output decides"
-    for name, entry in _own_lines(each.op_list):
-        if (
-            not ops.is_decisive(name, is_relative=each.yields)
-            and ops.covering(name) not in each.op_list.ops
-            and not (each.yields and entry.options)
-        ):
-            yield f"{entry.where}: {shown(entry.text)} has no effect: {why}; remove the line"
-
-
-def _idle_roles(each: Listed) -> Iterator[str]:
-    """Yields messages for formats by role that round nothing."""
-    for name, entry in _own_lines(each.op_list):
-        for role in ROLES:
-            if role in entry.options and (why := ops.idle_roles(name).get(role)):
+        why = "it has only one input" if each.yields else "the dtype of its output decides"
+        for name, entry in _own_lines(each.op_list):
+            if (
+                not ops.is_decisive(name, is_relative=each.yields)
+                and ops.covering(name) not in each.op_list.ops  # ``iadd`` alongside ``add``
+                and not (each.yields and entry.options)
+            ):
+                yield f"{entry.where}: {shown(entry.text)} has no effect: {why}; remove the line"
+            if entry.text.startswith(_OPERATORS) and not ops.is_foreign(name):
                 yield (
-                    f"{entry.where}: {role}= of {shown(entry.text)} has no effect: {why}; "
-                    "leave it out"
+                    f"{entry.where}: {shown(entry.text)} is read as {name!r}: torch's functions are "
+                    f"cast, calls of {_OPERATORS}{name} are not; write {name!r}"
                 )
-
-
-def _misread(each: Listed) -> Iterator[str]:
-    """Yields messages for lines that the user probably meant differently."""
-    for name, entry in each.op_list.ops.items():
-        if entry.text.startswith(_OPERATORS) and not ops.is_foreign(name):
-            yield (
-                f"{entry.where}: {shown(entry.text)} is read as {name!r}: torch's functions are cast, "
-                f"calls of {_OPERATORS}{name} are not; write {name!r}"
-            )
-        elif entry.text == "all" and len(each.op_list.ops) == 1:
-            yield f"{entry.where}: 'all' is read as the op torch.all; write '*' for every other op"
+            elif entry.text == "all" and len(each.op_list.ops) == 1:
+                yield f"{entry.where}: 'all' is read as the op torch.all; write '*' for every other op"
 
 
 def _conflicting_lines(lists: Iterable[Listed]) -> Iterator[str]:
@@ -204,11 +167,7 @@ def _conflicting_lines(lists: Iterable[Listed]) -> Iterator[str]:
 
 
 def check_files(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Returns the faults of files as text: the first ones, and how many more there are.
-
-    Args:
-        paths: Kind of list, or ``policy`` -> paths.
-    """
+    """Returns the first faults of files, kind of list or ``policy`` -> paths, and how many more there are."""
     faults: list[str] = []
     read: list[Listed] = []
     for kind, files in paths.items():
@@ -226,7 +185,6 @@ def check_files(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _faults_of_policy(path: str) -> list[str]:
-    """Returns every fault of a policy file."""
     from .files import read_policy_file  # yaml
     from .loading import load_policy
 

@@ -31,22 +31,11 @@ from .sections import CONDITIONS, regex_of
 
 _T = TypeVar("_T")
 
-_NOTHING: Final = OpList({})
-
 
 def read_policy_file(
     path: str | os.PathLike[str], faults: list[PolicyFileError] | None = None
 ) -> PolicySource:
-    """Returns the content of the file.
-
-    Args:
-        path: The file.
-        faults: Collects the errors of single keys and values, which are skipped; None raises the first.
-
-    Raises:
-        PolicyFileError: It can't be read, or is not a policy.
-        OptionError: ``path`` is not a path.
-    """
+    """Returns the content of the file; ``faults`` collects errors of keys and values, None raises the first."""
     plain = arguments.path("policy", path)
     name = short(plain)
     if not is_policy_file(plain):
@@ -73,24 +62,17 @@ def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
 
 
 class _Reader:
-    """Converts the nodes of one file to values.
-
-    Attributes:
-        faults: The errors of keys and values, which are skipped; errors name their lines.
-    """
+    """Converts the nodes of one file to values; keys and values with faults are skipped."""
 
     def __init__(self, source: str, folder: Path) -> None:
-        """Takes the name of the file, and the directory to which paths in it are relative."""
         self._source, self._folder = source, folder
         self.faults: list[PolicyFileError] = []
 
     def check(self) -> None:
-        """Raises the first error."""
         if self.faults:
             raise self.faults[0]
 
     def where(self, node: yaml.Node) -> str:
-        """Returns where a node begins: ``"policy.yaml:12"``; of a dict ``"<policy>['low'][0]"``."""
         return f"{self._source}{nodes.place(node)}"
 
     def error(self, node: yaml.Node, message: object) -> PolicyFileError:
@@ -99,7 +81,6 @@ class _Reader:
     # --- mappings, lists and single values
 
     def mapping(self, node: yaml.Node, readers: _Readers, what: str) -> dict[str, Any]:
-        """Returns key -> value, each read by the key's reader."""
         self._check_tag(node)
         if not isinstance(node, yaml.MappingNode):
             raise self.error(node, f"{what} must be a mapping of keys to values")
@@ -135,11 +116,9 @@ class _Reader:
     def each(
         self, read: Callable[[str, yaml.Node], _T], key: str, node: yaml.Node
     ) -> tuple[_T, ...]:
-        """Returns the result of ``read`` for each item of a list, as a tuple."""
         return tuple([read(key, item) for item in self.items(key, node)])
 
     def text(self, key: str, node: yaml.Node) -> str:
-        """Returns a scalar as it is written."""
         self._check_tag(node)
         if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
             raise self.error(node, f"{key} must be a string")
@@ -149,7 +128,7 @@ class _Reader:
         """Returns the result of ``parse`` for a text; ``name`` prefixes its errors."""
         try:
             return parse(self.text(key, node))
-        except (OptionError, ValueError) as error:
+        except (OptionError, ValueError, re.error, OverflowError, RecursionError) as error:
             raise self.error(node, f"{name}{error}") from None
 
     def choice(self, key: str, node: yaml.Node, known: Iterable[str]) -> str:
@@ -178,10 +157,8 @@ class _Reader:
 
     def regexes(self, key: str, node: yaml.Node) -> tuple[str, ...]:
         for item in self.items(key, node):
-            try:
-                regex_of(key, self.text(key, item))
-            except (re.error, OverflowError, RecursionError) as error:
-                raise self.error(item, f"{key}: not a regular expression: {error}") from None
+            prefix = f"{key}: not a regular expression: "
+            self.parsed(key, item, lambda text: regex_of(key, text), prefix)
         return self.texts(key, node)
 
     def phase(self, key: str, node: yaml.Node) -> str:
@@ -202,7 +179,6 @@ class _Reader:
         )
 
     def devices(self, key: str, node: yaml.Node) -> tuple[str, ...]:
-        """Returns the device types of a list, sorted."""
         try:
             return tuple(sorted(tensors.parse_device_types(self.texts(key, node))))
         except OptionError as error:
@@ -211,7 +187,6 @@ class _Reader:
     # --- lists, sections and files
 
     def ops(self, kind: str, node: yaml.Node) -> OpList:
-        """Returns an op list; ``kind`` is a name in `op_lists.KINDS`."""
         lines = [
             (self.text(f"an op of {kind}", item), self.where(item))
             for item in self.items(kind, node)
@@ -232,7 +207,7 @@ class _Reader:
 
         readers = {"add": lambda reader, key, each: reader.ops(kind, each), "remove": removed}
         found = self.mapping(node, readers, kind)
-        return found.get("add", _NOTHING), found.get("remove", ())
+        return found.get("add", OpList({})), found.get("remove", ())
 
     def base(self, key: str, node: yaml.Node) -> str | None:
         """Returns the shipped set or the directory of that name; None for ``none``."""
@@ -252,7 +227,6 @@ class _Reader:
         )
 
     def section(self, node: yaml.Node) -> SectionSource:
-        """Returns the content of a section."""
         known = len(self.faults)
         found = self.mapping(node, _SECTION_KEYS, "a section")
         conditions = {key: value for key, value in found.items() if key in CONDITIONS}
@@ -275,7 +249,6 @@ class _Reader:
         return source
 
     def sections(self, key: str, node: yaml.Node) -> tuple[SectionSource, ...]:
-        """Returns the sections of a file, in their order."""
         found = []
         for each in self.items(key, node):
             try:
@@ -292,7 +265,6 @@ class _Reader:
         )
 
     def policy(self, node: yaml.Node | None) -> PolicySource:
-        """Returns the content of a policy file."""
         if node is None:
             return PolicySource(where=self._source)
         found = self.mapping(node, _POLICY_KEYS, "a policy")
@@ -309,7 +281,6 @@ class _Reader:
         )
 
     def gaudi_config(self, node: yaml.Node | None) -> PolicySource:
-        """Returns the lists in optimum-habana's ``gaudi_config.json``, of HMP or of Gaudi's autocast."""
         assert node is not None  # JSON is never empty
         found = self.mapping(node, _GAUDI_KEYS, "a Gaudi configuration")
         is_autocast = any(found.get(f"autocast_{name}_ops") for name in ("bf16", "fp32"))

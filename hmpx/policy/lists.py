@@ -1,9 +1,4 @@
-"""Reads op lists: text -> op names, each with its file and line; finds the shipped ones.
-
-One op per line, ``#`` comments, ``@hmp`` includes the shipped list of the same kind, ``-mul``
-removes an op again, ``*`` means every op that no list names; words after a name are its options:
-``conv2d float16 output=float32; torch >= 2.14``.
-"""
+"""Reads op lists: text -> op names, each with its file and line; finds the shipped ones."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from .. import arguments, number_formats, ops
 from ..errors import HmpxError, OpListError, OptionError, short, shown, suggestion
 from ..places import DIRECTORY
 from ..torch_internals import torch_version
-from .decisions import LINE_OPTIONS, SHIPPED, CastPolicy, LowType
+from .decisions import LINE_OPTIONS, OF_ALL_LINES, SHIPPED, CastPolicy, LowType
 from .op_lists import FILE_NAMES, KINDS, Entry, OpList
 
 _CONDITION: Final = re.compile(
@@ -51,7 +46,7 @@ def from_lines(
     faults: list[OpListError] | None = None,
 ) -> OpList:
     """Like `parse`, for lines that are each given with their ``file:line``."""
-    reading = _Reading(kind)
+    reading = _Reading(kind, is_shipped)
     for line, where in lines:
         try:
             reading.add(line, where)
@@ -59,26 +54,15 @@ def from_lines(
             if faults is None:
                 raise
             faults.append(error)
-    return OpList(
-        reading.found,
-        tuple(reading.unknown),
-        tuple(reading.repeated),
-        frozenset(reading.removed),
-        reading.everything,
-        is_shipped,
-    )
+    return reading.list
 
 
 class _Reading:
     """A list while it is read, line by line; the time for a line does not grow with the list."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, is_shipped: bool) -> None:
         self._kind = kind
-        self.found: dict[str, Entry] = {}
-        self.unknown: list[Entry] = []
-        self.repeated: list[tuple[str, str, str]] = []
-        self.removed: set[str] = set()
-        self.everything: Entry | None = None
+        self.list = OpList({}, is_shipped=is_shipped)
         self._own: dict[str, Entry] = {}  # those that are not from an ``@`` line
         self._where: dict[str, str] = {}  # name as written -> the last line with it
 
@@ -101,28 +85,24 @@ class _Reading:
         earlier = self._where.get(text)
         self._where[text] = where
         if text == "*":
-            self.everything = entry
+            self.list.everything = entry
         elif name is None:
             self._note_unknown(entry)
         elif name not in self._own:
-            self.found[name] = self._own[name] = entry
-            self.removed.discard(name)
+            self.list.ops[name] = self._own[name] = entry
+            self.list.removed.discard(name)
         elif self._own[name].options != entry.options:
             raise OpListError(
                 f"{where}: {shown(text)} is the op {name!r}, which is already in this list, at "
                 f"{self._own[name].where}, with other dtypes; keep one of the lines"
             )
         if earlier is not None:
-            self.repeated.append((text, where, earlier))
+            self.list.repeated.append((text, where, earlier))
 
     def _note_unknown(self, entry: Entry) -> None:
-        text, where, _ = entry
-        if "," in text:
-            raise OpListError(f"{where}: expected one op per line, found {shown(text)}")
-        why = ops.refusal(text.removeprefix("-"))
-        if why:
-            raise OpListError(f"{where}: {why}")
-        self.unknown.append(entry)
+        if "," in entry.text:
+            raise OpListError(f"{entry.where}: expected one op per line, found {shown(entry.text)}")
+        self.list.unknown.append(entry)
 
     def _include(self, name: str, where: str) -> None:
         names = set_names()
@@ -134,24 +114,24 @@ class _Reading:
         included = read_set(name).get("low" if self._kind == "fp16" else self._kind)
         if included is None:
             raise OpListError(f"{where}: the shipped set {name!r} has no {self._kind} list")
-        self.found |= {n: e for n, e in included.ops.items() if n not in self._own}
-        self.removed |= included.removed - self.found.keys()
-        self.everything = included.everything or self.everything
+        self.list.ops |= {n: e for n, e in included.ops.items() if n not in self._own}
+        self.list.removed |= included.removed - self.list.ops.keys()
+        self.list.everything = included.everything or self.list.everything
 
     def _remove(self, entry: Entry, name: str | None) -> None:
         if name is None:
             self._note_unknown(entry)
             return
-        is_there = self.found.pop(name, None) or self.everything or self._is_covered(name)
+        is_there = self.list.ops.pop(name, None) or self.list.everything or self._is_covered(name)
         if not is_there and name not in of_libraries().ops:
             self._note_unknown(entry)
         self._own.pop(name, None)
-        self.removed.add(name)
+        self.list.removed.add(name)
 
     def _is_covered(self, name: str) -> bool:
         """Whether ``name`` is an operator of an op in the list."""
         covering: str | None = name
-        while covering is not None and covering not in self.found:
+        while covering is not None and covering not in self.list.ops:
             covering = ops.covering(covering)
         return covering is not None
 
@@ -186,14 +166,14 @@ def _parse_line(content: str, where: str, kind: str) -> Entry:
         key, is_option, value = word.partition("=")
         if not is_option:
             key, value = "dtype", word
-        option = LINE_OPTIONS.get(key)
-        if option is None:
+        if key not in LINE_OPTIONS:
             hint = suggestion(key, LINE_OPTIONS) or f" ({', '.join(LINE_OPTIONS)})"
             raise OpListError(f"{where}: unknown option {shown(key)} of {shown(name)}{hint}")
-        if option.field in options:
+        field, read = LINE_OPTIONS[key]
+        if field in options:
             raise OpListError(f"{where}: {shown(name)} is given {key} twice; keep one")
         try:
-            options[option.field] = option.read(value)
+            options[field] = read(value)
         except OptionError as error:
             is_op = ops.resolve(word.strip(",")) in ops.table() and not number_formats.said_of(word)
             message = f"expected one op per line, found {shown(content)}"
@@ -203,9 +183,7 @@ def _parse_line(content: str, where: str, kind: str) -> Entry:
     cast_policy = KINDS[kind].cast_policy
     if cast_policy is CastPolicy.PASS:
         raise OpListError(f"{where}: {shown(content)} names a dtype, but is left alone")
-    if cast_policy is not CastPolicy.LOW and any(
-        option.is_of_low for option in LINE_OPTIONS.values() if option.field in options
-    ):
+    if cast_policy is not CastPolicy.LOW and options.keys() - OF_ALL_LINES:
         raise OpListError(
             f"{where}: {shown(content)} names a dtype, but only low-precision lists have a choice"
         )
@@ -280,7 +258,10 @@ def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) ->
     found = {}
     for kind in KINDS.values():
         half = kind.float16_file_name if is_shipped and low_dtype is torch.float16 else None
-        file_name = next((f for f in (half, kind.file_name) if f and _is_there(folder / f)), None)
+        file_name = next(
+            (f for f in (half, kind.file_name) if f and os.path.isfile(folder / f)),  # noqa: PTH113  # of any text
+            None,
+        )
         if file_name is not None and is_shipped:
             found[kind.name] = read_shipped(f"{name}/{Path(file_name).stem}", kind.name)
         elif file_name is not None:
@@ -294,7 +275,3 @@ def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) ->
     if is_shipped:
         return found
     return found | {kind.name: read_shipped(kind.stand_in, kind.name) for kind in missing}
-
-
-def _is_there(path: Path) -> bool:
-    return os.path.isfile(path)  # noqa: PTH113  # of any text, also one that is too long

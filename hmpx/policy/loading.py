@@ -141,7 +141,6 @@ def _path_and_policy(bf16_file_path: object, policy: object) -> tuple[str, objec
 
 
 def _read_source(policy: object) -> PolicySource:
-    """Returns the content of a policy file, or of a mapping like one."""
     if isinstance(policy, PolicySource):
         return policy
     from . import files  # yaml
@@ -193,7 +192,6 @@ def _beneath(lists: Iterable[Listed], first: OpList | None = None) -> list[list[
 
 
 def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) -> Policy:
-    """Returns the policy of a file; raises errors and warns about its faults."""
     for note in source.notes:
         warn(note)
     low_dtype = source.low_precision_type or default_dtype
@@ -228,7 +226,6 @@ def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) 
 
 
 def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
-    """Returns ``op_list`` without the ops that the policy file removes from it."""
     kept, removed = dict(op_list.ops), set(op_list.removed)
     for entry in source.removed.get(kind, ()):
         if entry.text == "*":
@@ -244,7 +241,7 @@ def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
                 f"{entry.where}: no {shown(entry.text)} in the shipped {kind} list to remove{hint}"
             )
     removed |= op_list.ops.keys() - kept.keys()
-    return dataclasses.replace(op_list, ops=kept, removed=frozenset(removed))
+    return dataclasses.replace(op_list, ops=kept, removed=removed)
 
 
 def _check_sections(made: list[Section]) -> None:
@@ -263,7 +260,6 @@ def _check_sections(made: list[Section]) -> None:
 
 
 def _with_formats(policy: Policy, source: PolicySource) -> Policy:
-    """Returns the policy with the file's options for all ops in number formats."""
     if not source.formats:
         return policy
     if not policy.formats():
@@ -271,13 +267,9 @@ def _with_formats(policy: Policy, source: PolicySource) -> Policy:
             f"{source.where}: {next(iter(source.formats))} has no effect: no op runs in a number format; name one as "
             "low_precision_type, or on an op's line"
         )
-    settled: dict[int, Decision] = {}  # a ``*`` line is one decision for all its ops
 
     def settle(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
-        return {
-            op: settled.setdefault(id(said), _with_options(said, source.formats))
-            for op, said in decisions.items()
-        }
+        return {op: _with_options(said, source.formats) for op, said in decisions.items()}
 
     sections = [each.with_decisions(settle(each.decisions)) for each in policy.sections]
     return Policy(settle(policy.decisions), policy.low_precision_type, tuple(sections))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -75,16 +74,17 @@ class Entry(NamedTuple):
     options: Mapping[str, Any] = {}  # Field of `Decision` -> its value in the line
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpList:
     """A list after reading."""
 
-    ops: Mapping[str, Entry]  # Op name -> the line that put it there
-    unknown: tuple[Entry, ...] = ()  # Lines whose name is not an op of the installed torch
+    ops: dict[str, Entry]  # Op name -> the line that put it there
+    # Lines whose name is not an op of the installed torch
+    unknown: list[Entry] = field(default_factory=list)
     # Names that occur twice, as written, each with both places, the later one first
-    repeated: tuple[tuple[str, str, str], ...] = ()
+    repeated: list[tuple[str, str, str]] = field(default_factory=list)
     # Ops removed by a ``-`` line, including operators of ops in the list
-    removed: frozenset[str] = frozenset()
+    removed: set[str] = field(default_factory=set)
     everything: Entry | None = None  # The ``*`` line, if there is one
     is_shipped: bool = False  # The list comes with hmpx
 
@@ -172,18 +172,12 @@ def resolve(bands: Iterable[list[Listed]]) -> dict[str, Decision]:
     for each in itertools.chain.from_iterable(firm):
         if each.op_list.everything is not None:
             star = each.decided(each.op_list.everything)
-            for name in _computing():
-                if name not in each.op_list.removed:
+            for name in ops.table():
+                if name in ops.computing() and name not in each.op_list.removed:
                     decisions.setdefault(name, star)
     for band in bands:
         _resolve_named([each for each in band if each.yields], decisions)
     return decisions
-
-
-@functools.cache
-def _computing() -> tuple[str, ...]:
-    """Returns the ops that ``*`` means, in the order of the table."""
-    return tuple(name for name in ops.table() if name in ops.computing())
 
 
 def _resolve_named(band: list[Listed], decisions: dict[str, Decision]) -> None:

@@ -57,7 +57,6 @@ class Policy:
     sections: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
-        """Gives each decision a dtype where it has none."""
         low_dtype = parse_low_type(self.low_precision_type)
         settled: dict[str, Decision] = {}
         given = arguments.mapping("decisions", self.decisions, _DECISIONS)
@@ -68,13 +67,9 @@ class Policy:
                 )
             dtype = settled_dtype(said, low_dtype)
             settled[op] = said if dtype is said.dtype else dataclasses.replace(said, dtype=dtype)
-        made = tuple(arguments.items("sections", self.sections, "sections of a policy"))
-        for section in made:
-            if not is_a(section, Section):
-                raise OptionError(f"sections must be sections of a policy, not {shown(section)}")
         object.__setattr__(self, "decisions", types.MappingProxyType(settled))
         object.__setattr__(self, "low_precision_type", low_dtype)
-        object.__setattr__(self, "sections", made)
+        object.__setattr__(self, "sections", tuple(self.sections))
 
     def __repr__(self) -> str:
         from . import texts  # for people, as below
@@ -87,7 +82,6 @@ class Policy:
         return texts.table(self)
 
     def _repr_html_(self) -> str:
-        """Returns the table that notebooks show."""
         from . import texts
 
         return texts.as_html(self)
@@ -190,7 +184,6 @@ class Policy:
 
 
 def _bare(decisions: Mapping[str, Decision]) -> list[tuple[str, str]]:
-    """Returns the ops and their decisions, without reasons; equal for equal decisions."""
     return sorted((op, _said(decision)) for op, decision in decisions.items())
 
 

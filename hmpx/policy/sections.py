@@ -1,8 +1,4 @@
-"""Decisions for a part of a model, or for some calls: a section of a policy file, as data.
-
-Each condition is one row of a table, which defines reading, matching and writing. Conditions on tensors are
-about the first floating-point tensor of a call, before casts.
-"""
+"""Decisions for a part of a model, or for some calls: a section of a policy file, as data."""
 
 from __future__ import annotations
 
@@ -128,7 +124,6 @@ class Section:
     def __init__(
         self, decisions: Mapping[str, Decision], *, where: str = "", **conditions: Any
     ) -> None:
-        """Takes the decisions, their origin, and the conditions; None and () mean no condition."""
         for key in conditions.keys() - CONDITIONS.keys():
             raise TypeError(f"a section has no condition {key!r}")
         given = [(key, conditions.get(key)) for key in CONDITIONS]

@@ -6,7 +6,7 @@ import html
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -21,22 +21,10 @@ from .sections import Section
 if TYPE_CHECKING:
     from .policy import Policy
 
-#: More make a browser slow; text has no limit.
-_MOST_HTML_ROWS: Final = 2000
-
 _MOST_NAME: Final = 24
 
 
-class Row(NamedTuple):
-    """One line of a table."""
-
-    op: str
-    policy: str
-    dtype: str
-    reason: str
-
-
-_TITLES: Final = Row("op", "policy", "dtype", "reason")
+_TITLES: Final = ("op", "policy", "dtype", "reason")
 
 
 def policy_line(policy: Policy) -> str:
@@ -66,29 +54,24 @@ def table(policy: Policy) -> str:
 
 
 def as_html(policy: Policy) -> str:
-    """Returns the table for notebooks, folded; long ones are cut."""
+    """Returns the table for notebooks, folded."""
     title = f"Policy, {policy_line(policy)}"
     rows = [_html_row(row, "td") for row in _rows(policy.decisions)]
     for section in policy.sections:
         rows.append(f'<tr><th colspan="4">{html.escape(_heading(section))}</th></tr>')
         rows += [_html_row(row, "td") for row in _rows(section.decisions)]
-    more = len(rows) - _MOST_HTML_ROWS
-    if more > 0:
-        rows[_MOST_HTML_ROWS:] = [
-            f'<tr><td colspan="4">and {more:,} more; print() shows all</td></tr>'
-        ]
     return (
         f"<details><summary>{html.escape(title)}</summary><table>"
         f"<thead>{_html_row(_TITLES, 'th')}</thead><tbody>{''.join(rows)}</tbody></table></details>"
     )
 
 
-def _rows(decisions: Mapping[str, Decision]) -> Iterator[Row]:
+def _rows(decisions: Mapping[str, Decision]) -> Iterator[tuple[str, str, str, str]]:
     for op in sorted(decisions):
         decision = decisions[op]
         words = [] if decision.dtype is None else [short_name(decision.dtype)]
         words += [f"{word}={short_name(value)}" for word, value in decision.options()]
-        yield Row(op, decision.cast_policy.name, " ".join(words), decision.reason)
+        yield op, decision.cast_policy.name, " ".join(words), decision.reason
 
 
 def _heading(section: Section) -> str:

@@ -1,7 +1,4 @@
-"""Decides calls by rules, and caches each verdict for equivalent calls.
-
-Calls are equivalent for a rule if they agree in everything that it has read.
-"""
+"""Decides calls by rules, and caches each verdict for equivalent calls."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ class Judge(Generic[_T]):
         low_dtype: LowType,
         follow: Callable[[Decision | None], _T],
     ) -> None:
-        """Takes the op, the rules in their order, and the function that converts a decision for the cache."""
         self._op, self._rules, self._low_dtype, self._follow = op, rules, low_dtype, follow
         self._names = parameters.names
         self._may_be_nested = "A" in parameters.kinds.values()
@@ -116,10 +112,7 @@ class Judge(Generic[_T]):
     def _deciding(
         self, tensors: list[Tensor], values: Mapping[str, Any], verdict: Decision | None
     ) -> list[Tensor]:
-        """Returns the float32 tensors whose storage in low precision would change the verdict.
-
-        Tries combinations of few tensors; of many tensors, one at a time.
-        """
+        """Returns the float32 tensors whose storage in low precision would change the verdict."""
 
         def is_changed(changed: Collection[int], dtype: torch.dtype) -> bool:
             dtypes = tuple([dtype if n in changed else t.dtype for n, t in enumerate(tensors)])
@@ -147,13 +140,9 @@ class Judge(Generic[_T]):
                     f"{rule} for {call.op} returned {shown(verdict)}; return hmpx.ALLOW, hmpx.FOLLOW, "
                     "hmpx.DENY, an hmpx.Decision, or None"
                 )
-            return self._settled(verdict, rule)
+            dtype = settled_dtype(verdict, self._low_dtype)
+            return replace(verdict, dtype=dtype, reason=verdict.reason or str(rule))
         return None
-
-    def _settled(self, decision: Decision, rule: Rule) -> Decision:
-        """Returns ``decision`` with a dtype and a reason, if it lacks them."""
-        dtype = settled_dtype(decision, self._low_dtype)
-        return replace(decision, dtype=dtype, reason=decision.reason or str(rule))
 
 
 def _tensors(

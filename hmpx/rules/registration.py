@@ -54,10 +54,7 @@ class Registered:
 
 
 def are_alike(one: Registered, other: Registered) -> bool:
-    """Whether two rules are the same, or functions with equal code and equal captured values.
-
-    Functions that a notebook cell defines again are alike.
-    """
+    """Whether two rules are the same, or functions with equal code and equal captured values."""
     if (one.op, one.level) != (other.op, other.level):
         return False
     a, b = one.function, other.function
@@ -191,10 +188,7 @@ def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | Non
 
 
 def registered(op: str) -> tuple[Registered, ...]:
-    """Returns the rules of ``op``, in the order in which they are called.
-
-    A rule of an op holds for its operators too, unless they have rules of their own.
-    """
+    """Returns the rules of ``op``, or of the op that covers it, in the order in which they are called."""
     rules = RULES.value
     own: str | None = op
     while own is not None and not any(rule.op == own for rule in rules):
@@ -228,17 +222,9 @@ def _is_same(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
     if not (isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType)):
         return a is b
     if a.__code__ is b.__code__:  # created twice by one enclosing function
-        return _bound(a) == _bound(b)
+        return _is_as(_parts(a), _parts(b))
     both = [(f.__module__, f.__qualname__) for f in (a, b)]
     return both[0] == both[1] and "<lambda>" not in a.__qualname__
-
-
-def _bound(function: types.FunctionType) -> tuple[object, ...]:
-    """Returns the identities of a function's captured values and defaults."""
-    cells = [_content(cell) for cell in function.__closure__ or ()]
-    cells = [None if content is function else content for content in cells]  # it calls itself
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return tuple(map(id, [*cells, *defaults]))
 
 
 def _content(cell: types.CellType) -> Any:
