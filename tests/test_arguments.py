@@ -27,7 +27,6 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "decisions must be a dict of op names to hmpx.Decision; it holds 'mm': 'low'"),
     (lambda: Policy({}, "bfloat"), "low_precision_type must be torch.bfloat16 or torch.float16, or a "
      "number format, not 'bfloat'; did you mean 'bfloat16'?"),
-    (lambda: Policy({}, torch.bfloat16, 3), "sections must be sections of a policy, not 3"),
     (lambda: hmpx.Decision("low"), "a decision's policy must be hmpx.ALLOW, FOLLOW or DENY, or another "
      "hmpx.CastPolicy, not 'low'"),
     (lambda: hmpx.Decision(hmpx.ALLOW, accumulate_dtype=torch.ones(2)),

@@ -196,7 +196,7 @@ def test_lines_may_be_for_versions_of_torch() -> None:
         found = parsed_with(version, text)
         assert found.ops.keys() == expected
         assert found.everything is None
-        assert found.unknown == ()
+        assert not found.unknown
     assert found.ops["bmm"].where == "my.txt:2"
     assert parsed_with("3.1.0", text).everything is not None
 
@@ -479,28 +479,6 @@ def test_a_line_that_can_change_nothing_is_said(tmp_path: Path) -> None:
     ]
     for name in oplists.set_names():
         hmpx.load_policy(lists=name)
-
-
-def test_a_format_for_a_role_that_an_op_has_not_is_said(tmp_path: Path) -> None:
-    """An embedding's only floating input is its weight; those of norms are never rounded."""
-    path = tmp_path / "low.txt"
-    path.write_text(
-        "embedding e4m3 activations=nf4\n"
-        "layer_norm e4m3 weights=nf4 activations=e5m2\n"
-        "linear e4m3 weights=nf4 activations=e5m2\n"
-        "embedding_bag e4m3 activations=nf4\n"
-        "softmax e4m3 weights=nf4\n"
-    )
-    with pytest.warns(hmpx.HmpxWarning) as caught:
-        hmpx.load_policy(path)
-    faults = [
-        f"{path}:1: activations= of 'embedding' has no effect: its only floating input is a weight; "
-        "leave it out",
-        f"{path}:2: weights= of 'layer_norm' has no effect: weights of norms are not rounded; "
-        "leave it out",
-    ]
-    assert [str(w.message) for w in caught] == ["\n".join(faults)]
-    assert policy.check_files({"low": (str(path),)}) == faults
 
 
 def test_of_many_faults_some_are_shown_and_the_others_counted(
