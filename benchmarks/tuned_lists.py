@@ -26,7 +26,6 @@ import tuning
 import hmpx
 from hmpx.tuning.assignment import assigned, policy_of
 from hmpx.tuning.candidates import Candidate, Costs, Spot
-from hmpx.tuning.journal import Journal
 from hmpx.tuning.profiling import spots_of
 from hmpx.tuning.request import Request
 
@@ -38,7 +37,7 @@ Figures = dict[str, dict[str, float]]
 
 def spots_in(model: Any, inputs: torch.Tensor) -> Costs:
     """Returns what may run in low precision, with its FLOPs and bytes."""
-    return spots_of(Request(model, inputs), Journal("", {}))
+    return spots_of(Request(model, inputs))
 
 
 def kept_by(

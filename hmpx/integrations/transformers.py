@@ -94,7 +94,7 @@ class HmpxCallback(TrainerCallback, ExportableState):
         """Writes the policy into the model's folder."""
         folder = Path(args.output_dir or "", f"checkpoint-{state.global_step}")
         if state.is_world_process_zero and folder.is_dir():
-            written(self.run.state_dict()["policy"], folder / POLICY_FILE, follows_links=False)
+            written(self.run.state_dict()["policy"], folder / POLICY_FILE)
 
     def state(self) -> dict[str, Any]:
         """Returns the state saved by the Trainer, from which a like callback is made."""

@@ -7,7 +7,8 @@ that of the first. See `_RELATIVE`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+import glob
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from .. import ops
@@ -20,14 +21,7 @@ FP32: Final = "float32"
 
 
 def assigned(candidates: Iterable[Candidate], kept: Kept, low_type: str) -> dict[Spot, str]:
-    """Maps each spot to the name of its type.
-
-    Args:
-        candidates: All candidates; several may stand for a spot.
-        kept: Those in fp32; ``"softmax=bfloat16"`` for another type, ``"add=follows"`` for one that follows its
-            inputs.
-        low_type: The name of the type of all others.
-    """
+    """Maps each spot to the name of its type: ``low_type`` unless its candidate is a member of ``kept``."""
     by_name = {each.name: each for each in candidates}
     types = {spot: low_type for each in by_name.values() for spot in each.spots}
     for member in kept:
@@ -43,17 +37,19 @@ def policy_of(types: Mapping[Spot, str], low_type: str) -> Policy:
 
 def policy_source(types: Mapping[Spot, str], low_type: str) -> dict[str, Any]:
     """Returns that policy in the form of a policy file."""
-    base = {op: _base_type(op, types, low_type) for op in sorted({op for op, _ in types})}
+    base = {}
+    for op in sorted({op for op, _ in types}):  # its type in modules that no section names
+        found = {each for (name, _), each in types.items() if name == op}
+        base[op] = found.pop() if len(found) == 1 else types.get((op, ""), low_type)
     placed = _placed(types, base)
-    sections: list[dict[str, Any]] = []
-    for _, modules in sorted(_by_depth(placed).items(), reverse=True):
-        alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
-        for module in sorted(modules):
-            alike.setdefault(tuple(sorted(placed[module].items())), []).append(module)
-        sections += [
-            {"module": [_glob(module) for module in same], **_lists(dict(found), low_type)}
-            for found, same in alike.items()
-        ]
+    alike: dict[tuple[int, tuple[tuple[str, str], ...]], list[str]] = {}
+    for module in sorted(placed, key=lambda each: (-_depth(each), each)):
+        own = tuple(sorted(placed[module].items()))
+        alike.setdefault((_depth(module), own), []).append(module)
+    sections = [
+        {"module": [glob.escape(module) for module in same], **_lists(dict(own), low_type)}
+        for (_, own), same in alike.items()
+    ]
     lists: dict[str, Any] = dict(
         _lists({op: each for op, each in base.items() if each != FOLLOWS}, low_type)
     )
@@ -107,12 +103,6 @@ def _make_follow(op: str, lists: dict[str, Any]) -> None:
     lists[kind]["remove"].append(op)
 
 
-def _base_type(op: str, types: Mapping[Spot, str], low_type: str) -> str:
-    """Returns the type of an op in modules that no section names."""
-    found = {each for (name, _), each in types.items() if name == op}
-    return found.pop() if len(found) == 1 else types.get((op, ""), low_type)
-
-
 def _placed(types: Mapping[Spot, str], base: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Returns module -> op -> type, where it differs from the enclosing modules."""
     placed: dict[str, dict[str, str]] = {}
@@ -137,20 +127,8 @@ def _inherited(
     return base[op]
 
 
-def _by_depth(modules: Collection[str]) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for module in modules:
-        found.setdefault(_depth(module), []).append(module)
-    return found
-
-
 def _depth(module: str) -> int:
     return module.count(".") + 1 if module else 0
-
-
-def _glob(module: str) -> str:
-    """Returns the pattern that matches only this name."""
-    return "".join(f"[{each}]" if each in "*?[" else each for each in module)
 
 
 def _lists(types: Mapping[str, str], low_type: str) -> dict[str, list[str]]:

@@ -15,8 +15,7 @@ Spot = tuple[str, str]
 #: Spot -> FLOPs and bytes of its calls.
 Costs = Mapping[Spot, tuple[int, int]]
 
-#: A set of candidates kept out of low precision, by name: in fp32, ``"add=follows"``, or in another type:
-#: ``"linear=bfloat16"``.
+#: Candidates kept out of low precision: ``"add"`` in fp32, ``"add=follows"``, ``"linear=bfloat16"``.
 Kept = frozenset[str]
 
 #: The type of ops that are in low precision only if all their inputs are, and else in fp32.
@@ -33,18 +32,13 @@ COST_OF_A_LINE: Final = 0.01
 
 
 class Score(NamedTuple):
-    """The effect of rounding an op in a module.
+    """The effect of rounding an op in a module."""
 
-    Attributes:
-        effect: Its first-order effect on the result.
-        is_hard: Some of its values leave the low type's range.
-        is_unseen: Some of its calls are rounded but get no gradient, such as those that make tables of
-            positions: their effect is unknown.
-    """
-
-    effect: float = 0.0
-    is_hard: bool = False
-    is_unseen: bool = False
+    effect: float = 0.0  # the first-order effect on the result
+    is_hard: bool = False  # some of its values leave the low type's range
+    is_unseen: bool = (
+        False  # some of its calls are rounded but get no gradient: their effect is unknown
+    )
 
 
 Scores = Mapping[Spot, Score]
@@ -52,34 +46,19 @@ Scores = Mapping[Spot, Score]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that is in fp32 or in low precision as a whole.
+    """Something that is in fp32 or in low precision as a whole."""
 
-    Attributes:
-        name: ``"softmax"``, or ``"encoder.0.attn:softmax"``.
-        spots: The op and modules that it stands for.
-        score: Its first-order effect on the result in low precision; None if unknown.
-        flops: Floating-point operations of its calls in one forward.
-        bytes: Bytes that these calls read and write in fp32.
-        benefit: Their share of the model's work, from 0 to 1: of FLOPs and of bytes, half each.
-        is_hard: Some of its values leave the low type's range.
-        is_unseen: The score excludes some of its calls, which get no gradient.
-        prior: Order if scores are unknown: the smallest is kept first.
-        may_follow: It may also follow its inputs, call by call.
-        saved: Share of its fp32 time that low precision saves; below 0 if it takes longer. None if not
-            measured.
-    """
-
-    name: str
-    spots: frozenset[Spot] = field(default=frozenset(), repr=False)
-    score: float | None = None
-    flops: int = 0
-    bytes: int = 0
-    benefit: float = 0.0
-    is_hard: bool = False
-    is_unseen: bool = False
-    prior: float = 0.0
-    may_follow: bool = False
-    saved: float | None = None
+    name: str  # "softmax", or "encoder.0.attn:softmax"
+    spots: frozenset[Spot] = field(default=frozenset(), repr=False)  # the op and modules
+    score: float | None = None  # its first-order effect on the result in low precision, if known
+    flops: int = 0  # of its calls in one forward
+    bytes: int = 0  # that these calls read and write in fp32
+    benefit: float = 0.0  # their share of the model's work: of FLOPs and of bytes, half each
+    is_hard: bool = False  # some of its values leave the low type's range
+    is_unseen: bool = False  # the score excludes some of its calls, which get no gradient
+    prior: float = 0.0  # order if scores are unknown: the smallest is kept first
+    may_follow: bool = False  # it may also follow its inputs, call by call
+    saved: float | None = None  # measured share of its fp32 time that low precision saves
 
     @property
     def is_free(self) -> bool:
@@ -100,12 +79,7 @@ class Candidate:
 def timed(
     candidates: Iterable[Candidate], seconds: Mapping[Spot, tuple[float, float]]
 ) -> list[Candidate]:
-    """Returns the candidates with their saved time as benefit.
-
-    Args:
-        candidates: The candidates.
-        seconds: Spot -> time of its calls in fp32, and in low precision with their casts.
-    """
+    """Returns the candidates with their saved time as benefit; ``seconds``: of each spot in fp32 and low."""
     whole = sum(fp32 for fp32, _ in seconds.values()) or 1.0
     found = []
     for each in candidates:
@@ -124,23 +98,18 @@ def by_module(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
 
     Each kept candidate costs the search an evaluation, so spots of little effect are grouped by op.
     """
-    if scores is None or len(spots) <= MOST_SPOTS:
-        return _grouped(spots, scores, name_of)
+    alone = set(spots)
+    if scores is not None and len(spots) > MOST_SPOTS:
+        most = max(0, min(MOST_SPOTS, _MOST_CANDIDATES - len({op for op, _ in spots})))
 
-    def importance(spot: Spot) -> tuple[bool, bool, float, Spot]:
-        score = scores.get(spot, Score())
-        return not score.is_hard, not score.is_unseen, -score.effect, spot
+        def importance(spot: Spot) -> tuple[bool, bool, float, Spot]:
+            score = scores.get(spot, Score())
+            return not score.is_hard, not score.is_unseen, -score.effect, spot
 
-    others = len({op for op, _ in spots})
-    most = max(0, min(MOST_SPOTS, _MOST_CANDIDATES - others))
-    alone = set(sorted(spots, key=importance)[:most])
-    return _grouped(spots, scores, lambda spot: name_of(spot) if spot in alone else spot[0])
-
-
-def name_of(spot: Spot) -> str:
-    """Returns the name of a spot: ``"encoder.0.attn:softmax"``; the op's outside of any module."""
-    op, module = spot
-    return f"{module}:{op}"
+        alone = set(sorted(spots, key=importance)[:most])
+    return _grouped(
+        spots, scores, lambda spot: f"{spot[1]}:{spot[0]}" if spot in alone else spot[0]
+    )
 
 
 def _grouped(spots: Costs, scores: Scores | None, key: Callable[[Spot], str]) -> list[Candidate]:
@@ -172,10 +141,10 @@ def _grouped(spots: Costs, scores: Scores | None, key: Callable[[Spot], str]) ->
 
 def _prior(op: str) -> float:
     """Returns 0 for ops that the default lists keep in fp32, 2 for those in low precision, else 1."""
-    policy = load_policy().decisions.get(op)
-    if policy is None:
+    decided = load_policy().decisions.get(op)
+    if decided is None:
         return 1.0
-    return {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}.get(policy.cast_policy, 1.0)
+    return {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}.get(decided.cast_policy, 1.0)
 
 
 # --- members of sets ---------------------------------------------------------------------------------
@@ -214,48 +183,27 @@ def is_within(kept: Kept, other: Kept) -> bool:
 
 
 class Seen(NamedTuple):
-    """Shares of a candidate's work in low precision, while a set was evaluated.
+    """Shares of a candidate's work, while a set was evaluated."""
 
-    Attributes:
-        flops: Share of its floating-point operations in low precision, from 0 to 1.
-        bytes: Share of its bytes in low precision.
-        given: Share of its bytes in calls whose inputs were all low: if it follows its inputs, only these
-            calls are in low precision.
-    """
-
-    flops: float
-    bytes: float
-    given: float
+    flops: float  # in low precision
+    bytes: float  # in low precision
+    given: float  # bytes of calls whose inputs were all low: those that are low if it follows its inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a set.
+    """The result of a set: its error, and the shares of candidates that may follow their inputs."""
 
-    Attributes:
-        error: The error; infinite where outputs are not finite.
-        seen: Name of each candidate that may follow its inputs -> the shares of its calls in low precision.
-    """
-
-    error: float
+    error: float  # infinite where outputs are not finite
     seen: Mapping[str, Seen] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of a search.
-
-    Attributes:
-        kept: The candidates in fp32, or following their inputs.
-        phase: Its purpose: ``"all fp32"``, ``"all low"``, ``"free"``, ``"unseen"``, ``"range"``,
-            ``"prefix"``, ``"shipped"``, ``"prune"``, ``"sweep"``, ``"follow"``,
-            ``"fresh inputs"``.
-        error: The error; infinite where outputs are not finite.
-        passed: Whether that was within the tolerance at that time.
-    """
+    """One evaluation of a search: whether a set passed, within the tolerance at that time, and why it ran."""
 
     kept: Kept
-    phase: str
+    phase: str  # "all fp32", "all low", "range", "prefix", "shipped", "follow", "prune", ...
     error: float
     passed: bool
 
@@ -272,13 +220,7 @@ def low_parts(candidate: Candidate, kept: Kept, seen: Mapping[str, Seen]) -> tup
 def shares(
     candidates: Sequence[Candidate], kept: Kept, seen: Mapping[str, Seen] | None = None
 ) -> tuple[float, float]:
-    """Returns the shares of FLOPs and of bytes in low precision, each from 0 to 1.
-
-    Args:
-        candidates: All candidates.
-        kept: The set.
-        seen: The shares of the members that follow their inputs, from an evaluation of the set.
-    """
+    """Returns the shares of FLOPs and of bytes in low precision; ``seen`` is from an evaluation of the set."""
     parts = [low_parts(each, kept, seen or {}) for each in candidates]
     flops = sum(each.flops for each in candidates)
     count = sum(each.bytes for each in candidates)

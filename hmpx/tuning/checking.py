@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import importlib.util
 import json
 import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,13 +20,11 @@ from ..errors import OptionError, said_by, short
 from ..reports import merged, read_json, written
 from ..version import __version__
 from .assignment import assigned, policy_source
-from .candidates import Candidate, Costs, Outcome, by_module, by_op
-from .evaluating import Work
-from .journal import Journal
-from .profiling import RECORDS, called_spots, observing_policy, spots_record
+from .candidates import Candidate, Costs, Kept, Outcome, by_module, by_op
+from .profiling import called_spots, observing_policy
 from .request import low_type_name
 from .result import Tuned
-from .runner import Runner, Searching, outcome_from_record
+from .runner import Journal, Searching
 from .runner import progress as shown_progress
 from .text import CHECK
 
@@ -76,7 +71,16 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
     low_type = low_type_name(check.low_precision_type)
     try:
         check.directory.mkdir(parents=True, exist_ok=True)
-        with alone_in(check.directory):
+        with (check.directory / "lock").open("ab") as file:
+            import fcntl  # Windows has none
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OptionError(
+                    f"another hmpx tune is running in {check.directory}; wait for it, or give another "
+                    "--output"
+                ) from None
             return _tuned(check, low_type, is_shown=is_shown)
     except OSError as error:
         raise OptionError(f"can't write {check.directory}: {said_by(error)}") from error
@@ -85,45 +89,38 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
 def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
     header = {"hmpx": __version__, "command": check.command, "low_precision_type": low_type}
     header |= {"by": check.by, "runs": str(check.runs)}
-    records = {**RECORDS, "kept": outcome_from_record}
-    journal = Journal(os.fspath(check.directory / "journal.jsonl"), header, records)
+    journal = Journal(os.fspath(check.directory / "journal.jsonl"), header)
     commands = _Commands(check, low_type)
-    spots = commands.spots(journal)
+    rows = journal.remembered(
+        "spots", lambda: [[*spot, *each] for spot, each in commands.spots().items()]
+    )
+    spots = {(op, module): (flops, count) for op, module, flops, count in rows}
     found = (by_module if check.by == "module" else by_op)(spots)
-    everything = frozenset(each.name for each in found)
     commands.candidates = tuple(found)
     with shown_progress(is_shown=is_shown) as show:
-        runner = Runner(commands, journal, check.budget, show, count=len(found))
-        if runner.outcome(everything, "all fp32", _TOLERANCE).error != _PASSES:
+        about = {"metric": CHECK, "low_precision_type": low_type}
+        searching = Searching(
+            commands.outcome, found, _TOLERANCE, journal, check.budget, show, about=about
+        )
+        if searching.outcome(frozenset(each.name for each in found), "all fp32").error != _PASSES:
             raise OptionError(
                 f"the command has passed once with every op in fp32, and then failed: see "
                 f"{commands.last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
                 f"its seeds, or allow more, then delete {check.directory} and start again"
             )
-        return Searching(runner, found, _TOLERANCE, metric=CHECK, low_type=low_type).run()
+        return searching.run()
 
 
 class _Commands:
-    """Runs the command, each time in its own directory.
-
-    Attributes:
-        candidates: All candidates.
-        last: The directory of the last run.
-    """
+    """Runs the command, each time in its own directory."""
 
     def __init__(self, check: Check, low_type: str) -> None:
         self._check, self._low_type = check, low_type
         self.candidates: tuple[Candidate, ...] = ()
-        self.last = check.directory
+        self.last = check.directory  # of the last run
 
-    def spots(self, journal: Journal) -> Costs:
-        """Returns the command's ops that may run in low precision, with their costs.
-
-        Raises:
-            OptionError: There are none, the command fails in fp32, or does not run under hmpx.
-        """
-        for known in journal.parsed["spots"]:
-            return known  # type: ignore[no-any-return]
+    def spots(self) -> Costs:
+        """Returns the command's ops that may run in low precision, with their costs."""
         folder = self._folder("called")
         for old in folder.glob("report*.json"):
             old.unlink()
@@ -150,18 +147,14 @@ class _Commands:
                 "the command calls no op on fp32 tensors that may run in low precision; on an accelerator "
                 "its tensors are cast there only"
             )
-        journal.write(spots_record(found))
         return found
 
-    def __call__(self, work: Work, ahead: Sequence[Work], /) -> dict[Work, Outcome]:
+    def outcome(self, kept: Kept, _inputs: str, _tolerance: float) -> Outcome:
         """Returns an error of 0 if the command passes, else infinity."""
-        kept, *_ = work
         source = policy_source(assigned(self.candidates, kept, self._low_type), self._low_type)
         folder = self._next_folder()
-        for _ in range(self._check.runs):
-            if self._run(folder, source, report=False) != 0:
-                return {work: Outcome(_FAILS)}
-        return {work: Outcome(_PASSES)}
+        passes = all(self._run(folder, source, report=False) == 0 for _ in range(self._check.runs))
+        return Outcome(_PASSES if passes else _FAILS)
 
     def _next_folder(self) -> Path:
         names = [each.name for each in self._check.directory.iterdir()]
@@ -173,10 +166,10 @@ class _Commands:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def _run(self, folder: Path, source: dict[str, object], *, report: bool) -> int | str:
+    def _run(self, folder: Path, source: Mapping[str, Any], *, report: bool) -> int | str:
         """Returns the exit status, or ``"timeout"``; keeps the command's output."""
         policy = (folder / "policy.yaml").absolute()
-        written(yaml.safe_dump(source, sort_keys=False), policy, follows_links=False)
+        written(yaml.safe_dump(dict(source), sort_keys=False), policy)
         environment = {**os.environ, POLICY_VARIABLE: os.fspath(policy)}
         environment.pop(REPORT_VARIABLE, None)
         if report:
@@ -199,36 +192,13 @@ class _Commands:
             finally:
                 end(process)
         said = {"status": status, "command": short(self._check.command)}
-        written(json.dumps(said) + "\n", folder / "status.json", follows_links=False)
+        written(json.dumps(said) + "\n", folder / "status.json")
         return status
 
 
-#: Grace period between terminating and killing a process.
+#: Grace period between terminating and killing processes, and how often they are looked at.
 _PATIENCE_S: Final = 5.0
 _PAUSE_S: Final = 0.02
-
-
-@contextlib.contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
-    """Locks a directory against other processes inside the block. After a kill the system releases it.
-
-    Raises:
-        OptionError: Another process holds it.
-        OSError: The lock file can't be written.
-    """
-    if importlib.util.find_spec("fcntl") is None:  # on Windows
-        yield
-        return
-    fcntl: Any = importlib.import_module("fcntl")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(directory / "lock", flags, 0o666), "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OptionError(
-                f"another hmpx tune is running in {directory}; wait for it, or give another --output"
-            ) from None
-        yield
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -237,24 +207,19 @@ def end(process: subprocess.Popen[bytes]) -> None:
     Terminates them, and kills those that don't end in time; another Ctrl-C kills at once.
     """
     try:
-        if _signal(process, signal.SIGTERM):
-            _wait(process, _PATIENCE_S)
+        _signal(process, signal.SIGTERM)
     finally:
-        if _signal(process, signal.SIGKILL):
-            _wait(process, _PATIENCE_S)
+        _signal(process, signal.SIGKILL)
 
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Sends a signal; returns whether any process is left to receive it."""
-    process.poll()  # reaps finished processes
-    try:
-        os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
-def _wait(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    end_s = time.monotonic() + patience_s
-    while _signal(process, 0) and time.monotonic() < end_s:
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Sends a signal, and waits until no process of the group is left, or the grace period is over."""
+    end_s = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < end_s:
+        process.poll()  # reaps finished processes
+        try:
+            os.killpg(process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return
+        number = 0
         time.sleep(_PAUSE_S)

@@ -51,17 +51,13 @@ def squared_errors(candidates: Sequence[Candidate], scores: Scores) -> dict[str,
 class Prices:
     """Costs of the candidates' types.
 
-    Attributes:
-        candidates: The candidates.
-        types: Names of the types, the cheapest first.
-        errors: Name -> candidate -> its squared error in that type.
-        unit: The unit of costs: ``"bits"``, averaged over the bytes of all ops; ``"flops"``, the share of
-            FLOPs not in the cheapest type; or ``"bytes"``, as a share of those in fp32.
+    The unit is ``"bits"``, averaged over the bytes of all ops; ``"flops"``, the share of FLOPs not in the
+    cheapest type; or ``"bytes"``, as a share of those in fp32.
     """
 
     candidates: Sequence[Candidate]
-    types: tuple[str, ...]
-    errors: Mapping[str, Mapping[str, float]]
+    types: tuple[str, ...]  # the cheapest first
+    errors: Mapping[str, Mapping[str, float]]  # a type -> a candidate -> its squared error
     unit: str = "bytes"
 
     def cost(self, choice: Choice) -> float:
@@ -83,22 +79,16 @@ class Prices:
     def _weight(self, candidate: Candidate) -> float:
         return float(candidate.flops if self.unit == "flops" else candidate.bytes)
 
-    def cheapest(self) -> dict[str, str]:
-        """Returns the choice of the cheapest type for each."""
-        return {each.name: self.types[0] for each in self.candidates}
+    def path(self) -> list[dict[str, str]]:
+        """Returns choices from the cheapest to the dearest: each step removes most error for its price.
 
-    def upgrades(self) -> list[tuple[str, str]]:
-        """Returns the candidates and types that turn the cheapest choice into the dearest one step by step.
-
-        Each step removes the most error for its price. A step may skip an intermediate
-        type that removes little.
+        A step may skip an intermediate type that removes little.
         """
-        found: list[tuple[str, str]] = []
-        choice = self.cheapest()
+        found = [{each.name: self.types[0] for each in self.candidates}]
         while True:
             rates = []
             for each in self.candidates:
-                now = choice[each.name]
+                now = found[-1][each.name]
                 for to in self.types[self.types.index(now) + 1 :]:
                     gain = self.errors[now][each.name] - self.errors[to][each.name]
                     price = self.price(each, to) - self.price(each, now)
@@ -106,8 +96,7 @@ class Prices:
             if not rates:
                 return found
             _, name, to = max(rates)
-            choice[name] = to
-            found.append((name, to))
+            found.append({**found[-1], name: to})
 
     def kept(self, choice: Choice) -> Kept:
         """Returns a choice as a set: ``"softmax"`` for fp32, ``"linear=bfloat16"`` for other types."""
@@ -121,11 +110,13 @@ class Prices:
 def within(prices: Prices, most: float) -> dict[str, str]:
     """Returns the choice with the least predicted error whose cost is within a limit.
 
-    Greedy: takes the upgrades in order and skips those that cost too much.
+    Greedy: takes the steps of the path in order and skips those that cost too much.
     """
-    choice = prices.cheapest()
-    for name, to in prices.upgrades():
-        tried = {**choice, name: to}
+    choice, *path = prices.path()
+    before = choice
+    for after in path:
+        ((name, to),) = after.items() - before.items()
+        before, tried = after, {**choice, name: to}
         gains = prices.errors[choice[name]][name] > prices.errors[to][name]
         if gains and prices.cost(tried) <= most * (1 + 1e-12):
             choice = tried
@@ -134,25 +125,23 @@ def within(prices: Prices, most: float) -> dict[str, str]:
 
 def choose_within(prices: Prices, most: float, evaluate: Evaluate) -> Kept:
     """Returns the best predicted choice within a limit."""
-    evaluate(frozenset(), "all low", ())
+    evaluate(frozenset(), "all low")
     found = prices.kept(within(prices, most))
-    evaluate(found, "limit", ())
+    evaluate(found, "limit")
     return found
 
 
 def choose(prices: Prices, tolerance: float, evaluate: Evaluate) -> Kept:
     """Returns the cheapest choice found within the tolerance.
 
-    Bisects for the first passing choice on the path of upgrades. Then lowers each upgrade by one type where
-    the choice still passes, dearest first. The dearest choice of all is known to pass.
+    Bisects for the first passing choice on the path. Then lowers each upgrade by one type where the choice
+    still passes, dearest first. The dearest choice of all is known to pass.
     """
 
     def passes(choice: Choice, phase: str) -> bool:
-        return evaluate(prices.kept(choice), phase, ()).error <= tolerance
+        return evaluate(prices.kept(choice), phase).error <= tolerance
 
-    path = [prices.cheapest()]
-    for name, to in prices.upgrades():
-        path.append({**path[-1], name: to})
+    path = prices.path()
     if passes(path[0], "all low"):
         return prices.kept(path[0])
     low, high = 0, len(path) - 1

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
 from .. import arguments
-from ..errors import OptionError, shown
+from ..errors import OptionError
 from ..policy import LowType, load_policy, set_names
-from . import profiling
 from .assignment import FP32, may_follow
-from .candidates import Candidate, Costs, Kept, Scores, by_module, by_op, timed
+from .candidates import Candidate, Costs, Kept, Outcome, Score, Scores, by_module, by_op, timed
 from .choosing import Prices, choose, choose_within, squared_errors
-from .evaluating import Task, Workers
-from .journal import Journal
+from .evaluating import Task
+from .profiling import scores_of, seconds_of, spots_of
 from .request import FRESH, Request
 from .result import Tuned
-from .runner import Find, Runner, Searching, outcome_from_record
+from .runner import Find, Journal, Searching
 from .runner import progress as shown_progress
 from .search import Evaluate, Search, sets_of
 
@@ -44,7 +42,6 @@ def tune(
     seed: int = 0,
     budget: int = 200,
     journal: str | os.PathLike[str] | None = None,
-    executor: Executor | None = None,
     progress: bool = True,
 ) -> Tuned:
     """Finds the smallest set of ops to keep in fp32 for a model to keep its accuracy.
@@ -91,8 +88,6 @@ def tune(
         seed: Seed of random numbers in the model.
         budget: Most evaluations. Once spent, the best set so far is returned.
         journal: A file of results, from which an interrupted search continues.
-        executor: Runs evaluations in other processes: any executor with the interface of
-            `concurrent.futures`. It changes the duration of the search but not its result.
         progress: Whether to show progress on a terminal, if `rich` is installed. It is always logged at
             level INFO.
 
@@ -115,69 +110,56 @@ def tune(
         >>> sorted(best.keep_fp32), best.low_precision_flops_share
         (['add', 'sub'], 1.0)
     """
-    request = Request(
-        model,
-        inputs,
-        loss_fn=loss_fn,
-        metric=metric,
-        tolerance=tolerance,
-        by=by,
-        objective=objective,
-        fresh_inputs=fresh_inputs,
-        measure=measure,
-        samples=samples,
-        candidates=candidates,
-        limit=limit,
-        low_precision_type=low_precision_type,
-        device_types=device_types,
-        legalize=legalize,
-        seed=seed,
-        budget=budget,
-        journal=journal,
-    )
-    is_shown = arguments.truth("progress", progress)
-    if executor is not None and not hasattr(executor, "submit"):
-        raise OptionError(
-            f"executor must have submit(), as those of concurrent.futures, not {shown(executor)}"
-        )
+    given = dict(locals())
+    is_shown = arguments.truth("progress", given.pop("progress"))
+    request = Request(**given)
     task = Task(request)
     noise = task.noise()
-    records = {**profiling.RECORDS, "kept": outcome_from_record}
-    kept_results = Journal(request.journal, request.header(), records)
-    spots = profiling.spots_of(request, kept_results)
-    scores = profiling.scores_of(request, spots, request.low_type, kept_results)
+    results = Journal(request.journal, request.header() if request.journal else {})
+    spots: Costs = _by_spot(results, "spots", lambda: spots_of(request))
+    scores = _scores(request, spots, request.low_type, results)
     found = (by_module if request.by == "module" else by_op)(spots, scores)
     if request.may_follow:
         found = [replace(each, may_follow=may_follow(each.op)) for each in found]
-    find = _find(request, spots, scores, found, kept_results)
+    find = _find(request, spots, scores, found, results)
     if request.objective == "time":
-        found = timed(found, profiling.seconds_of(request, spots, kept_results))
+        seconds = _by_spot(results, "seconds", lambda: seconds_of(request, spots))
+        found = timed(found, seconds)
     task.candidates, task.spots = tuple(found), spots
-    workers = None if executor is None else Workers(executor, task)
-    try:
-        with shown_progress(is_shown=is_shown) as show:
-            runner = Runner(
-                workers or (lambda work, ahead: {work: task.outcome(*work)}),
-                kept_results,
-                request.budget,
-                show,
-                count=len(found),
-                is_noisy=request.measure is not None,
-            )
-            return Searching(
-                runner,
-                found,
-                request.tolerance,
-                metric=request.metric_name,
-                low_type=request.low_type,
-                limit="" if request.limit is None else "{} at most {:g}".format(*request.limit),
-                find=find,
-                has_fresh=FRESH in request.inputs and request.limit is None,
-                noise=noise,
-            ).run()
-    finally:
-        if workers is not None:
-            workers.close()
+    with shown_progress(is_shown=is_shown) as show:
+        return Searching(
+            task.outcome,
+            found,
+            request.tolerance,
+            results,
+            request.budget,
+            show,
+            find,
+            has_fresh=FRESH in request.inputs and request.limit is None,
+            is_noisy=request.measure is not None,
+            noise=noise,
+            about={
+                "metric": request.metric_name,
+                "low_precision_type": request.low_type,
+                "limit": "" if request.limit is None else "{} at most {:g}".format(*request.limit),
+            },
+        ).run()
+
+
+def _by_spot(results: Journal, key: Any, compute: Callable[[], Any]) -> Any:
+    """Returns a journaled mapping of spots to tuples, or None."""
+
+    def rows() -> list[list[Any]] | None:
+        found = compute()
+        return None if found is None else [[*spot, *each] for spot, each in found.items()]
+
+    known = results.remembered(key, rows)
+    return None if known is None else {(op, module): tuple(each) for op, module, *each in known}
+
+
+def _scores(request: Request, spots: Costs, low_type: str, results: Journal) -> Scores | None:
+    found = _by_spot(results, ["scores", low_type], lambda: scores_of(request, spots, low_type))
+    return None if found is None else {spot: Score(*each) for spot, each in found.items()}
 
 
 def _find(
@@ -185,13 +167,9 @@ def _find(
     spots: Costs,
     scores: Scores | None,
     found: Sequence[Candidate],
-    journal: Journal,
+    results: Journal,
 ) -> Find:
-    """Returns the search function.
-
-    Raises:
-        OptionError: There are several types, and no effect is known.
-    """
+    """Returns the search function."""
     if request.objective == "time":
         return find_in_time
     if not request.types:
@@ -200,15 +178,13 @@ def _find(
             low_type = request.low_type
             policies = [load_policy(lists=s, low_precision_type=low_type) for s in set_names()]
             shipped = sets_of(policies, found)
-        return lambda candidates, tolerance, evaluate: Search(
-            candidates, tolerance, evaluate, shipped
-        ).run()
+        return lambda names, most, evaluate: Search(names, most, evaluate, shipped).run()
     errors = {}
     for name in request.types:
         if name == FP32:
             scores = {}
         elif name != request.low_type:
-            scores = profiling.scores_of(request, spots, name, journal)
+            scores = _scores(request, spots, name, results)
         if scores is None:
             raise OptionError(
                 "to choose among several types effects are needed, but what the model returns has no "
@@ -230,9 +206,9 @@ def find_in_time(candidates: Sequence[Candidate], tolerance: float, evaluate: Ev
     """
     free = frozenset(each.name for each in candidates if each.is_free)
 
-    def with_free(kept: Kept, phase: str, ahead: Sequence[Kept]) -> Any:
-        return evaluate(free | kept, phase if kept else "free", [free | each for each in ahead])
+    def with_free(kept: Kept, phase: str) -> Outcome:
+        return evaluate(free | kept, phase if kept else "free")
 
-    evaluate(frozenset(), "all low", ())
+    evaluate(frozenset(), "all low")
     others = [each for each in candidates if not each.is_free]
     return free | Search(others, tolerance, with_free).run()

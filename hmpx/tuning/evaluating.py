@@ -1,4 +1,4 @@
-"""Evaluates sets, here or by an executor: runs the model with a set in fp32 and the rest in low precision."""
+"""Evaluates sets: runs the model with a set in fp32 and the rest in low precision."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import contextlib
 import copy
 import functools
 import math
-import pickle
-import threading
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from .. import arguments, session
-from ..errors import OptionError, said_by, short, shown
+from ..errors import OptionError, short, shown
 from ..observers import LOGGER, OpCall, attach
 from ..policy import Policy
 from ..reports import clean
@@ -35,79 +32,49 @@ LEAST_OVER_NOISE: Final = 3
 #: Added to the seed for fresh inputs.
 _OTHER_SEED: Final = 1_000
 
-#: A conversion holds for the whole process, so threads take turns.
-_TURNS: Final = threading.RLock()
-
-
-#: An evaluation: the set, its inputs, the tolerance.
-Work = tuple[Kept, str, float]
-
-#: Takes a work and others that may follow; returns its outcome, and those of others that are done.
-Evaluator = Callable[[Work, Sequence[Work]], Mapping[Work, Outcome]]
-
 
 @dataclass
 class Task:
-    """An evaluation's data, which is pickled to other processes.
-
-    Attributes:
-        request: The arguments of `tune`.
-        candidates: All candidates.
-        spots: FLOPs and bytes of the candidates' spots.
-        threads: torch's number of threads: sums depend on it.
-    """
+    """Evaluates sets for a request, once its candidates are known."""
 
     request: Request
     candidates: tuple[Candidate, ...] = ()
     spots: Costs = field(default_factory=dict)
-    threads: int = field(default_factory=torch.get_num_threads)
     _references: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Excludes the fp32 results, which the other process computes itself."""
-        return {**vars(self), "_references": {}}
 
     def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
         """Returns the error with ``kept`` in fp32 (infinite if not finite), and the shares in low precision.
 
-        Args:
-            kept: The set.
-            inputs: `TUNING` or `FRESH`.
-            tolerance: The tolerance that noisy measures are compared with.
+        Noisy measures are sampled until it is clear whether they are within ``tolerance``.
         """
         low_type = self.request.low_type
         policy = policy_of(assigned(self.candidates, kept, low_type), low_type)
-        with _TURNS, _threads(self.threads):
-            if self.request.measure is not None:
-                return Outcome(self._measured(policy, inputs, tolerance))
-            expected = self.reference(inputs)
-            watched = [each for each in self.candidates if each.may_follow]
-            observed = _Observed()
-            # The observer first, since wrappers are made once and include it.
-            with (
-                attach(observed, every_op=True) if watched else contextlib.nullcontext(),
-                self._converted(policy),
-            ):
-                try:
-                    found = self._outputs(inputs)
-                except (RuntimeError, ValueError, ArithmeticError) as error:
-                    if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(
-                        error
-                    ):
-                        raise
-                    return Outcome(math.inf)  # the model branches on values that are off
-            seen = {each.name: observed.seen(each, self.spots) for each in watched}
-            errors = self._errors(found, expected, inputs)
-            return Outcome(metrics.limit(errors) if inputs == TUNING else max(errors), seen)
+        if self.request.measure is not None:
+            return Outcome(self._measured(policy, inputs, tolerance))
+        expected = self.reference(inputs)
+        watched = [each for each in self.candidates if each.may_follow]
+        observed = _Observed()
+        # The observer first, since wrappers are made once and include it.
+        with (
+            attach(observed, every_op=True) if watched else contextlib.nullcontext(),
+            self._converted(policy),
+        ):
+            try:
+                found = self._outputs(inputs)
+            except (RuntimeError, ValueError, ArithmeticError) as error:
+                if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error):
+                    raise
+                return Outcome(math.inf)  # the model branches on values that are off
+        errors = self._errors(found, expected, inputs)
+        return Outcome(
+            metrics.limit(errors) if inputs == TUNING else max(errors),
+            {each.name: observed.seen(each, self.spots) for each in watched},
+        )
 
     def reference(self, inputs: str) -> list[Any]:
-        """Returns the model's fp32 output for each batch.
-
-        Raises:
-            OptionError: The model returns NaN, or no numbers.
-        """
+        """Returns the model's fp32 output for each batch."""
         if inputs not in self._references:
-            with _TURNS, disable_casts():
+            with disable_casts():
                 found = self._outputs(inputs)
             if all(
                 each.value is None or isinstance(each.value, Opaque) for each in parts_of(found)
@@ -124,11 +91,7 @@ class Task:
         return self._references[inputs]  # type: ignore[no-any-return]
 
     def noise(self) -> float:
-        """Returns fp32's error against itself with another number of threads.
-
-        Raises:
-            OptionError: The tolerance is too close to that error.
-        """
+        """Returns fp32's error against itself with another number of threads; the tolerance must be larger."""
         if self.request.measure is not None:
             return 0.0
         expected = self.reference(TUNING)
@@ -152,17 +115,27 @@ class Task:
         return noise
 
     def _outputs_of_threads(self, count: int) -> list[Any]:
-        with _TURNS, disable_casts(), _threads(count):
-            return self._outputs(TUNING)
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            with disable_casts():
+                return self._outputs(TUNING)
+        finally:
+            torch.set_num_threads(before)
 
     def _outputs(self, inputs: str) -> list[Any]:
-        offset = _OTHER_SEED if inputs == FRESH else 0
+        seed = self.request.seed + (_OTHER_SEED if inputs == FRESH else 0)
         found = []
-        with unchanged(self.request.model), uncompiled(), torch.no_grad():
+        with self._aside(), torch.no_grad():
             for index, batch in enumerate(self.request.inputs[inputs]):
-                seed_all(self.request.seed + offset + index)
+                seed_all(seed + index)
                 found.append(arguments.has_run("model", batch.run(self.request.model)))
         return found
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        with unchanged(self.request.model), uncompiled():
+            yield
 
     def _converted(self, policy: Policy) -> contextlib.AbstractContextManager[object]:
         return session.restore(policy, self.request.device_types, self.request.options, False)
@@ -185,7 +158,8 @@ class Task:
             return metrics.kl(low, high)
         if callable(metric):
             return metrics.number("metric", metric, widened(low), widened(high))
-        return metrics.relative_change(self._loss(low, given), self._loss(high, given))
+        found, expected = self._loss(low, given), self._loss(high, given)
+        return metrics.ratio(abs(found - expected), abs(expected))
 
     def _loss(self, output: Any, given: Any) -> float:
         loss_fn = self.request.loss_fn
@@ -195,10 +169,10 @@ class Task:
 
     def _measured(self, policy: Policy, inputs: str, tolerance: float) -> float:
         """Returns the upper bound of a noisy measure's mean error, from paired samples."""
-        offset = _OTHER_SEED if inputs == FRESH else 0
+        first = self.request.seed + (_OTHER_SEED if inputs == FRESH else 0)
 
         def difference(index: int) -> float:
-            seed = self.request.seed + offset + index
+            seed = first + index
             if seed not in self._references:
                 with disable_casts():
                     self._references[seed] = self._value(seed)
@@ -210,25 +184,11 @@ class Task:
         return metrics.sampled(difference, tolerance, self.request.samples)
 
     def _value(self, seed: int) -> float:
-        measure = self.request.measure
-        assert measure is not None
-        with unchanged(self.request.model), uncompiled():
+        assert self.request.measure is not None
+        with self._aside():
             model = copy.deepcopy(self.request.model)
             seed_all(seed)
-            return metrics.number("measure", measure, model, seed)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Sets torch's number of threads inside the block."""
-    before = torch.get_num_threads()
-    if before != count:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        if before != count:
-            torch.set_num_threads(before)
+            return metrics.number("measure", self.request.measure, model, seed)
 
 
 class _Observed:
@@ -238,7 +198,6 @@ class _Observed:
         self._counts: dict[Spot, list[int]] = {}
 
     def __call__(self, call: OpCall) -> None:
-        """Counts one call."""
         if not call.input_dtypes:
             return
         counts = self._counts.setdefault((call.op, call.module), [0, 0, 0])
@@ -262,75 +221,3 @@ class _Observed:
             return part / whole if whole else 1.0
 
         return Seen(share(0, 1), share(1, 1), share(1, 2))
-
-
-# --- executors ---------------------------------------------------------------------------------------
-
-#: In a worker: token -> task. A worker serves one search at a time.
-_TASKS: Final[dict[str, Task]] = {}
-
-#: Most evaluations under way at once.
-MOST_AT_ONCE: Final = 8
-
-
-def evaluate(token: str, payload: bytes | None, work: Work) -> Outcome | None:
-    """Returns an outcome, in a worker; None if the worker does not have the task yet, nor gets it here."""
-    task = _TASKS.get(token)
-    if task is None:
-        if payload is None:
-            return None
-        task = pickle.loads(payload)
-        _TASKS.clear()
-        _TASKS[token] = task
-    return task.outcome(*work)
-
-
-class Workers:
-    """Evaluates by an executor, and evaluates likely next sets ahead."""
-
-    def __init__(self, executor: Executor, task: Task) -> None:
-        """Pickles the task.
-
-        Raises:
-            OptionError: It can't be pickled.
-        """
-        try:
-            self._payload = pickle.dumps(task)
-        except Exception as error:
-            raise OptionError(
-                f"the model, its inputs or a function can't be sent to other processes: {said_by(error)}; "
-                "define functions at the top of a module, or leave out executor"
-            ) from error
-        self._executor, self._token = executor, uuid.uuid4().hex
-        self._under_way: dict[Work, Future[Outcome | None]] = {}
-
-    def __call__(self, work: Work, ahead: Sequence[Work], /) -> Mapping[Work, Outcome]:
-        """Returns the outcome of ``work`` and finished ones of ``ahead``, which it evaluates meanwhile."""
-        for each in (work, *ahead):
-            if each not in self._under_way and (
-                each == work or len(self._under_way) < MOST_AT_ONCE
-            ):
-                self._under_way[each] = self._submit(None, each)
-        found = {work: self._result(work)}
-        for each in [each for each, future in self._under_way.items() if future.done()]:
-            found[each] = self._result(each)
-        return found
-
-    def _submit(self, payload: bytes | None, work: Work) -> Future[Outcome | None]:
-        return self._executor.submit(evaluate, self._token, payload, work)
-
-    def _result(self, work: Work) -> Outcome:
-        future = self._under_way.pop(work)
-        try:
-            found = future.result()
-            while found is None:
-                found = self._submit(self._payload, work).result()
-        except (CancelledError, pickle.PicklingError) as error:
-            raise OptionError(f"the executor failed: {said_by(error)}") from error
-        return found
-
-    def close(self) -> None:
-        """Cancels outstanding evaluations."""
-        for future in self._under_way.values():
-            future.cancel()
-        self._under_way.clear()

@@ -31,7 +31,7 @@ def relative_l2(found: Any, expected: Any) -> float:
     for low, high in _pairs(floating_of(found), references):
         difference += _square(torch.where(low == high, 0, low - high))
         norm += _square(torch.where(high.isfinite(), high, 0))
-    return math.sqrt(_ratio(difference, norm))
+    return math.sqrt(ratio(difference, norm))
 
 
 def kl(found: Any, expected: Any) -> float:
@@ -47,23 +47,15 @@ def kl(found: Any, expected: Any) -> float:
     return max(float(rows.mean()), 0.0) if rows.numel() else 0.0
 
 
-def relative_change(found: float, expected: float) -> float:
-    """Returns the change of a loss, relative to the one in fp32."""
-    return _ratio(abs(found - expected), abs(expected))
-
-
-def _ratio(difference: float, norm: float) -> float:
+def ratio(difference: float, norm: float) -> float:
+    """Returns a difference relative to a norm; infinity if that is zero, or the difference not finite."""
     if not math.isfinite(difference):
         return math.inf
     return difference / norm if norm else (math.inf if difference else 0.0)
 
 
 def number(name: str, function: Callable[..., Any], *args: Any) -> float:
-    """Calls the user's function and returns its result as a float.
-
-    Raises:
-        OptionError: The result is not a number. The function's own errors pass, with a note.
-    """
+    """Calls the user's function and returns its result as a float; its errors pass, with a note."""
     try:
         value = function(*args)
     except Exception as error:
@@ -81,9 +73,6 @@ def loss_of(loss_fn: Callable[..., Any] | None, output: Any, given: Any) -> Tens
     """Returns the loss: the result of ``loss_fn(output)``, or the output's attribute ``loss``.
 
     A function with a second positional parameter also gets the batch, as the user gave it.
-
-    Raises:
-        OptionError: There is neither.
     """
     if loss_fn is None:
         loss = getattr(output, "loss", None)
@@ -204,13 +193,8 @@ _NORMAL: Final = 1.96
 def sampled(difference: Callable[[int], float], tolerance: float, most: int) -> float:
     """Returns an upper bound for the mean of paired differences; infinite if one is not finite.
 
-    Takes 1, 2, 4, ... samples until it is clear whether the mean is within the tolerance. An undecided
-    mean counts as above it.
-
-    Args:
-        difference: Sample number -> the error that low precision adds there, with the same seed.
-        tolerance: The largest mean allowed.
-        most: The most samples to take.
+    Takes 1, 2, 4, ... samples, at ``most``, until it is clear whether the mean is within the tolerance. An
+    undecided mean counts as above it.
     """
     found: list[float] = []
     goal = 1
@@ -219,20 +203,13 @@ def sampled(difference: Callable[[int], float], tolerance: float, most: int) -> 
         if not all(map(math.isfinite, found)):
             return math.inf
         mean = statistics.fmean(found)
-        if most == 1:
+        if goal > 1:  # half the width of the mean's 95 % interval
+            quantile = _T[goal - 2] if goal - 1 <= len(_T) else _NORMAL
+            margin = quantile * statistics.stdev(found) / math.sqrt(goal)
+            if mean - margin > tolerance:
+                return mean
+            if goal == most or mean + margin <= tolerance:
+                return mean + margin
+        elif most == 1:
             return mean
-        margin = _margin(found)
-        if goal > 1 and mean - margin > tolerance:
-            return mean
-        if goal >= most or (goal > 1 and mean + margin <= tolerance):
-            return mean + margin
         goal = min(2 * goal, most)
-
-
-def _margin(values: list[float]) -> float:
-    """Returns half the width of the mean's 95 % interval."""
-    freedom = len(values) - 1
-    if not freedom:
-        return math.inf
-    quantile = _T[freedom - 1] if freedom <= len(_T) else _NORMAL
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))

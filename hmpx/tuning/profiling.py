@@ -18,7 +18,6 @@ from ..reports import Row
 from ..torch_state import unchanged
 from .assignment import policy_of
 from .candidates import Costs, Score, Scores, Spot
-from .journal import Journal
 from .metrics import loss_of
 from .request import TUNING, Request, seed_all
 
@@ -32,21 +31,14 @@ _ROUNDS: Final = 5
 _MOST_BATCHES: Final = 4
 
 
-def spots_of(request: Request, journal: Journal) -> Costs:
-    """Maps each op and module that may run in low precision to FLOPs and bytes of its calls.
-
-    Raises:
-        OptionError: There are none.
-    """
-    for known in journal.parsed["spots"]:
-        return known  # type: ignore[no-any-return]
+def spots_of(request: Request) -> Costs:
+    """Maps each op and module that may run in low precision to FLOPs and bytes of its calls."""
     found = called_spots(_forward(request, observing_policy(), record()))
     if not found:
         raise OptionError(
             "the model calls no op on fp32 tensors that may run in low precision; are its inputs and "
             f"parameters fp32, and on {' or '.join(sorted(request.device_types))}?"
         )
-    journal.write(spots_record(found))
     return found
 
 
@@ -109,16 +101,11 @@ def observing_policy() -> Policy:
     return Policy({name: Decision(DENY) for name in sorted(listed)})
 
 
-def scores_of(
-    request: Request, spots: Collection[Spot], low_type: str, journal: Journal
-) -> Scores | None:
+def scores_of(request: Request, spots: Collection[Spot], low_type: str) -> Scores | None:
     """Returns the effect of each spot in a type, and whether its values leave that type's range.
 
     None if no effect is known because the model's output has no gradients.
     """
-    for name, known in journal.parsed["scores"]:
-        if name == low_type:
-            return known  # type: ignore[no-any-return]
     policy = policy_of(dict.fromkeys(spots, low_type), low_type)
     found: dict[Spot, Score] = {}
     for index, batch in enumerate(request.inputs[TUNING][:_MOST_BATCHES]):
@@ -139,9 +126,7 @@ def scores_of(
         for row in rows:
             if (spot := (row.op, row.module)) in spots:
                 found[spot] = _added(found.get(spot, Score()), row)
-    scores = found if any(each.effect for each in found.values()) else None
-    journal.write({"type": low_type, "scores": scores and _to_rows(scores)})
-    return scores
+    return found if any(each.effect for each in found.values()) else None
 
 
 def _added(score: Score, row: ComparedSite) -> Score:
@@ -152,68 +137,24 @@ def _added(score: Score, row: ComparedSite) -> Score:
     )
 
 
-def seconds_of(request: Request, spots: Collection[Spot], journal: Journal) -> Seconds:
+def seconds_of(request: Request, spots: Collection[Spot]) -> Seconds:
     """Measures each spot's calls in fp32, and in low precision with their casts.
 
     These are medians over several forwards. The types take turns, so that a slow phase of the machine slows
     both.
     """
-    for known in journal.parsed["seconds"]:
-        return known  # type: ignore[no-any-return]
     low_type = request.low_type
     policies = observing_policy(), policy_of(dict.fromkeys(spots, low_type), low_type)
     rounds: list[list[dict[Spot, float]]] = [[], []]
-    for number in range(_ROUNDS + 1):
+    for _ in range(_ROUNDS + 1):
         for policy, found in zip(policies, rounds, strict=True):
             seconds = dict.fromkeys(spots, 0.0)
             for row in _forward(request, policy, record(times=True)):
                 if row.phase != "backward" and (row.op, row.module) in seconds:
                     seconds[row.op, row.module] += row.seconds or 0.0
-            if number:
-                found.append(seconds)
+            found.append(seconds)
     fp32, low = (
-        {spot: statistics.median(each[spot] for each in found) for spot in spots}
+        {spot: statistics.median(each[spot] for each in found[1:]) for spot in spots}
         for found in rounds
     )
-    both = {spot: (fp32[spot], low[spot]) for spot in spots}
-    journal.write({"seconds": _to_rows(both)})
-    return both
-
-
-# --- journal records ---------------------------------------------------------------------------------
-
-
-def _to_rows(found: Mapping[Spot, Iterable[Any]]) -> list[list[Any]]:
-    return [[*spot, *each] for spot, each in found.items()]
-
-
-def spots_record(spots: Costs) -> dict[str, Any]:
-    """Returns spots in the journal's form."""
-    return {"spots": _to_rows(spots)}
-
-
-def _spots(record: Mapping[str, Any]) -> Costs:
-    rows = {(str(op), str(module)): (int(a), int(b)) for op, module, a, b in record["spots"]}
-    if not rows:
-        raise ValueError("no spots")
-    return rows
-
-
-def _seconds(record: Mapping[str, Any]) -> Seconds:
-    return {(str(op), str(module)): (float(a), float(b)) for op, module, a, b in record["seconds"]}
-
-
-def _scores(record: Mapping[str, Any]) -> tuple[str, Scores | None]:
-    rows = record["scores"]
-    return str(record["type"]), None if rows is None else {
-        (str(op), str(module)): Score(float(effect), bool(is_hard), bool(is_unseen))
-        for op, module, effect, is_hard, is_unseen in rows
-    }
-
-
-#: A key -> the parser of journal records with that key.
-RECORDS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "spots": _spots,
-    "seconds": _seconds,
-    "scores": _scores,
-}
+    return {spot: (fp32[spot], low[spot]) for spot in spots}

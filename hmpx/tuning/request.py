@@ -33,17 +33,11 @@ FRESH: Final = "fresh"
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of one call of the model.
-
-    Attributes:
-        args: Those given by position.
-        kwargs: Those given by name.
-        given: The batch as the user gave it, which loss functions get.
-    """
+    """The arguments of one call of the model."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    given: Any
+    given: Any  # the batch as the user gave it, which loss functions get
 
     def run(self, model: Callable[..., Any]) -> Any:
         """Runs ``model`` on copies of the batch's tensors, which it may write to."""
@@ -52,16 +46,10 @@ class Batch:
 
 
 class Request:
-    """The checked arguments of `tune`; see there.
+    """The checked arguments of `tune`.
 
-    Attributes:
-        inputs: `TUNING`, and `FRESH` if there are any -> batches.
-        low_type: Name of the low-precision type.
-        device_types: The device types whose tensors are cast.
-        options: How ops compute.
-        journal: A path, or ``""``.
-        types: Names of the types to choose among, the cheapest first; ``()`` for ``low_type`` and fp32.
-        limit: The limited quantity and its limit; None without one.
+    ``inputs`` maps `TUNING`, and `FRESH` if there are any, to batches. ``types`` are those to choose among, the
+    cheapest first.
     """
 
     def __init__(
@@ -86,11 +74,6 @@ class Request:
         budget: Any = 200,
         journal: Any = None,
     ) -> None:
-        """Checks the arguments.
-
-        Raises:
-            OptionError: One has an invalid value, or casts are off here.
-        """
         if not callable(model):
             raise OptionError(f"model must be a module or a function, not {shown(model)}")
         session.refuse_where_off("tune")
@@ -113,23 +96,23 @@ class Request:
                 "objective='time' weighs one low_precision_type against float32; leave out candidates"
             )
         self.inputs = _inputs(inputs, fresh_inputs)
-        self.samples = _count("samples", samples)
+        self.samples = arguments.whole("samples", samples, 1)
         self.tolerance = _tolerance(tolerance)
         self.by = arguments.choice("by", by, BY)
         self.low_type = self.types[0] if self.types else low_type_name(low_precision_type)
-        self.seed = _count("seed", seed, least=0)
-        self.budget = _count("budget", budget, least=2)
+        self.seed = arguments.whole("seed", seed, 0)
+        self.budget = arguments.whole("budget", budget, 2)
         self.journal = arguments.path("journal", journal)
         self.limit = None if limit is None else _limit(limit)
 
     @property
     def metric_name(self) -> str:
         """The name of the error in reports."""
-        if self.measure is not None:
-            return getattr(self.measure, "__name__", "measure")
-        if isinstance(self.metric, str):
+        if self.measure is None and isinstance(self.metric, str):
             return self.metric
-        return getattr(self.metric, "__name__", "metric")
+        is_measure = self.measure is not None
+        function = self.measure if is_measure else self.metric
+        return getattr(function, "__name__", "measure" if is_measure else "metric")
 
     @property
     def may_follow(self) -> bool:
@@ -143,7 +126,9 @@ class Request:
         return {
             "hmpx": __version__,
             "torch": torch.__version__,
-            "model": _fingerprint(_state(self.model)),
+            "model": _fingerprint(
+                [*_held(self.model, "parameters"), *_held(self.model, "buffers")]
+            ),
             "inputs": {
                 name: _fingerprint(tensors_of([each.given for each in found]))
                 for name, found in self.inputs.items()
@@ -182,11 +167,7 @@ def seed_all(seed: int) -> None:
 
 
 def _types(value: Any) -> tuple[str, ...]:
-    """Returns the names of types, the cheapest first.
-
-    Raises:
-        OptionError: There are fewer than two, or fp32 is not among them.
-    """
+    """Returns the names of types, the cheapest first; at least two, fp32 among them."""
     given = arguments.items("candidates", value, "a list of types")
     names = {FP32 if each in (FP32, torch.float32) else low_type_name(each) for each in given}
     if FP32 not in names or len(names) < 2:
@@ -218,8 +199,8 @@ def _conversion(
     elif current is not None:
         types = current.device_types
     else:
-        held = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-        types = frozenset(each.device.type for each in [*held, *tensors_of(inputs)])
+        held = [*_held(model, "parameters"), *tensors_of(inputs)]
+        types = frozenset(each.device.type for each in held)
         types = types or parse_device_types(None)
     if legalize is not None:
         return types, Options(legalize=legalize)
@@ -234,14 +215,11 @@ def _inputs(inputs: Any, fresh_inputs: Any) -> dict[str, tuple[Batch, ...]]:
     found = _batches("inputs", inputs)
     if fresh_inputs is not None:
         return {TUNING: found, FRESH: _batches("fresh_inputs", fresh_inputs)}
-    if len(found) == 1:
-        return {TUNING: found}
-    count = max(1, len(found) // 4)
-    return {TUNING: found[:-count], FRESH: found[-count:]}
+    end = len(found) - max(1, len(found) // 4)
+    return {TUNING: found[:end], FRESH: found[end:]} if end else {TUNING: found}
 
 
 def _batches(name: str, inputs: Any) -> tuple[Batch, ...]:
-    """Returns the batches in an argument: several from a list, else one."""
     given = inputs if isinstance(inputs, list) else [inputs]
     if not given:
         raise OptionError(f"{name} is an empty list; give at least one batch")
@@ -249,17 +227,14 @@ def _batches(name: str, inputs: Any) -> tuple[Batch, ...]:
 
 
 def _batch(given: Any) -> Batch:
-    if isinstance(given, tuple):
-        return Batch(given, {}, given)
-    if isinstance(given, Mapping):
-        names = [key for key in given if not isinstance(key, str)]
-        if names:
-            raise OptionError(
-                f"a batch that is a mapping holds arguments by name, not {shown(names[0])}; "
-                "put a mapping that is the only argument into a tuple"
-            )
-        return Batch((), dict(given), given)
-    return Batch((given,), {}, given)
+    args, kwargs = arguments.of_call(given)
+    names = [key for key in kwargs if not isinstance(key, str)]
+    if names:
+        raise OptionError(
+            f"a batch that is a mapping holds arguments by name, not {shown(names[0])}; "
+            "put a mapping that is the only argument into a tuple"
+        )
+    return Batch(args, kwargs, given)
 
 
 def _tolerance(value: object) -> float:
@@ -274,27 +249,17 @@ def _tolerance(value: object) -> float:
     return found
 
 
-def _count(name: str, value: object, least: int = 1) -> int:
-    if type(value) is not int or value < least:
-        raise OptionError(f"{name} must be an integer of at least {least}, not {shown(value)}")
-    return value
-
-
-def _state(model: Any) -> list[torch.Tensor]:
-    if not isinstance(model, torch.nn.Module):
-        return []
-    return [*model.parameters(), *model.buffers()]
+def _held(model: Any, which: str) -> Iterable[torch.Tensor]:
+    return getattr(model, which)() if isinstance(model, torch.nn.Module) else ()
 
 
 def _fingerprint(tensors: Iterable[torch.Tensor]) -> str:
-    """Returns a string that is equal for tensors of equal shapes and values."""
+    """Returns a string that is equal for tensors of equal shapes and sums."""
     said = hashlib.sha256()
     for each in tensors:
         value = each.detach()
-        is_plain = value.layout is torch.strided and not value.is_meta and value.numel() > 0
-        if value.dtype is torch.bool:  # bools have no absolute values
-            value = value.byte()
-        total = float(value.abs().double().sum()) if is_plain else 0.0
+        is_plain = value.layout is torch.strided and not value.is_meta
+        total = float(value.to(torch.complex128).abs().sum()) if is_plain else 0.0
         said.update(repr((tuple(value.shape), str(value.dtype), total)).encode())
     return said.hexdigest()[:16]
 

@@ -150,7 +150,7 @@ class Tuned:
         except (OSError, ValueError) as error:
             raise OptionError(f"can't write {folder}: {said_by(error)}") from error
         for name, content in files.items():
-            written(content, folder / name, follows_links=False)
+            written(content, folder / name)
         return [folder / name for name in files]
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:

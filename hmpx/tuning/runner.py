@@ -1,126 +1,27 @@
-"""Runs searches: gets outcomes from the journal, here or from other processes, and shows progress."""
+"""Runs a whole search: evaluates each set once, journals results, shows progress, checks fresh inputs."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
+import json
 import math
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
-from ..errors import HmpxError, OptionError
+from ..errors import HmpxError, OptionError, said_by, short
 from ..observers import LOGGER
 from .candidates import COST_OF_A_LINE, Candidate, Evaluation, Kept, Outcome, Seen, bare, low_parts
-from .evaluating import LEAST_OVER_NOISE, Evaluator, Work
-from .journal import Journal
+from .evaluating import LEAST_OVER_NOISE
 from .request import FRESH, TUNING
 from .result import Tuned
 from .search import Evaluate, Search
-
-
-class BudgetError(HmpxError):
-    """The budget of evaluations is spent."""
-
-
-class Runner:
-    """Returns the outcomes that searches request, and evaluates each set once.
-
-    Attributes:
-        path: The evaluations requested, each once.
-    """
-
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        journal: Journal,
-        budget: int,
-        show: Callable[[str], object],
-        *,
-        count: int = 0,
-        is_noisy: bool = False,
-    ) -> None:
-        """Starts from the journal's results.
-
-        Args:
-            evaluator: Evaluates sets.
-            journal: Stores results.
-            budget: Most evaluations.
-            show: Takes a line on each evaluation as it completes.
-            count: Number of candidates, for that line.
-            is_noisy: Whether errors depend on the tolerance, which determines the number of samples.
-        """
-        self._evaluator, self._journal, self._budget, self._show = evaluator, journal, budget, show
-        self._count, self._is_noisy = count, is_noisy
-        self._known: dict[Work, Outcome] = dict(journal.parsed["kept"])
-        self._asked: set[Work] = set()
-        self.path: list[Evaluation] = []
-
-    @property
-    def evaluations(self) -> int:
-        """Number of sets requested."""
-        return len(self._asked)
-
-    def outcome(
-        self,
-        kept: Kept,
-        phase: str,
-        tolerance: float,
-        *,
-        inputs: str = TUNING,
-        ahead: Iterable[Kept] = (),
-    ) -> Outcome:
-        """Returns the outcome of a set.
-
-        Raises:
-            BudgetError: The budget is spent.
-        """
-        work = self._work(kept, inputs, tolerance)
-        if work not in self._asked and self.evaluations >= self._budget:
-            raise BudgetError(f"{self._budget} evaluations were not enough")
-        if work not in self._known:
-            others = [self._work(each, inputs, tolerance) for each in ahead]
-            wanted = [each for each in others if each not in self._known]
-            for each, found in self._evaluator(work, wanted).items():
-                self._note(each, found)
-        found = self._known[work]
-        if work not in self._asked:
-            self._asked.add(work)
-            self.path.append(Evaluation(kept, phase, found.error, found.error <= tolerance))
-            verdict = "passes" if found.error <= tolerance else "fails"
-            self._show(
-                f"tune: evaluation {self.evaluations}, {phase}: {len(kept)} of {self._count} in "
-                f"fp32, error {found.error:.3g} {verdict}"
-            )
-        return found
-
-    def known(self, kept: Kept, tolerance: float) -> Outcome | None:
-        """Returns the outcome of a set requested before, or None."""
-        work = self._work(kept, TUNING, tolerance)
-        return self._known[work] if work in self._asked else None
-
-    def _work(self, kept: Kept, inputs: str, tolerance: float) -> Work:
-        return kept, inputs, tolerance if self._is_noisy else 0.0
-
-    def _note(self, work: Work, outcome: Outcome) -> None:
-        if work in self._known:
-            return
-        self._known[work] = outcome
-        kept, inputs, tolerance = work
-        record = {"kept": sorted(kept), "inputs": inputs, "tolerance": tolerance}
-        self._journal.write({**record, "error": outcome.error, "seen": outcome.seen})
-
-
-def outcome_from_record(record: Mapping[str, Any]) -> tuple[Work, Outcome]:
-    """Parses a journal record into a set and its outcome."""
-    work = frozenset(map(str, record["kept"])), str(record["inputs"]), float(record["tolerance"])
-    seen = {name: Seen(*map(float, each)) for name, each in record["seen"].items()}
-    return work, Outcome(float(record["error"]), seen)
-
-
-# --- the whole search -------------------------------------------------------------------------------
 
 #: Searches among candidates, at a tolerance, with a function that evaluates sets.
 Find = Callable[[Sequence[Candidate], float, Evaluate], Kept]
@@ -130,40 +31,34 @@ _TIGHTER: Final = 0.7
 _MOST_ROUNDS: Final = 8
 
 
+class BudgetError(HmpxError):
+    """The budget of evaluations is spent."""
+
+
 @dataclass
 class Searching:
-    """One whole search.
+    """One whole search."""
 
-    Attributes:
-        runner: Evaluates sets.
-        candidates: All candidates.
-        tolerance: The largest error allowed.
-        metric: Name of the metric.
-        low_type: Name of the low-precision type.
-        limit: The limit on the choice of types, as text.
-        find: Searches among candidates.
-        has_fresh: Whether fresh inputs check the set at the end.
-        noise: The error of fp32 against itself.
-    """
-
-    runner: Runner
+    evaluator: Callable[
+        [Kept, str, float], Outcome
+    ]  # on inputs, `TUNING` or `FRESH`, at a tolerance
     candidates: Sequence[Candidate]
     tolerance: float
-    metric: str = ""
-    low_type: str = ""
-    limit: str = ""
+    journal: Journal
+    budget: int  # most evaluations
+    show: Callable[[str], object] = LOGGER.info  # takes a line on each evaluation
     find: Find = lambda *args: Search(*args).run()
-    has_fresh: bool = False
-    noise: float = 0.0
+    has_fresh: bool = False  # fresh inputs check the set at the end
+    is_noisy: bool = False  # errors depend on the tolerance, which determines the number of samples
+    noise: float = 0.0  # the error of fp32 against itself
+    about: Mapping[str, str] = field(default_factory=dict)  # fields of the result
+    path: list[Evaluation] = field(default_factory=list)  # each once
+    _known: dict[tuple[Kept, str, float], Outcome] = field(default_factory=dict)
 
     def run(self) -> Tuned:
-        """Runs the search. After Ctrl-C, or once the budget is spent, returns the best set so far.
-
-        Raises:
-            OptionError: The error is too large with every op in fp32.
-        """
+        """Runs the search. After Ctrl-C, or once the budget is spent, returns the best set so far."""
         everything = frozenset(each.name for each in self.candidates)
-        error = self._error(everything, "all fp32")
+        error = self.outcome(everything, "all fp32").error
         if not error <= self.tolerance:
             raise OptionError(
                 f"with every op in fp32 the error is {error:.3g}, above the tolerance {self.tolerance:g}: "
@@ -177,24 +72,49 @@ class Searching:
         except KeyboardInterrupt:
             return self._tuned(self._best(everything), "interrupt")
 
-    def _error(self, kept: Kept, phase: str, inputs: str = TUNING) -> float:
-        return self.runner.outcome(kept, phase, self.tolerance, inputs=inputs).error
+    def outcome(
+        self, kept: Kept, phase: str, tolerance: float | None = None, inputs: str = TUNING
+    ) -> Outcome:
+        """Returns the outcome of a set, unless the budget is spent."""
+        tolerance = self.tolerance if tolerance is None else tolerance
+        key = kept, inputs, tolerance if self.is_noisy else 0.0
+        if key in self._known:
+            return self._known[key]
+        if len(self.path) >= self.budget:
+            raise BudgetError(f"{self.budget} evaluations were not enough")
+
+        def evaluated() -> tuple[float, Mapping[str, Seen]]:
+            found = self.evaluator(*key)
+            return found.error, found.seen
+
+        error, seen = self.journal.remembered([sorted(kept), *key[1:]], evaluated)
+        found = self._known[key] = Outcome(
+            error, {name: Seen(*each) for name, each in seen.items()}
+        )
+        passes = error <= tolerance
+        self.path.append(Evaluation(kept, phase, error, passes))
+        self.show(
+            f"tune: evaluation {len(self.path)}, {phase}: {len(kept)} of {len(self.candidates)} in "
+            f"fp32, error {error:.3g} {'passes' if passes else 'fails'}"
+        )
+        return found
 
     def _checked(self, everything: Kept) -> Tuned:
         """Returns a set that also passes on fresh inputs."""
         tolerance = self.tolerance
         for _ in range(_MOST_ROUNDS):
-            kept = self._set_within(tolerance)
+            evaluate = functools.partial(self.outcome, tolerance=tolerance)
+            kept = self.find(self.candidates, tolerance, evaluate)
             if not self.has_fresh:
                 return self._tuned(kept)
-            error = self._error(kept, "fresh inputs", FRESH)
+            error = self.outcome(kept, "fresh inputs", inputs=FRESH).error
             if error <= self.tolerance:
                 searched = tolerance if tolerance < self.tolerance else None
                 return self._tuned(kept, fresh_error=error, searched=searched)
             tolerance *= _TIGHTER
             if tolerance <= LEAST_OVER_NOISE * self.noise:
                 break
-        error = self._error(everything, "fresh inputs", FRESH)
+        error = self.outcome(everything, "fresh inputs", inputs=FRESH).error
         if not error <= self.tolerance:
             raise OptionError(
                 f"on fresh inputs the error is {error:.3g} with every op in fp32, above the tolerance "
@@ -202,28 +122,24 @@ class Searching:
             )
         return self._tuned(everything, "fresh inputs", fresh_error=error)
 
-    def _set_within(self, tolerance: float) -> Kept:
-        def evaluate(kept: Kept, phase: str, ahead: Sequence[Kept]) -> Outcome:
-            return self.runner.outcome(kept, phase, tolerance, ahead=ahead)
-
-        return self.find(self.candidates, tolerance, evaluate)
+    def _known_outcome(self, kept: Kept) -> Outcome:
+        known = self._known.get((kept, TUNING, self.tolerance if self.is_noisy else 0.0))
+        return known or Outcome(math.nan)
 
     def _best(self, everything: Kept) -> Kept:
         """Returns the set with the lowest cost that has passed."""
         known = {each.name: each for each in self.candidates}
 
         def cost(kept: Kept) -> tuple[float, int, list[str]]:
-            outcome = self.runner.known(kept, self.tolerance)
-            members = [known[bare(member)] for member in kept]
+            seen = self._known_outcome(kept).seen
             lost = COST_OF_A_LINE * len(kept)
-            for each in members:
-                part = low_parts(each, kept, {} if outcome is None else outcome.seen)[1]
-                lost += each.benefit * (1 - part)
+            for each in (known[bare(member)] for member in kept):
+                lost += each.benefit * (1 - low_parts(each, kept, seen)[1])
             return lost, len(kept), sorted(kept)
 
         passed = [
             each.kept
-            for each in self.runner.path
+            for each in self.path
             if each.error <= self.tolerance and each.phase != "fresh inputs"
         ]
         return min(passed, key=cost, default=everything)
@@ -232,31 +148,97 @@ class Searching:
         self,
         kept: Kept,
         stopped_by: str = "",
-        *,
         fresh_error: float | None = None,
         searched: float | None = None,
     ) -> Tuned:
-        runner = self.runner
-        outcome = runner.known(kept, self.tolerance)
-        low = [each.error for each in runner.path if not each.kept]
+        outcome = self._known_outcome(kept)
         return Tuned(
             kept=kept,
-            error=math.nan if outcome is None else outcome.error,
-            all_low_error=low[0] if low else math.nan,
-            fresh_error=fresh_error,
+            error=outcome.error,
+            all_low_error=next((each.error for each in self.path if not each.kept), math.nan),
             tolerance=self.tolerance,
             noise=self.noise,
-            metric=self.metric,
-            low_precision_type=self.low_type,
-            evaluations=runner.evaluations,
+            evaluations=len(self.path),
             is_complete=not stopped_by,
             stopped_by=stopped_by,
-            path=tuple(runner.path),
+            path=tuple(self.path),
             candidates=tuple(self.candidates),
-            limit=self.limit,
+            seen=outcome.seen,
+            fresh_error=fresh_error,
             searched=searched,
-            seen={} if outcome is None else outcome.seen,
+            **self.about,
         )
+
+
+# --- journals ----------------------------------------------------------------------------------------
+
+_VERSION: Final = 3
+_START: Final = b'{"hmpx journal"'
+
+
+class Journal:
+    """A file of results by key, in JSON lines, from which a killed search continues."""
+
+    def __init__(self, path: str, header: Mapping[str, Any]) -> None:
+        """Opens the journal, or starts a new one; drops a last line that a kill has cut short.
+
+        An empty path is no file. A file of another search, or a damaged one, is an error and stays unchanged.
+        """
+        self._path, self._known = path, dict[str, Any]()
+        if not path:
+            return
+        wanted = {"hmpx journal": _VERSION, **json.loads(json.dumps(header))}
+        try:
+            content = Path(path).read_bytes() if Path(path).exists() else b""
+        except (OSError, ValueError) as error:
+            raise OptionError(
+                f"the journal {short(path)} can't be read: {said_by(error)}"
+            ) from error
+        if not content.startswith(_START[: len(content)]):
+            raise OptionError(f"{short(path)} is not a journal of hmpx.tune; give another path")
+        *lines, torn = content.split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                if number > 1:
+                    self._known[json.dumps(record["key"])] = record["value"]
+                elif differing := sorted(
+                    key for key in wanted | record if wanted.get(key) != record.get(key)
+                ):
+                    raise OptionError(
+                        f"the journal {short(path)} belongs to another search: {', '.join(differing)} "
+                        f"differ{'s' if len(differing) == 1 else ''}; give another path, or delete the file"
+                    )
+            except (ValueError, TypeError, KeyError) as error:
+                raise OptionError(
+                    f"{short(path)}:{number}: the journal is damaged ({said_by(error)}); delete the lines "
+                    "from there on, or the file"
+                ) from error
+        self._write(b"" if lines else json.dumps(wanted).encode() + b"\n", len(content) - len(torn))
+
+    def remembered(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Returns the value of a key, as JSON returns it; computes and writes it if it is not known."""
+        name = json.dumps(key)
+        if name not in self._known:
+            text = json.dumps({"key": key, "value": compute()})
+            self._known[name] = json.loads(text)["value"]
+            if self._path:
+                self._write(text.encode() + b"\n")
+        return self._known[name]
+
+    def _write(self, data: bytes, size: int | None = None) -> None:
+        """Appends to the file, cut to ``size`` before if given, and flushes it to disk."""
+        try:
+            with Path(self._path).open("ab") as file:
+                if size is not None:
+                    file.truncate(size)
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, ValueError) as error:
+            raise OptionError(
+                f"the journal {short(self._path)} can't be written: {said_by(error)}"
+            ) from error
 
 
 # --- progress ----------------------------------------------------------------------------------------
@@ -266,25 +248,18 @@ class Searching:
 def progress(*, is_shown: bool) -> Iterator[Callable[[str], None]]:
     """Yields a function that logs a line, and shows it in a notebook or on a terminal with `rich`."""
     with contextlib.ExitStack() as stack:
-        update = _display(stack) if is_shown else None
+        update: Callable[[str], object] = str
+        ipython: Any = sys.modules.get("IPython")
+        if is_shown and ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
+            display = importlib.import_module("IPython.display").display
+            shown = display({"text/plain": "tune"}, raw=True, display_id=True)
+            update = lambda line: shown.update({"text/plain": line}, raw=True)  # noqa: E731
+        elif is_shown and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+            console = importlib.import_module("rich.console").Console(stderr=True)
+            update = stack.enter_context(console.status("tune")).update
 
         def show(line: str) -> None:
             LOGGER.info("%s", line)
-            if update is not None:
-                update(line)
+            update(line)
 
         yield show
-
-
-def _display(stack: contextlib.ExitStack) -> Callable[[str], object] | None:
-    """Returns a function that replaces the line shown; None if nothing can show it."""
-    if "ipykernel" in sys.modules:
-        ipython = importlib.import_module("IPython")
-        if hasattr(ipython.get_ipython(), "kernel"):
-            display = importlib.import_module("IPython.display").display
-            shown = display({"text/plain": "tune"}, raw=True, display_id=True)
-            return lambda line: shown.update({"text/plain": line}, raw=True)
-    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-        rich: Any = importlib.import_module("rich.console")
-        return stack.enter_context(rich.Console(stderr=True).status("tune")).update  # type: ignore[no-any-return]
-    return None

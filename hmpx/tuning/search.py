@@ -1,7 +1,6 @@
 """Searches for the smallest set to keep in fp32: ranks, grows to a passing set, proves each member necessary.
 
-Every decision depends only on the errors received. So a journal can replay a search, and the number of
-processes does not change the result.
+Every decision depends only on the errors received, so that a journal can replay a search.
 """
 
 from __future__ import annotations
@@ -25,12 +24,8 @@ _CLEARLY: Final = 1.05
 _MOST_FAILURES: Final = 2
 _LEAST: Final = 0.002
 
-#: Most sets announced as possible next ones.
-_MOST_AHEAD: Final = 8
-
-
-#: Evaluates a set: takes the set, the phase, and sets that may come next.
-Evaluate = Callable[[Kept, str, Sequence[Kept]], Outcome]
+#: Evaluates a set in a phase of the search.
+Evaluate = Callable[[Kept, str], Outcome]
 
 
 def sets_of(policies: Iterable[Policy], candidates: Iterable[Candidate]) -> tuple[Kept, ...]:
@@ -58,14 +53,10 @@ class Search:
         evaluate: Evaluate,
         shipped: Iterable[Kept] = (),
     ) -> None:
-        """Prepares a search.
+        """Prepares a search. Keeping all candidates is known to pass.
 
-        Args:
-            candidates: All candidates. Keeping all of them is known to pass.
-            tolerance: The largest error allowed.
-            evaluate: Evaluates sets.
-            shipped: The sets that shipped lists keep. If one passes, the result has at least as much in low
-                precision, in the sum of the shares of FLOPs and of bytes.
+        If one of the sets that shipped lists keep passes, the result has at least as much in low precision, in
+        the sum of the shares of FLOPs and of bytes.
         """
         self._candidates = sorted(candidates, key=lambda each: each.name)
         self._tolerance, self._evaluate = tolerance, evaluate
@@ -78,18 +69,15 @@ class Search:
         nothing: Kept = frozenset()
         if not self._candidates or self._passes(nothing, "all low"):
             return nothing
-        kept = self._passing()
-        kept = self._best_shipped(kept)
-        kept = self._followed(kept)
-        return self._minimal(kept)
+        return self._minimal(self._followed(self._best_shipped(self._passing())))
 
-    def _error(self, kept: Kept, phase: str, ahead: Sequence[Kept] = ()) -> float:
+    def _error(self, kept: Kept, phase: str) -> float:
         if kept not in self._outcomes:
-            self._outcomes[kept] = self._evaluate(kept, phase, ahead)
+            self._outcomes[kept] = self._evaluate(kept, phase)
         return self._outcomes[kept].error
 
-    def _passes(self, kept: Kept, phase: str, ahead: Sequence[Kept] = ()) -> bool:
-        return self._error(kept, phase, ahead) <= self._tolerance
+    def _passes(self, kept: Kept, phase: str) -> bool:
+        return self._error(kept, phase) <= self._tolerance
 
     def _failed(self, kept: Kept, factor: float = 1.0) -> bool:
         """Whether a larger set has failed."""
@@ -250,8 +238,7 @@ class Search:
         waiting, block = [member[each.name] for each in weakest], 1
         while waiting:
             part = waiting[:block]
-            ahead = [kept - {each} for each in waiting[1 : _MOST_AHEAD + 1]]
-            if self._passes(kept - {*part}, "prune", ahead):
+            if self._passes(kept - {*part}, "prune"):
                 kept -= {*part}
                 waiting, needed = waiting[len(part) :] + needed, []
                 block *= 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import yaml
 
@@ -35,27 +35,25 @@ def text(tuned: Tuned) -> str:
 
 def verdict(tuned: Tuned) -> str:
     """Returns the result in a few sentences."""
-    count, low = len(tuned.kept), tuned.low_precision_type
-    stay = "in wider types" if any(map(_is_wider, tuned.kept)) else "in fp32"
-    kept = (
-        f"Nothing has to stay in fp32 beside {low}"
-        if not count
-        else f"{count} of {len(tuned.candidates)} candidates stay {stay} beside {low}"
+    count, low, is_check = len(tuned.kept), tuned.low_precision_type, tuned.metric == CHECK
+    is_wider = any(bare(each) != each and not is_following(each) for each in tuned.kept)
+    said = (
+        f"{count} of {len(tuned.candidates)} candidates stay "
+        f"{'in wider types' if is_wider else 'in fp32'} beside {low}"
+        if count
+        else f"Nothing has to stay in fp32 beside {low}"
     )
     if tuned.follows:
-        kept += f", {len(tuned.follows)} of them in calls that are given fp32"
-    if tuned.metric == CHECK:
-        of_all = "passes" if tuned.all_low_error == 0 else "fails"
-        said = f"the check passes; all in {low} it {of_all}."
+        said += f", {len(tuned.follows)} of them in calls that are given fp32"
+    if is_check:
+        of_all = error_text(tuned, tuned.all_low_error)
+        lines = [f"{said}: the check passes; all in {low} it {of_all}."]
     else:
-        said = (
-            f"{tuned.metric} error {shown(tuned.error)}, tolerance {shown(tuned.tolerance)}, "
+        lines = [
+            f"{said}: {tuned.metric} error {shown(tuned.error)}, tolerance {shown(tuned.tolerance)}, "
             f"all in {low} {shown(tuned.all_low_error)}."
-        )
-    lines = [
-        f"{kept}: {said}",
-        f"{_shares(tuned)}. {tuned.evaluations} evaluations.",
-    ]
+        ]
+    lines.append(f"{_shares(tuned)}. {tuned.evaluations} evaluations.")
     if tuned.time_share is not None:
         lines.append(
             f"Ops take {tuned.time_share:.2f} of their time in fp32, as measured one by one."
@@ -65,33 +63,26 @@ def verdict(tuned: Tuned) -> str:
     if tuned.fresh_error is not None:
         lines.append(f"On inputs that the search has not seen: error {shown(tuned.fresh_error)}.")
     if tuned.is_complete:
-        failing = "the check fails" if tuned.metric == CHECK else "the error is too large"
+        failing = "the check fails" if is_check else "the error is too large"
+        if tuned.searched is not None:
+            failing += (
+                f" for {shown(tuned.searched)}, which was searched for since a set within the tolerance "
+                "failed on fresh inputs"
+            )
         free = {each.name for each in tuned.candidates if each.is_free} & tuned.kept
         if free:
             lines.append(f"No faster in {low}: {names(free, 10)}.")
         if count > len(free) and not tuned.limit:
             which = "the others" if free else "these"
-            if tuned.searched is not None:
-                failing += (
-                    f" for {shown(tuned.searched)}, which was searched for since a set within the tolerance "
-                    "failed on fresh inputs"
-                )
             lines.append(f"None of {which} can be taken out: without it {failing}.")
     else:
         why = {
             "budget": "the budget was spent",
             "interrupt": "it was interrupted",
             "fresh inputs": "each smaller set that it found failed on fresh inputs",
-        }
-        lines.append(
-            f"The search did not end, since {why.get(tuned.stopped_by, tuned.stopped_by)}: this is the "
-            "best set so far."
-        )
+        }[tuned.stopped_by]
+        lines.append(f"The search did not end, since {why}: this is the best set so far.")
     return lined(lines)
-
-
-def _is_wider(member: str) -> bool:
-    return bare(member) != member and not is_following(member)
 
 
 def _shares(tuned: Tuned) -> str:
@@ -107,15 +98,19 @@ def _shares(tuned: Tuned) -> str:
     return "; ".join(found)
 
 
+def by_effect(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Returns candidates, those out of range first, then those with the largest effect."""
+    return sorted(candidates, key=lambda each: (not each.is_hard, -(each.score or 0.0), each.name))
+
+
 def kept_table(tuned: Tuned) -> Table:
     """Returns a row for each kept candidate, the one with the largest effect first."""
-    known = {each.name: each for each in tuned.candidates}
-    pairs = [(known[bare(name)], name) for name in tuned.kept]
-    pairs.sort(key=lambda each: (not each[0].is_hard, -(each[0].score or 0.0), each[1]))
+    members = {bare(name): name for name in tuned.kept}
     flops = max(1, sum(each.flops for each in tuned.candidates))
     count = max(1, sum(each.bytes for each in tuned.candidates))
     rows = []
-    for each, name in pairs:
+    for each in by_effect(each for each in tuned.candidates if each.name in members):
+        name = members[each.name]
         low = low_parts(each, tuned.kept, tuned.seen) if is_following(name) else (0.0, 0.0)
         rows.append(
             (
@@ -147,12 +142,9 @@ def path_table(tuned: Tuned) -> Table:
 
 def candidate_table(tuned: Tuned) -> Table:
     """Returns a row for each candidate, the one with the largest effect first."""
-    types = tuned.types
     rows = [
-        (each.name, effect(each), types[each.name], f"{each.flops:,}", f"{each.bytes:,}")
-        for each in sorted(
-            tuned.candidates, key=lambda each: (not each.is_hard, -(each.score or 0.0), each.name)
-        )
+        (each.name, effect(each), tuned.types[each.name], f"{each.flops:,}", f"{each.bytes:,}")
+        for each in by_effect(tuned.candidates)
     ]
     return Table.of(("candidate", "effect", "type", "FLOPs", "bytes"), rows)
 
@@ -225,53 +217,45 @@ def notebook_part(tuned: Tuned) -> str:
 
 def files(tuned: Tuned) -> dict[str, str]:
     """Maps each file's name to its content."""
-    types = assigned(tuned.candidates, tuned.kept, tuned.low_precision_type)
-    source = policy_source(types, tuned.low_precision_type)
-    followed = {op for (op, _), each in types.items() if each == FOLLOWS}
-    if "sections" in source:
-        return {"policy.yaml": _policy_file(tuned, source)}
-    written = yaml.safe_load(tuned.policy.to_yaml())
-    called = {op for op, _ in types}
     low = tuned.low_precision_type
+    types = assigned(tuned.candidates, tuned.kept, low)
+    source = policy_source(types, low)
+    if "sections" in source:
+        reasons = [
+            _comment(f"{bare(name)}{' follows' * is_following(name)}: {_why(tuned, name)}")
+            for name in sorted(tuned.kept)
+        ]
+        head = _head(tuned, 'hmpx.convert(policy="policy.yaml")')
+        return {"policy.yaml": "\n".join([head, *reasons, yaml.safe_dump(source, sort_keys=False)])}
+    called = {op for op, _ in types}
+    followed = {op for (op, _), each in types.items() if each == FOLLOWS}
     load = "" if low == "bfloat16" else f', low_precision_type="{low}"'
+    decided = yaml.safe_load(tuned.policy.to_yaml())
     found = {}
     for kind, name in FILE_NAMES.items():
-        lines = written.get(kind, [])
+        lines = decided.get(kind, [])
         ours = [line for line in lines if line.split()[0] in called]
         # Functions of other libraries come after all lists anyway.
         others = [line for line in lines if line.split()[0] not in called.union(of_libraries().ops)]
         parts = [_head(tuned, f'hmpx.convert(lists="DIRECTORY"{load})')]
+        unlisted: set[str] = set()
         if kind == "widest":
-            listed = [line for line in ours if line in followed]
-            unlisted = sorted(followed - set(listed))
-            parts.append(_section("What the model calls.", _explained(tuned, listed)))
-            said = _explained(tuned, unlisted, is_listed=False)
-            parts.append(_section("In no list, so that it follows its inputs.", said))
-        else:
-            parts.append(_section("What the model calls.", _explained(tuned, ours)))
+            ours = [line for line in ours if line in followed]
+            unlisted = followed - set(ours)
+        parts.append(_section("What the model calls.", _explained(tuned, ours)))
+        said = _explained(tuned, sorted(unlisted), is_listed=False)
+        parts.append(_section("In no list, so that it follows its inputs.", said))
         parts.append(_section("What it does not call: as by default.", others))
-        found[name] = "\n".join(part for part in parts if part)
+        found[name] = "\n".join(filter(None, parts))
     return found
 
 
-def _policy_file(tuned: Tuned, source: dict[str, Any]) -> str:
-    """Returns the policy file: its keys as YAML, with comments above kept candidates."""
-    parts = [_head(tuned, 'hmpx.convert(policy="policy.yaml")')]
-    parts += [
-        _comment(f"{bare(name)}{' follows' * is_following(name)}: {_why(tuned, name)}")
-        for name in sorted(tuned.kept)
-    ]
-    parts.append(yaml.safe_dump(source, sort_keys=False))
-    return "\n".join(parts)
-
-
 def _head(tuned: Tuned, use: str) -> str:
-    kept = len(tuned.kept)
     tolerance = "" if tuned.metric == CHECK else f"tolerance {shown(tuned.tolerance)}, "
     lines = [
         f"Written by hmpx.tune {__version__}. Use: {use}",
-        f"{tuned.metric}: {error_text(tuned, tuned.error)} with {kept} kept out of {tuned.low_precision_type}, "
-        f"{error_text(tuned, tuned.all_low_error)} with none; "
+        f"{tuned.metric}: {error_text(tuned, tuned.error)} with {len(tuned.kept)} kept out of "
+        f"{tuned.low_precision_type}, {error_text(tuned, tuned.all_low_error)} with none; "
         f"{tolerance}{tuned.evaluations} evaluations.",
     ]
     if not tuned.is_complete:
@@ -279,8 +263,7 @@ def _head(tuned: Tuned, use: str) -> str:
     return "\n".join(map(_comment, lines))
 
 
-def _section(title: str, lines: Iterable[str]) -> str:
-    lines = list(lines)
+def _section(title: str, lines: Sequence[str]) -> str:
     return "\n".join(["", _comment(title), *lines, ""]) if lines else ""
 
 

@@ -75,7 +75,7 @@ def run(
     """Returns what a search finds, and the sets that it had evaluated, each once."""
     known: list[Kept] = []
 
-    def evaluate(kept: Kept, phase: str, ahead: object) -> Outcome:
+    def evaluate(kept: Kept, phase: str) -> Outcome:
         known.append(kept)
         return Outcome(error(kept))
 
@@ -185,7 +185,7 @@ def run_flow(
     """Returns what a search finds, and the sets that it had evaluated, each once."""
     known: list[Kept] = []
 
-    def evaluate(kept: Kept, phase: str, ahead: object) -> Outcome:
+    def evaluate(kept: Kept, phase: str) -> Outcome:
         known.append(kept)
         return program.outcome(kept)
 

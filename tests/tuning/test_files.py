@@ -52,26 +52,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes().splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"spots": 1},
-        {"spots": []},
-        {"spots": {"a": 1}},
-        {"spots": [["a"]]},
-        {"type": "bfloat16", "scores": 3},
-        {"scores": []},
-        {"type": "bfloat16", "scores": [[]]},
-        {"kept": 5},
-        {"kept": [], "inputs": "tuning", "tolerance": 0, "error": "x", "seen": {}},
-        {"kept": [], "inputs": "tuning", "tolerance": 0, "error": 0, "seen": {"a": [1]}},
-        {"kept": [], "inputs": "tuning", "tolerance": 0, "error": 0, "seen": 3},
-        {"kept": []},
-        {"seconds": [["linear"]]},
-        3,
-    ],
-    ids=range(14),
-)
+@pytest.mark.parametrize("record", [{"spots": 1}, {"key": "spots"}, 3])
 def test_damaged_journals_are_named_with_the_line(
     tmp_path: Path, header: bytes, record: object
 ) -> None:

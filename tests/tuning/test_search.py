@@ -109,7 +109,7 @@ def in_time(
     """Returns what a search finds, and what it asks, where squared errors add up."""
     asked = []
 
-    def evaluate(kept: Kept, phase: str, ahead: object) -> Outcome:
+    def evaluate(kept: Kept, phase: str) -> Outcome:
         asked.append((phase, kept))
         return Outcome(math.sqrt(sum(errors[name] ** 2 for name in errors if name not in kept)))
 
