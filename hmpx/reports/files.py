@@ -15,39 +15,26 @@ from typing import Any
 from ..errors import OptionError, said_by, short
 
 
-def written(found: str, path: str | os.PathLike[str] | None, *, follows_links: bool = True) -> str:
-    """Returns text, and writes it to ``path`` if given.
-
-    Args:
-        found: The text.
-        path: The file; see `write`.
-        follows_links: See `write`.
-
-    Raises:
-        OptionError: The file can't be written.
-    """
+def written(found: str, path: str | os.PathLike[str] | None) -> str:
+    """Returns text, and writes it to ``path`` if given, as `write` does."""
     if path is not None:
         # File names may contain lone surrogates, which can't be encoded.
-        data = found.encode("utf-8", "backslashreplace")
-        write(data, path, follows_links=follows_links)
+        write(found.encode("utf-8", "backslashreplace"), path)
     return found
 
 
-def write(data: bytes, path: str | os.PathLike[str], *, follows_links: bool = True) -> None:
+def write(data: bytes, path: str | os.PathLike[str]) -> None:
     """Writes a file completely or not at all. An error or a kill leaves the earlier file unchanged.
 
-    Args:
-        data: The content.
-        path: The file. Devices and pipes, such as ``/dev/stdout``, are written in place.
-        follows_links: Whether a symbolic link at ``path`` stays and its target is replaced, as for paths
-            that the user gave. Otherwise the link itself is replaced.
+    Devices and pipes, such as ``/dev/stdout``, are written in place. A symbolic link stays, and its target is
+    replaced.
 
     Raises:
         OptionError: The file can't be written.
     """
     try:
-        target = Path(os.path.realpath(path) if follows_links else path)
-        if follows_links and target.exists() and not target.is_file():
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
             target.write_bytes(data)  # a device or a pipe has no earlier content to lose
         else:
             _replace(data, target)
@@ -62,7 +49,7 @@ def _replace(data: bytes, target: Path) -> None:
     unfinished = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
     try:
         with unfinished.open("xb") as file:
-            if target.is_file() and not target.is_symlink():
+            if target.is_file():
                 unfinished.chmod(stat.S_IMODE(target.stat().st_mode))
             file.write(data)
             file.flush()

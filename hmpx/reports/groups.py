@@ -70,13 +70,7 @@ class Group:
 
 
 class Groups(list[Group]):
-    """Groups of rows; printing them prints a table.
-
-    Example:
-        >>> from hmpx.reports import Report
-        >>> print(Report(()).by_module())
-        no calls
-    """
+    """Groups of rows; printing them prints a table."""
 
     def table(self, most: int | None = None) -> Table:
         """Returns a table of the first ``most`` groups; shares are of all groups.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, TextIO, TypeVar, get_type_hints
 
-from ..errors import OptionError, said_by, shown, suggestion
+from ..errors import OptionError, said_by, shown
 from . import report_page, text
 from .cells import is_measured
-from .files import written
+from .files import Written, written
 from .groups import Groups, grouped
 from .rows import Row, Totals, Waste, added, added_waste, totals
 from .table import Table
@@ -23,7 +22,7 @@ from .table import Table
 SCHEMA: Final = 1
 
 
-class Views:
+class Views(Written):
     """The views of a report; a subclass has `report`."""
 
     def report(self) -> Report:
@@ -31,68 +30,21 @@ class Views:
         raise NotImplementedError
 
     def by_op(self) -> Groups:
-        """Groups the calls by op, phase and dtypes, with ``group.op``, ``group.calls`` and so on.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> print(Report(rows=()).by_op())
-            no calls
-        """
+        """Groups the calls by op, phase and dtypes, with ``group.op``, ``group.calls`` and so on."""
         names = ("op", "phase", "input_dtypes", "dtype", "output_dtypes")
         return grouped(self.report().rows, names)
 
     def by_module(self) -> Groups:
-        """Groups the calls by module, without the modules inside it.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> [(group.module, group.bytes) for group in Report(rows=()).by_module()]
-            []
-        """
+        """Groups the calls by module, without the modules inside it."""
         return grouped(self.report().rows, ("module",))
 
     def by_site(self) -> Groups:
-        """Groups the calls by program line and op.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> [(group.location, group.op, group.calls) for group in Report(rows=()).by_site()]
-            []
-        """
+        """Groups the calls by program line and op."""
         return grouped(self.report().rows, ("location", "op"))
 
     def print(self, file: TextIO | None = None) -> None:
-        """Writes the report to ``file`` or stdout, in colours on a terminal if `rich` is installed.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> Report(rows=()).print()
-            No calls were recorded.
-        """
+        """Writes the report to ``file`` or stdout, in colours on a terminal if `rich` is installed."""
         text.show(self.report(), file)
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the report as JSON, and writes it to ``path`` if given.
-
-        Raises:
-            OptionError: The file can't be written.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> Report(rows=()).to_json().split()[1:3]
-            ['"hmpx_report":', '1,']
-        """
-        report = self.report()
-        rows = [each if is_measured(each.seconds) else _untimed(each) for each in report.rows]
-        found = {
-            "hmpx_report": SCHEMA,
-            "about": dict(report.about),
-            "error": report.error,
-            "error_location": report.error_location,
-            "rows": [asdict(each) for each in rows],
-            "waste": [asdict(each) for each in report.waste],
-        }
-        return written(json.dumps(found, indent=1) + "\n", path)[:-1]
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns the rows as CSV, and writes them to ``path`` if given.
@@ -101,11 +53,6 @@ class Views:
 
         Raises:
             OptionError: The file can't be written.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> Report(rows=()).to_csv().split(",")[:3]
-            ['op', 'site', 'module']
         """
         return written(_table(self.report().rows).to_csv(), path)
 
@@ -114,27 +61,22 @@ class Views:
 
         Raises:
             OptionError: pandas isn't installed.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> frame = Report(rows=()).to_dataframe()  # doctest: +SKIP
         """
         return _table(self.report().rows).to_dataframe()
 
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the report as one HTML page that needs no network; writes it to ``path`` if given.
+    def _data(self) -> Mapping[str, Any]:
+        report = self.report()
+        return {
+            "hmpx_report": SCHEMA,
+            "about": dict(report.about),
+            "error": report.error,
+            "error_location": report.error_location,
+            "rows": [asdict(each) for each in map(_with_time, report.rows)],
+            "waste": [asdict(each) for each in report.waste],
+        }
 
-        It shows the source lines around calls, as the Python files are now.
-
-        Raises:
-            OptionError: The file can't be written.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> Report(rows=()).to_html().partition(">")[0]
-            '<!DOCTYPE html'
-        """
-        return written(report_page.report_page(self.report()), path)
+    def _page(self) -> str:
+        return report_page.report_page(self.report())
 
     def __str__(self) -> str:
         return text.text(self.report())
@@ -203,44 +145,37 @@ def merged(reports: Iterable[Report]) -> Report:
     )
 
 
-def _untimed(row: Row) -> Row:
-    return replace(row, seconds=None)
+def _with_time(row: Row) -> Row:
+    """Returns a row, without its time if that was not measured."""
+    return row if is_measured(row.seconds) else replace(row, seconds=None)
 
 
 def _table(rows: Iterable[Row]) -> Table:
-    """Returns the rows as a table: several dtypes become one string, invalid times None."""
+    """Returns the rows as a table; several dtypes become one string."""
     names = [each.name for each in fields(Row)]
-    found = [
+    return Table.of(
+        names,
         [
-            ", ".join(value) if isinstance(value, tuple) else value
-            for value in (getattr(row, name) for name in names)
-        ]
-        for row in (each if is_measured(each.seconds) else _untimed(each) for each in rows)
-    ]
-    return Table.of(names, found)
+            [
+                ", ".join(value) if isinstance(value, tuple) else value
+                for value in (getattr(row, name) for name in names)
+            ]
+            for row in map(_with_time, rows)
+        ],
+    )
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 _T = TypeVar("_T", Row, Waste)
 
-
-def _is_number(value: Any) -> bool:
-    # Larger integers have no float.
-    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-#: Type of a field -> its description, and whether a value from JSON has it.
-_KINDS: Final[Mapping[Any, Any]] = {
-    str: ("a text", lambda value: isinstance(value, str)),
-    int: ("a whole number, 0 or more", lambda value: type(value) is int and value >= 0),
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    tuple[str, ...]: ("a list of texts", _is_texts),
-    float | None: ("a number or null", lambda value: value is None or _is_number(value)),
+#: Type of a field -> the types of its values in JSON.
+_TYPES: Final[Mapping[Any, tuple[type, ...]]] = {
+    str: (str,),
+    int: (int,),
+    bool: (bool,),
+    tuple[str, ...]: (list,),
+    float | None: (int, float, type(None)),
 }
 
 
@@ -249,14 +184,6 @@ def read_json(path: str | os.PathLike[str]) -> Report:
 
     Raises:
         OptionError: The file can't be read, or holds no report.
-
-    Example:
-        >>> import os, tempfile
-        >>> from hmpx.reports import Report, read_json
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Report(rows=()).to_json(os.path.join(folder, "report.json"))
-        ...     read_json(os.path.join(folder, "report.json"))
-        Report(rows=(), waste=(), about={}, error=None)
     """
     name = os.fspath(path)
     try:
@@ -271,51 +198,26 @@ def read_json(path: str | os.PathLike[str]) -> Report:
             "`hmpx run --report report.json script.py`"
         )
     try:
-        return _report(found)
-    except OptionError as error:
-        raise OptionError(f"{name} is damaged: {error}; write the report again") from None
+        return Report(
+            _items(Row, found["rows"]),
+            _items(Waste, found["waste"]),
+            dict(found["about"]),
+            found["error"],
+            found.get("error_location", ""),
+        )
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise OptionError(f"{name} is damaged: {said_by(error)}; write the report again") from error
 
 
-def _report(found: Mapping[str, Any]) -> Report:
-    about, error = found.get("about"), found.get("error")
-    location = found.get("error_location", "")
-    for name, value, is_right, said in (
-        (
-            "about",
-            about,
-            isinstance(about, dict) and _is_texts([*about.values()]),
-            "map texts to texts",
-        ),
-        ("error", error, error is None or isinstance(error, str), "be a text or null"),
-        ("error_location", location, isinstance(location, str), "be a text"),
-    ):
-        if not is_right:
-            raise OptionError(f"{name!r} must {said}, not {shown(value)}")
-    rows, waste = _items(Row, found, "rows"), _items(Waste, found, "waste")
-    return Report(rows, waste, about or {}, error, location)
-
-
-def _items(kind: type[_T], found: Mapping[str, Any], key: str) -> tuple[_T, ...]:
-    items = found.get(key)
-    if not isinstance(items, list):
-        raise OptionError(f"{key!r} must be a list, not {shown(items)}")
+def _items(kind: type[_T], items: Iterable[Mapping[str, Any]]) -> tuple[_T, ...]:
     hints = get_type_hints(kind)
-    return tuple([_item(kind, hints, item, f"{key}[{i}]") for i, item in enumerate(items)])
-
-
-def _item(kind: type[_T], hints: Mapping[str, Any], item: Any, where: str) -> _T:
-    if not isinstance(item, dict):
-        raise OptionError(f"{where} must be an object, not {shown(item)}")
-    for name in item:
-        if name not in hints:
-            raise OptionError(f"{where} has an unknown {shown(name)}{suggestion(name, hints)}")
-    for name, hint in hints.items():
-        if name not in item:
-            raise OptionError(f"{where} has no {name!r}")
-        said, is_one = _KINDS[hint]
-        if not is_one(item[name]):
-            raise OptionError(f"{name!r} of {where} must be {said}, not {shown(item[name])}")
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in item.items()
-    }
-    return kind(**values)
+    found = []
+    for item in items:
+        for name, value in item.items():
+            if not isinstance(value, _TYPES[hints[name]]):
+                raise TypeError(f"{name!r} is {shown(value)}")
+        values: dict[str, Any] = {
+            n: tuple(each) if isinstance(each, list) else each for n, each in item.items()
+        }
+        found.append(kind(**values))
+    return tuple(found)

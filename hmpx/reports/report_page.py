@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import linecache
-import stat
-import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -27,8 +26,8 @@ _LARGEST: Final = 10**300
 #: Most levels of module names.
 _DEEPEST: Final = 200
 
-#: For source code: context lines, lines of all files, bytes of a file, calls named for a line.
-_CONTEXT, _MOST_LINES, _MOST_BYTES, _MOST_CALLS = 3, 1_000, 4_000_000, 4
+#: For source code: context lines, lines of all files, calls named for a line.
+_CONTEXT, _MOST_LINES, _MOST_CALLS = 3, 1_000, 4
 
 
 def report_page(report: Report) -> str:
@@ -117,9 +116,6 @@ def _number(number: int) -> int:
     return min(number, _LARGEST)
 
 
-# --- modules -------------------------------------------------------------------------------------
-
-
 def module_tree(rows: Iterable[Row]) -> list[tuple[str, str, int, Totals]]:
     """Returns the modules, parents first: path, name, the parent's index, and sums of all inside.
 
@@ -158,25 +154,13 @@ class File(NamedTuple):
     note: str = ""
 
 
-def split_location(location: str) -> tuple[str, int]:
-    """Returns path and line of ``"train.py:12"``; line 0 if there is none."""
-    path, _, number = location.rpartition(":")
-    is_number = number.isascii() and number.isdecimal() and len(number) < 9
-    return (path, int(number)) if is_number and path else (location, 0)
-
-
 def source_files(rows: Iterable[Row], locations: Iterable[str] = ()) -> list[File]:
-    """Returns the files with calls, the most expensive first.
-
-    Args:
-        rows: The calls.
-        locations: Other lines to show.
-    """
+    """Returns the files with calls, the most expensive first; ``locations`` are other lines to show."""
     found: dict[str, dict[int, list[Row]]] = {}
     for location, several in [(r.location, [r]) for r in rows] + [(each, []) for each in locations]:
-        path, number = split_location(location)
-        if number:
-            found.setdefault(path, {}).setdefault(number, []).extend(several)
+        path, _, number = location.rpartition(":")
+        if path and number.isascii() and number.isdecimal() and int(number[:9]) > 0:
+            found.setdefault(path, {}).setdefault(int(number), []).extend(several)
     files: list[File] = []
     for path, by_number in found.items():
         most = _MOST_LINES - sum(len(file.lines) for file in files)
@@ -184,10 +168,20 @@ def source_files(rows: Iterable[Row], locations: Iterable[str] = ()) -> list[Fil
     return files
 
 
-def _file(path: str, by_number: dict[int, list[Row]], most: int) -> File:
-    source = _read(path)
-    if isinstance(source, str):
-        return File(path, (), source)
+def _file(path: str, by_number: Mapping[int, Sequence[Row]], most: int) -> File:
+    # A report may come from someone else, so it can name any path. Only Python files are read, and none from
+    # another machine, since the access itself would reveal the reader.
+    if not path.endswith(".py"):
+        return File(path, (), "not shown: only .py files are")
+    if path.startswith(("//", r"\\")):
+        return File(path, (), "not shown: it is on another machine")
+    source: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        if Path(path).exists():  # the cells of a notebook don't, but are in the cache
+            linecache.checkcache(path)
+        source = linecache.getlines(path)
+    if not source:
+        return File(path, (), "not shown: it can't be read here")
     shown = sorted(
         {
             near
@@ -205,37 +199,12 @@ def _file(path: str, by_number: dict[int, list[Row]], most: int) -> File:
     for before, number in zip([0, *shown], shown[:most], strict=False):
         rows = by_number.get(number, [])
         code = clean(source[number - 1].rstrip().expandtabs(4))
-        lines.append(Line(number, code, _precision(rows), _calls(rows), number != before + 1))
+        kinds = {row.is_low for row in rows}
+        precision = (
+            "mixed" if len(kinds) > 1 else "".join("low" if each else "wide" for each in kinds)
+        )
+        lines.append(Line(number, code, precision, _calls(rows), number != before + 1))
     return File(path, tuple(lines), "; ".join(notes))
-
-
-def _read(path: str) -> list[str] | str:
-    """Returns the lines of a Python file, or why it isn't shown.
-
-    A report may come from someone else, so it can name any path. Only Python files are read, and none from
-    another machine, since the access itself would reveal the reader.
-    """
-    if not path.endswith(".py"):
-        return "not shown: only .py files are"
-    if path.startswith(("//", r"\\")):
-        return "not shown: it is on another machine"
-    try:
-        if path in linecache.cache and not Path(path).exists():  # the cells of a notebook
-            return linecache.getlines(path)
-        found = Path(path).stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            return "not shown: it is too large, or not a file"
-        with tokenize.open(path) as file:
-            return file.read().removesuffix("\n").split("\n")  # as Python counts lines
-    except (OSError, ValueError, SyntaxError):
-        return "not shown: it can't be read here"
-
-
-def _precision(rows: Sequence[Row]) -> str:
-    kinds = {row.is_low for row in rows}
-    if not kinds:
-        return ""
-    return "mixed" if len(kinds) > 1 else "low" if kinds == {True} else "wide"
 
 
 def _calls(rows: Iterable[Row]) -> tuple[str, ...]:

@@ -146,13 +146,12 @@ def _sum(a: Row, b: Row) -> Row:
 
 def added_waste(waste: Iterable[Waste]) -> tuple[Waste, ...]:
     """Adds up waste that differs only in its sums; that with most bytes first."""
-    sums: dict[Waste, tuple[int, int]] = {}
+    sums: dict[Waste, Waste] = {}
     for each in waste:
         key = replace(each, times=0, bytes=0)
-        times, count = sums.get(key, (0, 0))
-        sums[key] = times + each.times, count + each.bytes
-    found = [replace(key, times=times, bytes=count) for key, (times, count) in sums.items()]
-    return tuple(sorted(found, key=lambda each: -each.bytes))
+        known = sums.get(key, key)
+        sums[key] = replace(key, times=known.times + each.times, bytes=known.bytes + each.bytes)
+    return tuple(sorted(sums.values(), key=lambda each: -each.bytes))
 
 
 def totals(rows: Iterable[Row]) -> Totals:

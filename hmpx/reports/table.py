@@ -67,7 +67,6 @@ class Table:
     """
 
     def __init__(self, columns: Iterable[Column]) -> None:
-        """Takes columns with the same number of values."""
         self.columns = list(columns)
 
     @classmethod
@@ -93,23 +92,17 @@ class Table:
 
     def lines(self, columns: int = WIDTH) -> list[str]:
         """Returns the lines, titles first, each at most ``columns`` wide."""
-        return ["".join(cells).rstrip() for cells in self.fitted(columns)]
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-    def fitted(self, columns: int = WIDTH) -> list[list[str]]:
-        """Returns the lines, titles first, as cells that join to at most ``columns``."""
         found, between = _fitted(self.columns, columns)
-        padded_cells = []
+        padded = []
         for column in found:
             cells = [column.title, *column.cells]
             widest = max(map(len, cells))
             pad = str.rjust if column.is_number else str.ljust
-            padded_cells.append([pad(cell, widest) for cell in cells])
-        first, *rest = padded_cells
-        spaced = [first, *([between + cell for cell in cells] for cells in rest)]
-        return [list(cells) for cells in zip(*spaced, strict=True)]
+            padded.append([pad(cell, widest) for cell in cells])
+        return [between.join(cells).rstrip() for cells in zip(*padded, strict=True)]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def to_markdown(self) -> str:
         """Returns the table in Markdown.
@@ -160,7 +153,14 @@ class Table:
         stream = io.StringIO(newline="")
         writer = csv.writer(stream)
         for values in ([column.title for column in self.columns], *self.rows):
-            writer.writerow([_inert(value) for value in values])
+            writer.writerow(
+                [
+                    f"'{each}"
+                    if isinstance(each, str) and each.startswith(_FORMULA_STARTS)
+                    else each
+                    for each in values
+                ]
+            )
         return stream.getvalue()
 
     def to_json(self) -> str:
@@ -201,10 +201,6 @@ def _fitted(columns: Sequence[Column], line: int) -> tuple[list[Column], str]:
         excess -= widths[widest] - target
         widths[widest] = target
     return found, between
-
-
-def _inert(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value
 
 
 def _key(value: float) -> float | None:

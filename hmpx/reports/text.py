@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple, TextIO
 
 from .cells import WIDTH, clean, count, located, share, size, wrapped
-from .groups import Groups
 from .rows import Waste
 
 if TYPE_CHECKING:
@@ -19,13 +18,19 @@ if TYPE_CHECKING:
 MOST_FIXES: Final = 5
 MOST_GROUPS: Final = 20
 
-#: A line: texts, each with its style on a terminal.
-_Line = list[tuple[str, str]]
+#: What is coloured on a terminal: a pattern, and its style.
+_STYLES: Final = (
+    (r"\A.+(?:\n.+)*", "bold"),
+    (r"^the run ended with: .*", "bold red"),
+    (r"^  \S.*", "green"),
+    (r"\b(bf16|fp16)\b", "blue"),
+    (r"\bfp32\b", "yellow"),
+)
 
 
-def text(report: Report) -> str:
-    """Returns the report as plain text of 80 columns."""
-    return "\n".join("".join(part for part, _ in line).rstrip() for line in _lines(report, WIDTH))
+def text(report: Report, columns: int = WIDTH) -> str:
+    """Returns the report as plain text."""
+    return "\n".join(_lines(report, columns))
 
 
 def show(report: Report, file: TextIO | None = None) -> None:
@@ -36,52 +41,34 @@ def show(report: Report, file: TextIO | None = None) -> None:
         return
     console = importlib.import_module("rich.console").Console(file=stream)
     styled = importlib.import_module("rich.text").Text  # users' text is never parsed as markup
-    for line in _lines(report, max(WIDTH, console.width)):
-        console.print(styled.assemble(*line))
+    coloured = styled(text(report, max(WIDTH, console.width)))
+    for pattern, style in _STYLES:
+        coloured.highlight_regex(f"(?m){pattern}", style)
+    console.print(coloured)
 
 
-def _lines(report: Report, columns: int) -> Iterator[_Line]:
-    for sentence in verdict(report).split("; "):
-        yield [(sentence, "bold")]
+def _lines(report: Report, columns: int) -> Iterator[str]:
+    yield from verdict(report).split("; ")
     if report.error:
-        yield from _wrapped(ended_with(report), "", columns, "bold red")
+        yield from wrapped(ended_with(report), "", columns)
     found = fixes(report.waste)
     if found:
-        yield []
-        yield [("fixes, those that save most first:", "")]
+        yield from ("", "fixes, those that save most first:")
     for fix in found[:MOST_FIXES]:
-        yield from _wrapped(fix.line, "  ", columns, "green")
-        yield from _wrapped(fix.reason, "      ", columns)
+        yield from wrapped(fix.line, "  ", columns)
+        yield from wrapped(fix.reason, "      ", columns)
         if fix.note:
-            yield from _wrapped(f"({fix.note})", "      ", columns)
+            yield from wrapped(f"({fix.note})", "      ", columns)
     yield from _more(len(found) - MOST_FIXES, "rec.waste()")
     if report.rows:
         groups = report.by_op()
-        yield []
-        yield from _table(groups, columns)
+        yield from ("", *groups.table(MOST_GROUPS).lines(columns))
         yield from _more(len(groups) - MOST_GROUPS, "rec.by_op()")
 
 
-def _wrapped(text: str, indent: str, columns: int, style: str = "") -> Iterator[_Line]:
-    for line in wrapped(text, indent, columns):
-        yield [(line, style)]
-
-
-def _more(number: int, call: str) -> Iterator[_Line]:
+def _more(number: int, call: str) -> Iterator[str]:
     if number > 0:
-        yield [(f"... and {count(number)} more; {call} has all", "")]
-
-
-def _table(groups: Groups, columns: int) -> Iterator[_Line]:
-    """Yields the lines of a table; the op's compute dtype is coloured."""
-    table = groups.table(MOST_GROUPS)
-    place = [column.title for column in table.columns].index("in")
-    titles, *rows = table.fitted(columns)
-    yield [("".join(titles).rstrip(), "bold")]
-    for group, cells in zip(groups, rows, strict=False):
-        styles = [""] * len(cells)
-        styles[place] = "blue" if group.totals.low_calls else "yellow"
-        yield [*zip(cells, styles, strict=True)]
+        yield f"... and {count(number)} more; {call} has all"
 
 
 # --- sentences -----------------------------------------------------------------------------------
@@ -147,17 +134,17 @@ def fixes(waste: Iterable[Waste]) -> list[Fix]:
         if each.fix:
             found.setdefault(each.fix, []).append(each)
     return [
-        Fix(clean(line), _reason(several), clean("; ".join(_distinct(several))))
+        Fix(
+            clean(line),
+            _reason(several),
+            clean("; ".join(dict.fromkeys(each.note for each in several if each.note))),
+        )
         for line, several in sorted(found.items(), key=lambda each: -_bytes(each[1]))
     ]
 
 
 def _bytes(waste: Iterable[Waste]) -> int:
     return sum(each.bytes for each in waste)
-
-
-def _distinct(waste: Iterable[Waste]) -> Iterable[str]:
-    return dict.fromkeys(each.note for each in waste if each.note)
 
 
 def _reason(waste: list[Waste]) -> str:

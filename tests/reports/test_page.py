@@ -184,7 +184,7 @@ def test_lines_that_made_calls_are_shown_with_those_around(program: str) -> None
         (r"\\host\share\train.py:1", "on another machine"),
         ("{folder}:1", "only .py files are"),
         ("{folder}/bad.py:1", "it can't be read"),
-        ("{folder}/folder.py:1", "too large, or not a file"),
+        ("{folder}/folder.py:1", "it can't be read"),
         ("{folder}/short.py:9", "it is now shorter"),
     ],
 )
