@@ -10,19 +10,15 @@ from typing import Final
 import torch
 
 from ..number_formats import get, names
-from ..reports import clean, exponential
+from ..reports import clean, exponential, without_start
 from ..tensors import LOW_DTYPES
 from .measures import EXPONENTS, Limits, limits
 from .rows import ComparedSite
 
 _WIDTH: Final = 960
-_HEIGHT: Final = 260
-_LEFT: Final = 60
-_BOTTOM: Final = 30
 
 #: Most rows with a strip.
 MOST_STRIPS: Final = 40
-_STRIP: Final = 18
 
 
 def limits_of(dtype: str) -> Limits | None:
@@ -39,53 +35,39 @@ def errors_by_depth(rows: Sequence[ComparedSite]) -> str:
     A line marks the unit roundoff of the low-precision type.
     """
     shown = sorted((row for row in rows if row.dtype), key=lambda row: row.order)
-    values = [each for row in shown for each in (row.rel, row.propagated_rel) if _is_drawn(each)]
-    if not values:
+    points = [
+        (kind, index, row, math.log10(value), value)
+        for index, row in enumerate(shown)
+        for kind, value in (("own", row.rel), ("passed", row.propagated_rel))
+        if math.isfinite(value) and value > 0
+    ]
+    if not points:
         return ""
     types = {row.dtype: limits_of(row.dtype) for row in shown}
-    roundoffs = {name: 2.0**-each.bits for name, each in types.items() if each is not None}
-    exponents = [math.log10(each) for each in [*values, *roundoffs.values()]]
-    low, high = math.floor(min(exponents)), math.ceil(max(exponents)) or 1
-    high = max(high, low + 1)
+    roundoffs = {name: math.log10(2) * -each.bits for name, each in types.items() if each}
+    exponents = [*(each[3] for each in points), *roundoffs.values()]
+    low = math.floor(min(exponents))
+    high = max(math.ceil(max(exponents)), low + 1)
+    left, right, top, bottom = 60, 950, 10, 230
 
-    def y(value: float) -> float:
-        part = (math.log10(value) - low) / (high - low)
-        return _HEIGHT - _BOTTOM - part * (_HEIGHT - _BOTTOM - 10)
-
-    def x(index: int) -> float:
-        return _LEFT + (index + 0.5) * (_WIDTH - _LEFT - 10) / len(shown)
+    def y(exponent: float) -> float:
+        return bottom - (exponent - low) / (high - low) * (bottom - top)
 
     parts = []
-    for exponent in range(low, high + 1, max(1, (high - low) // 8)):
-        at = y(10.0**exponent)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH}" y1="{at:.1f}" y2="{at:.1f}"/>')
+    for power in range(low, high + 1, max(1, (high - low) // 8)):
+        parts.append(_line("grid", left, y(power)))
+        parts.append(_text(left - 6, y(power) + 4, f"1e{power}", "end"))
+    for name, exponent in roundoffs.items():
+        parts.append(_line("unit", left, y(exponent)))
+        parts.append(_text(_WIDTH - 4, y(exponent) - 4, f"unit roundoff of {name}", "end"))
+    for kind, index, row, exponent, value in points:
+        x = left + (index + 0.5) * (right - left) / len(shown)
+        title = f"{clean(row.op)} {clean(row.module)}: {exponential(value)}"
         parts.append(
-            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">1e{exponent}</text>'
+            f'<circle class="{kind}" cx="{x:.1f}" cy="{y(exponent):.1f}" r="3">{_title(title)}</circle>'
         )
-    for name, roundoff in roundoffs.items():
-        at = y(roundoff)
-        parts.append(f'<line class="unit" x1="{_LEFT}" x2="{_WIDTH}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(
-            f'<text x="{_WIDTH - 4}" y="{at - 4:.1f}" text-anchor="end">'
-            f"unit roundoff of {html.escape(name)}</text>"
-        )
-    for index, row in enumerate(shown):
-        for kind, value in (("own", row.rel), ("passed", row.propagated_rel)):
-            if _is_drawn(value):
-                title = html.escape(f"{clean(row.op)} {clean(row.module)}: {exponential(value)}")
-                parts.append(
-                    f'<circle class="{kind}" cx="{x(index):.1f}" cy="{y(value):.1f}" r="3">'
-                    f"<title>{title}</title></circle>"
-                )
-    parts.append(
-        f'<text x="{_LEFT}" y="{_HEIGHT - 8}">first call</text>'
-        f'<text x="{_WIDTH - 4}" y="{_HEIGHT - 8}" text-anchor="end">last</text>'
-    )
-    return _svg(_WIDTH, _HEIGHT, "errors in the order of calls", parts)
-
-
-def _is_drawn(value: float) -> bool:
-    return math.isfinite(value) and value > 0
+    parts += [_text(left, bottom + 22, "first call"), _text(_WIDTH - 4, bottom + 22, "last", "end")]
+    return _svg(bottom + 30, "errors in the order of calls", parts)
 
 
 def ranges(rows: Sequence[ComparedSite]) -> str:
@@ -98,7 +80,7 @@ def ranges(rows: Sequence[ComparedSite]) -> str:
         return ""
     used = [EXPONENTS[i] for row in shown for i, each in enumerate(row.exponents) if each]
     first, last = max(EXPONENTS.start, min(used) - 4), min(EXPONENTS.stop - 1, max(used) + 4)
-    left = 280
+    left, height = 280, 18
     step = (_WIDTH - left - 10) / (last - first + 1)
 
     def x(exponent: float) -> float:
@@ -106,45 +88,52 @@ def ranges(rows: Sequence[ComparedSite]) -> str:
 
     parts = []
     for place, row in enumerate(shown):
-        top = place * _STRIP + 2
+        top = place * height + 2
         within = limits_of(row.dtype)
         if within is not None:
             normal = math.log2(within.smallest_normal)
             most = math.floor(math.log2(within.max)) + 1
-            parts.append(_rect("subnormal", x(normal - within.bits + 1), x(normal), top))
-            parts.append(_rect("normal", x(normal), x(most), top))
-        most_values = max(row.exponents)
-        for index, counted in enumerate(row.exponents):
-            exponent = EXPONENTS[index]
-            if counted and first <= exponent <= last:
-                shade = 0.25 + 0.75 * math.log1p(counted) / math.log1p(most_values)
-                parts.append(
-                    f'<rect class="values" x="{x(exponent):.1f}" y="{top + 4}" width="{step:.1f}" '
-                    f'height="{_STRIP - 10}" opacity="{shade:.2f}">'
-                    f"<title>2^{exponent}: {counted}</title></rect>"
-                )
-        name = clean(f"{row.op} {row.module}")
-        name = name if len(name) <= 44 else f"{name[:14]}..{name[-28:]}"
-        parts.append(
-            f'<text x="{left - 8}" y="{top + 11}" text-anchor="end">{html.escape(name)}</text>'
-        )
-    bottom = len(shown) * _STRIP + 16
+            for kind, start, end in (
+                ("subnormal", normal - within.bits + 1, normal),
+                ("normal", normal, most),
+            ):
+                parts.append(_rect(kind, x(start), x(end) - x(start), top, height - 2))
+        for exponent, counted in zip(EXPONENTS, row.exponents, strict=False):
+            if counted:
+                shade = 0.25 + 0.75 * math.log1p(counted) / math.log1p(max(row.exponents))
+                said = _title(f"2^{exponent}: {counted}")
+                parts.append(_rect("values", x(exponent), step, top + 4, height - 10, shade, said))
+        name = without_start(clean(f"{row.op} {row.module}"), 44)
+        parts.append(_text(left - 8, top + 11, name, "end"))
+    bottom = len(shown) * height + 16
     for exponent in range(first - first % 8 + 8, last + 1, 8):
-        parts.append(
-            f'<text x="{x(exponent):.1f}" y="{bottom}" text-anchor="middle">2^{exponent}</text>'
-        )
-    return _svg(_WIDTH, bottom + 6, "ranges of results", parts)
+        parts.append(_text(x(exponent), bottom, f"2^{exponent}", "middle"))
+    return _svg(bottom + 6, "ranges of results", parts)
 
 
-def _rect(kind: str, left: float, right: float, top: float) -> str:
-    width = max(0.0, right - left)
+def _line(kind: str, left: float, y: float) -> str:
+    return f'<line class="{kind}" x1="{left}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _title(text: str) -> str:
+    return f"<title>{html.escape(text)}</title>"
+
+
+def _rect(  # noqa: PLR0917
+    kind: str, x: float, width: float, y: float, height: float, shade: float = 1.0, inside: str = ""
+) -> str:
     return (
-        f'<rect class="{kind}" x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_STRIP - 2}"/>'
+        f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{max(0.0, width):.1f}" '
+        f'height="{height}" opacity="{shade:.2f}">{inside}</rect>'
     )
 
 
-def _svg(width: int, height: int, label: str, parts: Iterable[str]) -> str:
+def _svg(height: int, label: str, parts: Iterable[str]) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-label="{label}">{"".join(parts)}</svg>'
     )

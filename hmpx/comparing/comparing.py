@@ -13,17 +13,17 @@ from torch import Tensor
 from .. import arguments
 from ..errors import FreezeError, OptionError, noted, said_by, shown
 from ..freezing import is_sealed
-from ..session import Session, check_names, convert, current, refuse_where_off
+from ..session import check_names, convert, current, refuse_where_off
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import reached_by, without_casts
 from .comparison import Comparison
-from .low_run import GradientRun, LowRun
+from .low_run import LowRun
 from .rows import compared_gradients, compared_sites
 from .runs import PROJECTIONS, Done, Runs, different, relative
 from .shadow_run import Kept, ShadowRun
 
-#: A run in float32: its result, its gradients, and its observer.
-Exact = tuple[Done, GradientRun, ShadowRun]
+#: A run in float32: its result, its gradients compared, and its observer.
+Exact = tuple[Done, list[tuple[str, Tensor]], ShadowRun]
 
 _REFERENCES: Final = (torch.float32, torch.float64)
 
@@ -81,18 +81,15 @@ def compare(
         stack.callback(runs.state.restore)
         runs.state.suspend_hooks()
         stack.enter_context(runs.observed())  # before wrappers are made: they are made once
-        if conversion or not _is_deciding(current()):
+        session = current()  # the one that `watch` makes if there is none decides on no op
+        is_deciding = session and (session.policy.decisions or session.policy.sections)
+        if conversion or not is_deciding:
             stack.enter_context(convert(**{"device_types": runs.device_types, **conversion}))
         stack.enter_context(uncompiled())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(DisableAutocast())
         return _compared(runs, reference, passes, has_loss=loss_fn is not None)
-
-
-def _is_deciding(session: Session | None) -> bool:
-    """Whether a conversion decides on any op. The one that `watch` makes if there is none does not."""
-    return session is not None and bool(session.policy.decisions or session.policy.sections)
 
 
 def _check(model: Any, loss_fn: Any, reference: Any, passes: Any, seed: Any) -> None:
@@ -144,18 +141,16 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
         kept, first = exact_runs(draws_gradients=False)
     exact, gradients, shadow = first
     error = low.error or exact.error
-    compiled = runs.compiled()
     with without_casts():
         norm = math.sqrt(PROJECTIONS) * exact.norm
         scale = math.nan if error else 1.0 if has_loss else 1 / (norm or 1.0)
         return Comparison(
             rows=compared_sites(kept, runs.costs(), scale),
-            gradients=compared_gradients(gradients.found),
+            gradients=compared_gradients(gradients),
             loss=exact.loss,
             low_loss=low.loss,
             output_rel=relative(low.outputs, exact.outputs),
             output_notes=different(low, exact),
-            compiled_rel=relative(compiled, low.outputs),
             unmatched=shadow.unmatched,
             backward_error=error,
         )

@@ -52,8 +52,6 @@ class Comparison(Written):
         output_rel: Norm of the difference over the float32 norm, over all floating-point outputs. Python
             floats count only if the model returns no floating-point tensor or array.
         output_notes: Differences in other outputs, and outputs that can't be compared.
-        compiled_rel: The same for the compiled model against the uncompiled one, both in low precision;
-            NaN if the model isn't compiled.
         unmatched: Number of calls that the model makes in float32 only.
         backward_error: The error of the backward, without ``loss_fn``; effects are unknown then.
 
@@ -69,7 +67,6 @@ class Comparison(Written):
     low_loss: float = math.nan
     output_rel: float = math.nan
     output_notes: tuple[str, ...] = ()
-    compiled_rel: float = math.nan
     unmatched: int = 0
     backward_error: str | None = None
 
@@ -84,7 +81,13 @@ class Comparison(Written):
             OptionError: The file can't be written.
         """
         names = [field.name for field in fields(ComparedSite) if field.name != "exponents"]
-        lines = [[_cell(getattr(row, name)) for name in names] for row in self.rows]
+        lines = [
+            [
+                " to ".join(map(str, value)) if isinstance(value, tuple) else value
+                for value in (getattr(row, name) for name in names)
+            ]
+            for row in self.rows
+        ]
         return written(Table.of(names, lines).to_csv(), path)
 
     __repr__ = brief
@@ -149,10 +152,6 @@ _RANGE_KEYS: Final = {
     "subnormal": "with fewer digits",
     "values": "values in float32",
 }
-
-
-def _cell(value: Any) -> Any:
-    return " to ".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> Table:
@@ -232,8 +231,6 @@ def _verdict(comparison: Comparison) -> list[str]:
 def _lines(comparison: Comparison) -> Iterator[str]:
     for sentence in _verdict(comparison):
         yield from wrapped(sentence)
-    if not math.isnan(comparison.compiled_rel):
-        yield f"compiled, they differ by {exponential(comparison.compiled_rel)} more"
     if comparison.unmatched:
         yield from wrapped(
             f"{count(comparison.unmatched)} calls were made in fp32 only: what the model calls "

@@ -16,6 +16,7 @@ from ..number_formats import Format
 from ..observers import CallTensors, OpCall
 from ..tensors import LOW_DTYPES, floating_in, is_dense
 from ..torch_internals import behind_transform, is_of_transform
+from ..torch_state import without_casts
 from .measures import sample
 
 _CONVERTING: Final = ops.facts("converting").keys()
@@ -31,19 +32,12 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LowCall:
-    """One call of the run in low precision.
-
-    Attributes:
-        call: The observed call.
-        input_dtypes: Dtypes of all floating tensors among the arguments, as given.
-        samples: Samples of the floating-point results.
-        bytes: Bytes of the results in float32.
-    """
+    """One call of the run in low precision."""
 
     call: OpCall
-    input_dtypes: tuple[torch.dtype, ...]
-    samples: tuple[Tensor, ...]
-    bytes: int
+    input_dtypes: tuple[torch.dtype, ...]  # of all floating tensors among the arguments, as given
+    samples: tuple[Tensor, ...]  # of the floating-point results
+    bytes: int  # of the results in float32
 
     @property
     def low_type(self) -> torch.dtype | Format | None:
@@ -63,7 +57,6 @@ class LowRun:
     """The observer of the low-precision run; ``calls`` lists each site's calls in order."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self.calls: dict[Site, list[LowCall]] = defaultdict(list)
         self._lock = threading.Lock()
 
@@ -73,13 +66,10 @@ class LowRun:
             return
         given = given_floats(tensors.given, tensors.given_kwargs)
         results = floating_in([tensors.result])
-        samples = tuple(
-            sample(each.detach()).clone() for each in map(stored, results) if is_measurable(each)
-        )
         low = LowCall(
             call,
-            tuple([each.dtype for each in given]),
-            samples,
+            tuple(each.dtype for each in given),
+            tuple(sample(r.detach()).clone() for r in map(stored, results) if is_measurable(r)),
             sum(4 * each.numel() for each in results),
         )
         with self._lock:
@@ -124,43 +114,17 @@ def taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return found
 
 
-class GradientRun:
-    """Compares each gradient as soon as it is computed, then discards it: only one set is ever held.
-
-    ``found`` maps the parameter's name to the norms of difference, float32 and low-precision gradient.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], low: Mapping[str, Tensor]) -> None:
-        """Compares with the gradients ``low``, from `start` on."""
-        self._parameters, self._low = parameters, low
-        self.found: list[tuple[str, Tensor]] = []
-        self._hooks: list[Any] = []
-
-    def start(self) -> None:
-        """Begins with the next backward; gradients within a forward are the model's own."""
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
-            for name, parameter in self._parameters.items()
-            if parameter.requires_grad
-        ]
-
-    def _hook(self, name: str) -> Any:
-        low = self._low.get(name)
-
-        def compare(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if low is not None and gradient is not None and is_dense(gradient) and is_dense(low):
-                self.found.append((name, _norms(gradient.detach(), low)))
-
-        return compare
-
-    def end(self) -> None:
-        """Removes the hooks; later gradients are not compared."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _norms(gradient: Tensor, low: Tensor) -> Tensor:
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    a, b = gradient.to(wide), low.to(wide)
-    return torch.stack([torch.linalg.vector_norm(each) for each in (b - a, a, b)]).real.float()
+def gradient_norms(
+    gradients: Mapping[str, Tensor], low: Mapping[str, Tensor]
+) -> list[tuple[str, Tensor]]:
+    """Returns for each parameter the norms of difference, float32 and low-precision gradient."""
+    found = []
+    with without_casts():
+        for name in filter(low.__contains__, gradients):
+            a, b = gradients[name].detach(), low[name]
+            if is_dense(a) and is_dense(b):
+                wide = torch.promote_types(a.dtype, torch.float32)
+                a, b = a.to(wide), b.to(wide)
+                norms = [torch.linalg.vector_norm(each) for each in (b - a, a, b)]
+                found.append((name, torch.stack(norms).real.float()))
+    return found

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..number_formats import Float, Format
-from ..tensors import is_floating
 
 #: Number of values sampled where reading all would be too slow.
 SAMPLE: Final = 4096
@@ -42,35 +41,28 @@ def limits(dtype: torch.dtype | Format | None) -> Limits | None:
 
 
 class Measured(NamedTuple):
-    """Measurements of one result, in float32 on its device.
+    """Measurements of one result, in float32 on its device."""
 
-    Attributes:
-        numbers: Norms of difference, reference and low result; their largest difference; the largest and
-            the smallest magnitude of the reference; number of results finite in float32 only; mean error
-            in units in the last place; number of nonzero values in the sample, and of those that are zero
-            in the low result.
-        exponents: Number of sampled values with each binary exponent of `EXPONENTS`.
-        difference: Low result minus reference, in bfloat16; zero where either is not finite.
-    """
-
-    numbers: Tensor
-    exponents: Tensor
-    difference: Tensor
+    numbers: Tensor  # those of `Sums`
+    exponents: Tensor  # number of sampled values with each binary exponent of `EXPONENTS`
+    difference: (
+        Tensor | None
+    )  # low result minus reference, in bfloat16; 0 where either is not finite
 
 
 class Sums(NamedTuple):
     """`Measured.numbers` by name, accumulated over calls."""
 
-    difference: float = 0.0
+    difference: float = 0.0  # norms
     reference: float = 0.0
     low: float = 0.0
-    max_abs: float = 0.0
-    largest: float = 0.0
+    max_abs: float = 0.0  # the largest difference
+    largest: float = 0.0  # magnitudes of the reference
     smallest: float = math.inf
-    lost: float = 0.0
-    ulp: float = 0.0
-    nonzero: float = 0.0
-    underflow: float = 0.0
+    lost: float = 0.0  # number of results finite in the reference only
+    ulp: float = 0.0  # mean error in units in the last place
+    nonzero: float = 0.0  # number of nonzero values in the sample
+    underflow: float = 0.0  # of these, of zeros in the low result
 
     def plus(self, other: Sums) -> Sums:
         """Returns the sums with one more call added."""
@@ -176,9 +168,3 @@ def _effect(product: Tensor) -> Tensor:
     by_sample = product.flatten(1).sum(1) if product.dim() > 1 else product
     norm = torch.linalg.vector_norm
     return torch.hypot(norm(product), norm(by_sample)) / math.sqrt(2)
-
-
-def disagreements(reference: Tensor, low: Tensor) -> Tensor:
-    """Returns how many integers or bools differ, as float32."""
-    assert not is_floating(reference)
-    return (reference != low).sum().float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -112,13 +113,7 @@ class ComparedGradient:
 def compared_sites(
     kept: Mapping[tuple[str, str, str], Kept], recorded: Iterable[Row], scale: float
 ) -> tuple[ComparedSite, ...]:
-    """Returns the rows, largest effect first.
-
-    Args:
-        kept: The records of the runs.
-        recorded: The rows of `record` for the low-precision run.
-        scale: Factor for effects.
-    """
+    """Returns the rows, largest effect first, from the records of the runs and the rows of `record`."""
     costs: dict[tuple[str, str, str], tuple[int, int]] = {}
     for row in recorded:
         if row.phase == "forward":
@@ -129,7 +124,8 @@ def compared_sites(
         tensor
         for found in kept.values()
         for several in (
-            *(found.numbers, found.exponents, found.effects, found.propagated, found.inputs),
+            *((each.numbers, each.exponents) for each in found.measured),
+            *(found.effects, found.propagated, found.inputs),
             [count for count, _ in found.flips],
         )
         for tensor in several
@@ -183,10 +179,8 @@ def _site(
         return [numbers[id(each)] for each in tensors]
 
     call, low_type = kept.low.call, kept.low.low_type
-    results = [Sums(*each) for each in of(kept.numbers)]
-    sums = Sums()
-    for each in results:
-        sums = sums.plus(each)
+    results = [Sums(*each) for each in of(each.numbers for each in kept.measured)]
+    sums = functools.reduce(Sums.plus, results, Sums())
     propagated = [math.hypot(*each) for each in zip(*of(kept.propagated), strict=True)]
     within = limits(low_type)
     most = max([sums.largest, *(each for (each,) in of(kept.inputs))])
@@ -220,10 +214,15 @@ def _site(
         flips=_ratio(flips, sum(size for _, size in kept.flips)) if kept.flips else _NAN,
         flops=costs[0],
         bytes=costs[1],
-        exponents=tuple([int(sum(each)) for each in zip(*of(kept.exponents), strict=True)]),
+        exponents=tuple(
+            [
+                int(sum(each))
+                for each in zip(*of(each.exponents for each in kept.measured), strict=True)
+            ]
+        ),
         order=kept.order,
         unseen=sum(
-            not each.is_seen and any(results[place].difference != 0 for place in each.numbers)
+            not each.is_seen and any(results[place].difference != 0 for place in each.places)
             for each in kept.arrivals
         ),
     )

@@ -28,7 +28,7 @@ from ..tensors import (
     widened,
 )
 from ..torch_state import ModelState, disable_casts, reached_by, without_casts
-from .low_run import GradientRun, taken
+from .low_run import gradient_norms, taken
 
 #: Number of random projections of the outputs that replace a loss.
 PROJECTIONS: Final = 4
@@ -40,15 +40,12 @@ Run = Callable[[OpCall, CallTensors | None], None]
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a run: outputs by place, floating-point and others, the loss or NaN.
-
-    ``error`` is why the backward failed; set only if the user did not request a backward.
-    """
+    """The result of a run: outputs by place, floating-point and others, the loss or NaN."""
 
     outputs: dict[str, Tensor]
     others: dict[str, Any]
     loss: float
-    error: str | None = None
+    error: str | None = None  # why the backward failed, if the user did not request one
 
     @property
     def norm(self) -> float:
@@ -59,10 +56,7 @@ class Done:
 
 
 class _Passing:
-    """Passes observed calls on to the current run.
-
-    Holds no model: names imported meanwhile keep wrappers, and with them observers.
-    """
+    """Passes observed calls on to the current run. Holds no model, since wrappers may outlive the block."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -79,14 +73,7 @@ class _Passing:
 
 
 class Runs:
-    """Runs a model, each time from its initial state.
-
-    Attributes:
-        state: The initial state.
-        parameters: The model's parameters by name.
-        is_calling: Whether the model is running, or has failed.
-        gradients_error: The error of the model's backward in low precision; runs are then without gradients.
-    """
+    """Runs a model, each time from its initial state."""
 
     def __init__(
         self,
@@ -95,7 +82,6 @@ class Runs:
         loss_fn: Callable[[Any], Tensor] | None,
         seed: int,
     ) -> None:
-        """Keeps the state."""
         self._model, self._inputs, self._loss_fn, self._seed = model, inputs, loss_fn, seed
         self._modules = [model] if isinstance(model, nn.Module) else []
         tensors = list(tensors_of(inputs))
@@ -105,8 +91,8 @@ class Runs:
             with torch.no_grad(), without_casts():  # a run makes its parameters
                 self._called(copied(inputs))
         self.state = ModelState(reached, tensors)
-        self.gradients_error: str | None = None
-        self.is_calling = False
+        self.gradients_error: str | None = None  # of low precision; runs are then without gradients
+        self.is_calling = False  # the model is running, or has failed
         self.parameters = {
             name.replace("_orig_mod.", ""): parameter
             for module in self._modules
@@ -153,33 +139,24 @@ class Runs:
         self.state.forget_unwritten()
         return done, found
 
-    def exact(self, run: Run, gradients: Mapping[str, Tensor]) -> tuple[Done, GradientRun]:
-        """Runs forward and backward in float32, and compares with the gradients in low precision."""
-        compared = GradientRun(self.parameters, gradients)
+    def exact(self, run: Run, low: Mapping[str, Tensor]) -> tuple[Done, list[tuple[str, Tensor]]]:
+        """Runs forward and backward in float32; returns the result, and the gradients compared with ``low``."""
+        compared: list[tuple[str, Tensor]] = []
 
         def differentiate(scalars: list[Tensor]) -> str | None:
             first = len(scalars) - 1
-            compared.start()
             error = self._differentiate(scalars[first:], keep=first > 0)
-            compared.end()  # `low` has no gradients of the others
+            compared.extend(
+                gradient_norms(taken(self.parameters), low)
+            )  # it has none of the others
             return error or self._differentiate(scalars[:first])
 
         try:
             with disable_casts():
                 done = self._run(run, differentiate)
         finally:
-            compared.end()
             taken(self.parameters)
         return done, compared
-
-    def compiled(self) -> dict[str, Tensor] | None:
-        """Returns the outputs of the model as converted and compiled; None if it isn't compiled."""
-        if not _is_compiled(self._model):
-            return None
-        self.state.restart()
-        with torch.compiler.set_stance("default"):
-            outputs = floating_parts(parts_of(self._call()))
-        return {where: each.detach() for where, each in outputs.items()}
 
     def _call(self) -> Any:
         is_learning = self.gradients_error is None
@@ -268,15 +245,7 @@ def _checked_loss(loss: Any) -> Tensor:
     )
 
 
-def _is_compiled(model: Callable[..., Any]) -> bool:
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return hasattr(model, "_torchdynamo_orig_callable") or any(
-        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
-        for each in modules
-    )
-
-
-def relative(outputs: dict[str, Tensor] | None, references: dict[str, Tensor]) -> float:
+def relative(outputs: dict[str, Tensor], references: dict[str, Tensor]) -> float:
     """Returns the norm of the differences over that of the references; NaN if they don't match."""
     shapes = {where: each.shape for where, each in references.items()}
     if not outputs or {where: each.shape for where, each in outputs.items()} != shapes:

@@ -28,56 +28,37 @@ from .low_run import (
     is_measurable,
     stored,
 )
-from .measures import disagreements, effect, largest, limits, measured, sample
+from .measures import Measured, effect, largest, limits, measured, sample
 
 
 @dataclass(slots=True)
 class Arrival:
-    """Whether a gradient has arrived at the results of one call, and their places in `Kept.numbers`."""
+    """Whether a gradient has arrived at the results of one call, and their places in `Kept.measured`."""
 
     is_seen: bool = False
-    numbers: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Kept:
-    """Numbers kept for the calls of one site, on their device.
+    """Numbers kept for the calls of one site, on their device."""
 
-    Attributes:
-        low: The first of its calls in the low-precision run.
-        order: Its position among the sites.
-        calls: Number of calls compared.
-        numbers: Of each result, `Measured.numbers`.
-        exponents: Of each result, `Measured.exponents`.
-        effects: Of each result and each backward, its effect.
-        arrivals: For each compared call, whether a gradient has arrived.
-        propagated: Of each result, norms of difference and reference, from samples.
-        inputs: The largest magnitudes of inputs, which the low-precision type must hold.
-        flips: Of each integer result, the number of differences, and its size.
-    """
-
-    low: LowCall
-    order: int
+    low: LowCall  # the first of its calls in the low-precision run
+    order: int  # its position among the sites
     calls: int = 0
-    numbers: list[Tensor] = field(default_factory=list)
-    exponents: list[Tensor] = field(default_factory=list)
-    effects: list[Tensor] = field(default_factory=list)
-    arrivals: list[Arrival] = field(default_factory=list)
-    propagated: list[Tensor] = field(default_factory=list)
-    inputs: list[Tensor] = field(default_factory=list)
-    flips: list[tuple[Tensor, int]] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)  # of each result
+    effects: list[Tensor] = field(default_factory=list)  # of each result and each backward
+    arrivals: list[Arrival] = field(default_factory=list)  # of each compared call
+    propagated: list[Tensor] = field(default_factory=list)  # samples' norms: difference, reference
+    inputs: list[Tensor] = field(default_factory=list)  # the largest magnitudes
+    flips: list[tuple[Tensor, int]] = field(default_factory=list)  # differing integers, of how many
 
 
 _Found = tuple[Kept, LowCall, Arrival]
 
 
 class ShadowRun:
-    """The observer of the float32 run.
-
-    Attributes:
-        kept: Op, module and location -> the numbers of their calls.
-        unmatched: Number of calls missing from the low-precision run.
-    """
+    """The observer of the float32 run. ``unmatched`` counts calls missing from the low-precision run."""
 
     def __init__(
         self,
@@ -88,15 +69,10 @@ class ShadowRun:
         *,
         draws_gradients: bool,
     ) -> None:
-        """Compares some calls with those of ``low_run``.
+        """Compares the calls whose ``id`` is in ``compared`` with those of ``low_run``, and adds to ``kept``.
 
-        Args:
-            low_run: The low-precision run.
-            reference: The dtype of references: float32, or float64.
-            compared: The ``id`` of each call to compare in this run.
-            kept: Numbers of each site; more are added.
-            draws_gradients: Makes gradients also reach results that depend on no parameter, such as those of
-                positions. A program that writes to such a result in place can't run then.
+        With ``draws_gradients`` gradients also reach results that depend on no parameter, such as those of
+        positions. A program that writes to such a result in place can't run then.
         """
         self.kept, self.unmatched = kept, 0
         self._low_run, self._reference, self._compared = low_run, reference, compared
@@ -172,17 +148,18 @@ class ShadowRun:
                 continue
             if not is_floating(reference):
                 if not is_again:
-                    kept.flips.append((disagreements(reference, other), reference.numel()))
+                    differ = (reference != other).sum().float()
+                    kept.flips.append((differ, reference.numel()))
                 continue
             differing = measured(reference, other, within)
             if not is_again:
-                arrival.numbers.append(len(kept.numbers))
-                kept.numbers.append(differing.numbers)
-                kept.exponents.append(differing.exponents)
+                arrival.places.append(len(kept.measured))
+                kept.measured.append(differing._replace(difference=None))
             if self._draws_gradients and not result.requires_grad and result.is_leaf:
                 self._drawn.append(weakref.ref(result.requires_grad_()))
             if result.requires_grad:
                 node_of(result)  # which `register_hook` has Python see
+                assert differing.difference is not None
                 hook = functools.partial(_keep_effect, kept, arrival, differing.difference)
                 self._hooks.append(result.register_hook(hook))
 

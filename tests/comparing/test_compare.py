@@ -228,7 +228,6 @@ def test_compiled_models():
     model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend="eager")
     found = hmpx.compare(model, torch.randn(4, 8), **low("linear"))
     assert rows_of(found, "linear")[0].module == "0"
-    assert found.compiled_rel < 0.01
     assert {each.name for each in found.gradients} == {"0.weight", "0.bias"}
 
 
