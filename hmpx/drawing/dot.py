@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
+import itertools
 import unicodedata
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -43,11 +43,7 @@ def to_dot(
 ) -> str:
     """Returns the text of a directed graph from the inputs at the top to the outputs.
 
-    Args:
-        nodes: The nodes.
-        edges: The edges between them.
-        classes: Qualified name of a module -> name of its class.
-        formats: Names of number formats.
+    ``classes`` maps qualified names of modules to names of their classes; ``formats`` are names of number formats.
     """
     nodes, edges = list(nodes), list(edges)
     lines = [_HEAD, *_boxes(nodes, classes, formats)]
@@ -55,7 +51,7 @@ def to_dot(
         tip = "  ".join(filter(None, [edge.dtype, _size(edge.shape)]))
         values = {"color": _colours(edge.dtype, formats)[1], "tooltip": _escaped(tip, None)}
         lines.append(f"  {edge.source} -> {edge.target} [{_attributes(values)}];")
-    return "\n".join([*lines, *_ranks(nodes, edges), *_legend(nodes, formats), "}", ""])
+    return "\n".join([*lines, *_legend(nodes, formats), "}", ""])
 
 
 def _colours(dtype: str, formats: set[str]) -> tuple[str, str]:
@@ -66,29 +62,35 @@ def _colours(dtype: str, formats: set[str]) -> tuple[str, str]:
 # --- nodes -----------------------------------------------------------------------------------------
 
 
+_LEAF: Final = 'shape="box", style="filled", fontsize="9", height="0.2"'
+
+#: Kind of a node -> attributes of its box.
+_BOXES: Final = {
+    "output": 'shape="box", style="rounded,bold"',
+    "fold": 'shape="box3d", style="filled", fillcolor="#ffffff", color="#888888"',
+    "cut": 'shape="note", style="dashed"',
+    "cast": 'shape="diamond", style="filled", fillcolor="#ffffff", fontsize="8", margin="0", '
+    'width="0.2", penwidth="1.4"',
+    "op": 'shape="box", style="rounded,filled"',
+    "parameter": _LEAF,
+    "input": _LEAF,
+}
+
+
 def _node(node: Node, formats: set[str]) -> str:
     fill, dark = _colours(node.dtype, formats)
     values = {"label": _escaped(_label(node)), "tooltip": _escaped("\n".join(_tooltip(node)), None)}
     if node.kind == "cast":
         types = node.label.split(" -> ")
         values["label"] = _escaped("\n".join(types))
-        values |= {"shape": "diamond", "style": "filled", "fillcolor": "#ffffff"}
-        values |= {"color": _colours(types[1], formats)[1]}  # also for a rounding
-        values |= {"fontsize": "8", "margin": "0", "width": "0.2", "penwidth": "1.4"}
+        values["color"] = _colours(types[1], formats)[1]  # also for a rounding
     elif node.kind in LEAVES:
-        values |= {"shape": "box", "style": "filled", "fillcolor": fill, "fontsize": "9"}
-        values |= {"height": "0.2", "color": fill}
-    elif node.kind == "output":
-        values |= {"shape": "box", "style": "rounded,bold"}
-    elif node.kind == "fold":
-        values |= {"shape": "box3d", "style": "filled", "fillcolor": "#ffffff", "color": "#888888"}
-    elif node.kind == "cut":
-        values |= {"shape": "note", "style": "dashed"}
-    else:
-        values |= {"shape": "box", "style": "rounded,filled", "fillcolor": fill, "color": dark}
+        values |= {"fillcolor": fill, "color": fill}
+    elif node.kind == "op":
+        values |= {"fillcolor": fill, "color": dark}
         if node.is_legalized:
             values |= {"style": "rounded,filled,dashed", "penwidth": "1.4"}
-    return f"{node.id} [{_attributes(values)}];"
+    return f"{node.id} [{_BOXES[node.kind]}, {_attributes(values)}];"
 
 
 def _label(node: Node) -> str:
@@ -128,30 +130,6 @@ def _tooltip(node: Node) -> Iterator[str]:
             yield f"  and {len(node.saved) - _MOST_SAVED:,} more"
 
 
-def _ranks(nodes: list[Node], edges: list[Edge]) -> Iterator[str]:
-    """Yields invisible edges that put an op's parameters below its other inputs.
-
-    Otherwise the boxes of consecutive modules overlap in height, and are placed side by side.
-    """
-    kinds = {node.id: node.kind for node in nodes}
-    sources: dict[str, list[str]] = defaultdict(list)
-    takers: dict[str, list[str]] = defaultdict(list)
-    for edge in edges:
-        sources[edge.target].append(edge.source)
-        takers[edge.source].append(edge.target)
-    for node in nodes:
-        found = takers[node.id]
-        if node.kind in LEAVES and len(found) == 1 and kinds[found[0]] == "cast":
-            found = takers[found[0]]
-        if node.kind not in LEAVES or len(found) != 1:
-            continue
-        for above in sources[found[0]]:
-            while kinds[above] == "cast" and len(sources[above]) == 1:
-                (above,) = sources[above]  # noqa: PLW2901  # skips the cast
-            if kinds[above] not in LEAVES:
-                yield f"  {above} -> {node.id} [style=invis];"
-
-
 def _size(shape: tuple[int, ...] | None) -> str:
     if shape is None:
         return ""
@@ -169,6 +147,14 @@ class _Box:
     nodes: list[Node] = field(default_factory=list)
     inside: dict[str, _Box] = field(default_factory=dict)
 
+    def open_small_ones(self) -> None:
+        """Moves single nodes of modules, usually activations, into the parent boxes."""
+        for name, inner in [*self.inside.items()]:
+            inner.open_small_ones()
+            if len(inner.nodes) == 1 and not inner.inside:
+                self.nodes += inner.nodes
+                del self.inside[name]
+
 
 def _boxes(nodes: list[Node], classes: Mapping[str, str], formats: set[str]) -> Iterator[str]:
     """Yields the nodes in the boxes of their modules, nested as the modules are."""
@@ -179,11 +165,10 @@ def _boxes(nodes: list[Node], classes: Mapping[str, str], formats: set[str]) -> 
             path = f"{path}.{part}" if path else part
             box = box.inside.setdefault(part, _Box(path))
         box.nodes.append(node)
-    _open_small_ones(root)
-    count = 0
+    root.open_small_ones()
+    numbers = itertools.count()
 
     def lines(box: _Box, depth: int, above: str) -> Iterator[str]:
-        nonlocal count
         indent = "  " * (depth + 1)
         while depth and not box.nodes and len(box.inside) == 1:  # "blocks.0" is one box
             (box,) = box.inside.values()
@@ -193,9 +178,8 @@ def _boxes(nodes: list[Node], classes: Mapping[str, str], formats: set[str]) -> 
             values = {"label": _escaped(title), "style": "rounded,filled", "color": "#bbbbbb"}
             values |= {"fillcolor": "#f7f7f7" if depth % 2 else "#ffffff", "fontcolor": "#555555"}
             values |= {"tooltip": _escaped(box.path, None)}
-            yield f"{indent}subgraph cluster_{count} {{"
+            yield f"{indent}subgraph cluster_{next(numbers)} {{"
             yield f"{indent}  {_attributes(values, '; ')};"
-            count += 1
         for node in box.nodes:
             yield f"{indent}  {_node(node, formats)}"
         for each in box.inside.values():
@@ -204,15 +188,6 @@ def _boxes(nodes: list[Node], classes: Mapping[str, str], formats: set[str]) -> 
             yield f"{indent}}}"
 
     yield from lines(root, 0, "")
-
-
-def _open_small_ones(box: _Box) -> None:
-    """Moves single nodes of modules, usually activations, into the parent boxes."""
-    for name, inner in [*box.inside.items()]:
-        _open_small_ones(inner)
-        if len(inner.nodes) == 1 and not inner.inside:
-            box.nodes += inner.nodes
-            del box.inside[name]
 
 
 # --- the legend ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ part of the edges. All nodes of an observed op become one node, except the casts
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,9 +15,8 @@ import torch
 
 from ..observers import OpCall
 from ..tensors import LOW_DTYPES, short_name
+from .autograd import Names, Observation, Step, short
 from .graph import Kind
-from .observing import Names, Observation
-from .steps import Step, short
 
 #: Least number of equal ops in a row that are drawn as one.
 _MANY: Final = 4
@@ -47,7 +47,6 @@ class Grouping:
     """Groups steps, those nearest to the output first, and names and connects the groups."""
 
     def __init__(self, steps: list[Step], names: Names, observation: Observation | None) -> None:
-        """Takes the walked steps, and the observation of the run that made them."""
         self.steps, self._names, self._observation = steps, names, observation
         self._calls: list[int | None] = [None] * len(steps)
         if observation is not None:
@@ -200,22 +199,20 @@ def _mark_legalized(group: Group, step: Step) -> None:
 def _derive_modules(groups: Sequence[Group]) -> None:
     """Gives each group the module whose parameters it takes, else the one around its neighbours."""
     order = outputs_first(groups)
-    own: list[str | None] = [None] * len(groups)
+    found = [group.module if group.kind == "parameter" else None for group in groups]
     for position in reversed(order):  # casts of parameters belong to the op that takes them
-        taken = [source for source, _, _ in groups[position].inputs]
-        own[position] = _around(
-            groups[source].module if groups[source].kind == "parameter" else own[source]
-            for source in taken
-            if groups[source].kind in ("parameter", "cast")
-        )
-    before, after = list(own), list(own)
+        sources = groups[position].sources
+        if groups[position].kind != "parameter":
+            near = [each for each in sources if groups[each].kind in ("parameter", "cast")]
+            found[position] = _around(found[each] for each in near)
+    before, after = list(found), list(found)
+    takers: dict[int, list[str | None]] = {}
     for position in reversed(order):
         if before[position] is None:
-            sources = [
-                each for each in groups[position].sources if groups[each].kind != "parameter"
-            ]
-            before[position] = _around(before[source] for source in sources)
-    takers: dict[int, list[str | None]] = {}
+            sources = groups[position].sources
+            before[position] = _around(
+                before[each] for each in sources if groups[each].kind != "parameter"
+            )
     for position in order:
         if after[position] is None:
             after[position] = _around(takers.get(position, [""]))
@@ -223,8 +220,7 @@ def _derive_modules(groups: Sequence[Group]) -> None:
             takers.setdefault(source, []).append(after[position])
     for position, group in enumerate(groups):
         if group.kind != "parameter":
-            found = own[position]
-            group.module = _around([before[position], after[position]]) if found is None else found
+            group.module = found[position] or _around([before[position], after[position]])
 
 
 def outputs_first(groups: Sequence[Group]) -> list[int]:
@@ -247,12 +243,9 @@ def _around(paths: Iterable[str | None]) -> str | None:
     known = [path.split(".") if path else [] for path in paths if path is not None]
     if not known:
         return None
-    common = []
-    for parts in zip(*known, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
+    parts = zip(*known, strict=False)
+    same = itertools.takewhile(lambda each: len(set(each)) == 1, parts)
+    return ".".join(each[0] for each in same)
 
 
 # --- folding -------------------------------------------------------------------------------------

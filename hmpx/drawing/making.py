@@ -14,11 +14,10 @@ from ..compute import saved_by
 from ..errors import OptionError, shown
 from ..tensors import node_of
 from ..torch_internals import TELLS_SAVED
+from .autograd import Names, Observation, Step, observed, short, walk
 from .graph import Edge, Node, Saved
 from .groups import Group, Grouping, folded_groups, outputs_first
-from .observing import Names, Observation, observed
 from .picture import Drawing
-from .steps import Step, short, walk
 
 #: The walk exceeds ``max_nodes`` by this factor, since views and steps of observed ops are not drawn.
 _WALKED: Final = 10
@@ -130,15 +129,12 @@ def _graph_tensors(output: Any) -> list[tuple[str, Tensor]]:
     waiting, seen = [("", output)], set()
     while waiting:
         place, value = waiting.pop()
-        if id(value) in seen:
-            continue
-        if isinstance(value, Tensor):
+        if id(value) not in seen:
             seen.add(id(value))
-            if node_of(value) is not None:
+            if not isinstance(value, Tensor):
+                waiting += [(place + at, each) for at, each in reversed(_items(value))]
+            elif node_of(value) is not None:
                 found.append((place, value))
-        elif inside := _items(value):
-            seen.add(id(value))
-            waiting += [(place + at, each) for at, each in reversed(inside)]
     return found
 
 
@@ -161,10 +157,7 @@ def _finished(
 ) -> tuple[tuple[Node, ...], tuple[Edge, ...], int]:
     """Returns nodes and edges from the inputs to the outputs, and the number of nodes omitted.
 
-    Args:
-        grouping: The groups.
-        outputs: For each drawn tensor its place in the given value, the tensor, and its step's position.
-        max_nodes: Most nodes drawn; those nearest to the outputs are.
+    ``outputs`` has for each drawn tensor its place in the given value, the tensor, and its step's position.
     """
     groups, steps, formats = grouping.groups, grouping.steps, grouping.formats()
     folded = folded_groups(groups)
@@ -174,19 +167,19 @@ def _finished(
 
     ends = [(place, tensor, shown_at(grouping.group_of(at))) for place, tensor, at in outputs]
     # Nearest first; the group drawn for a fold also has the inputs of the folded ones.
-    order = dict.fromkeys(position for _, _, position in ends)
-    waiting = list(order)
-    for position in waiting:  # grows in the loop
-        for source, _, _ in groups[position].inputs:
-            if shown_at(source) not in order:
-                order[shown_at(source)] = None
-                waiting.append(shown_at(source))
-    nearest, left_out = waiting[:max_nodes], max(0, len(waiting) - max_nodes)
-    drawn = set(nearest)
+    nearest = list(dict.fromkeys(position for _, _, position in ends))
+    seen = set(nearest)
+    for position in nearest:  # grows in the loop
+        for source in dict.fromkeys(shown_at(source) for source, _, _ in groups[position].inputs):
+            if source not in seen:
+                seen.add(source)
+                nearest.append(source)
+    left_out = max(0, len(nearest) - max_nodes)
+    drawn = set(nearest[:max_nodes])
     nodes: list[Node] = []
     edges: dict[Edge, None] = {}
 
-    def end_at(position: int) -> str:
+    def name_of(position: int) -> str:
         return f"n{position}" if position in drawn else "cut"
 
     is_whole = not any(step.is_open for step in steps)
@@ -195,8 +188,8 @@ def _finished(
         least = "" if is_whole else "at least "
         label = f"{least}{left_out:,} more nodes; max_nodes={max_nodes:,}"
         nodes.append(Node("cut", "cut", label))
-    in_order = [position for position in reversed(outputs_first(groups)) if position in drawn]
-    for position in dict.fromkeys([*in_order, *reversed(nearest)]):
+    in_order = [*reversed(outputs_first(groups)), *reversed(nearest)]
+    for position in dict.fromkeys(each for each in in_order if each in drawn):
         group = groups[position]
         nodes.append(_node(position, group, steps))
         if any(steps[at].is_open for at in group.steps):
@@ -204,12 +197,11 @@ def _finished(
         for source, made, output in group.inputs:
             dtype, shape = steps[made].output(output)
             named = groups[source].dtype if groups[source].dtype in formats else short(dtype)
-            edges[Edge(end_at(shown_at(source)), f"n{position}", named, shape)] = None
+            edges[Edge(name_of(shown_at(source)), f"n{position}", named, shape)] = None
     for count, (place, tensor, position) in enumerate(ends):
-        shape = tuple(tensor.shape) if not tensor.is_nested else None
-        dtype_name = short(tensor.dtype)
-        nodes.append(Node(f"out{count}", "output", f"output{place}", dtype_name, shape))
-        edges[Edge(end_at(position), f"out{count}", dtype_name, shape)] = None
+        kind = short(tensor.dtype), None if tensor.is_nested else tuple(tensor.shape)
+        nodes.append(Node(f"out{count}", "output", f"output{place}", *kind))
+        edges[Edge(name_of(position), f"out{count}", *kind)] = None
     return tuple(nodes), tuple(edges), left_out
 
 

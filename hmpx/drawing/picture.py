@@ -123,7 +123,12 @@ class Drawing:
         return f"<hmpx.Drawing: {counts[0]} ops, {counts[1]} casts, {leaves} leaves{more}>"
 
     def _rendered(self, file_format: str) -> bytes:
-        graphviz = _graphviz()
+        try:
+            graphviz: Any = importlib.import_module("graphviz")
+        except ImportError as error:
+            raise OptionError(
+                f"pictures need the Python package graphviz: {_INSTALL_PACKAGE}; drawing.dot needs none"
+            ) from error
         try:
             found: bytes = graphviz.Source(self.dot).pipe(format=file_format)
         except graphviz.ExecutableNotFound as error:
@@ -134,15 +139,6 @@ class Drawing:
             said = (error.stderr or b"").decode("utf-8", "replace")
             raise OptionError(f"graphviz's program dot failed: {said or said_by(error)}") from error
         return found
-
-
-def _graphviz() -> Any:
-    try:
-        return importlib.import_module("graphviz")
-    except ImportError as error:
-        raise OptionError(
-            f"pictures need the Python package graphviz: {_INSTALL_PACKAGE}; drawing.dot needs none"
-        ) from error
 
 
 # --- repeated blocks -----------------------------------------------------------------------------
