@@ -41,17 +41,7 @@ def error(
 ) -> ErrorStatistics:
     """Measures the error of rounding ``x`` to a number format, over every value, in float64.
 
-    For each layer of a model, use `hmpx.compare`.
-
-    Args:
-        x: As for `quantize`.
-        format: As for `quantize`.
-        rounding: As for `quantize`.
-        overflow: As for `quantize`.
-        generator: As for `quantize`.
-
-    Raises:
-        OptionError: As for `quantize`.
+    Arguments and errors are those of `quantize`. For each layer of a model, use `hmpx.compare`.
 
     Example:
         >>> x = torch.linspace(-1, 1, 1001)
@@ -107,15 +97,7 @@ def table(
 ) -> ErrorTable:
     """Measures the error of rounding ``x`` to several formats, as a table that prints itself.
 
-    Args:
-        x: As for `quantize`.
-        formats: Names or formats, in the order of the rows.
-        rounding: As for `quantize`.
-        overflow: As for `quantize`.
-        generator: As for `quantize`.
-
-    Raises:
-        OptionError: As for `quantize`; or ``formats`` is empty.
+    ``formats`` are in the order of the rows. Other arguments and errors are those of `quantize`.
 
     Example:
         >>> x = torch.linspace(-1, 1, 1001)
@@ -189,9 +171,6 @@ def _decibel(signal: float, noise: float) -> float:
 
 
 # --- the table -----------------------------------------------------------------------------------
-
-#: Digits shown: similar tensors differ in the next one.
-_DIGITS = 3
 
 
 @dataclass(frozen=True)
@@ -276,8 +255,8 @@ def _table(rows: tuple[ErrorStatistics, ...]) -> Table:
     return Table(
         [
             Column("format", names, is_number=False),
-            Column("bits", [row.bits for row in rows], lambda bits: _number(bits, 4)),
-            Column("SQNR dB", [row.sqnr_db for row in rows], _decibels),
+            Column("bits", [row.bits for row in rows], lambda bits: _number(bits, "4g")),
+            Column("SQNR dB", [row.sqnr_db for row in rows], lambda each: _number(each, "2f")),
             Column("mean rel", [row.mean_rel for row in rows], _number),
             Column("max rel", [row.max_rel for row in rows], _number),
             Column("max abs", [row.max_abs for row in rows], _number),
@@ -299,12 +278,8 @@ def _notes(rows: tuple[ErrorStatistics, ...]) -> list[str]:
     ]
 
 
-def _number(value: float, digits: int = _DIGITS) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}g}"
-
-
-def _decibels(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
+def _number(value: float, how: str = "3g") -> str:
+    return "-" if math.isnan(value) else f"{value:.{how}}"
 
 
 def _share(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from ..policy import (
     leaves_pointwise_einsums,
     load_policy,
 )
-from ..reports import Report, Row
+from ..reports import Row, Views
 from ..tensors import LOW_PRECISION, parse_device_types, short_name
 from .explanation import (
     Explanation,
@@ -36,16 +36,9 @@ from .explanation import (
 )
 
 
-class Recorded(Protocol):
-    """Something that has recorded a run, such as `hmpx.record`."""
-
-    def report(self) -> Report:
-        """Returns the recorded rows as a report."""
-
-
 def explain(
     op: str | Callable[..., Any],
-    record: Recorded | Report | None = None,
+    record: Views | None = None,
     *,
     policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Explanation | Explanations:
@@ -78,7 +71,9 @@ def explain(
     if callable(op):
         op = getattr(op, "__name__", op)
     pattern = arguments.text("op", op, "an op name, or a glob such as '*norm*'")
-    rows = _rows(record)
+    if record is not None and not isinstance(record, Views):
+        raise OptionError(f"record must be an hmpx.record or its report, not {shown(record)}")
+    rows = None if record is None else record.report().rows
     given = None if policy is None else load_policy(policy=policy)
     found = explanations(pattern, given, rows)
     return Explanations(found) if is_glob(pattern) else found[0]
@@ -98,19 +93,18 @@ def explanations(
         OptionError: There is no such op.
     """
     current = session.current()
-    policy, source = given, "policy given"
-    if policy is None:
-        policy = load_policy() if current is None else current.policy
-        source = "policy in force"
-        if current is None:
-            source = "default policy; torch is not converted"
-    names = _names(pattern, policy)
+    if given is not None:
+        policy, source = given, "policy given"
+    elif current is not None:
+        policy, source = current.policy, "policy in force"
+    else:
+        policy, source = load_policy(), "default policy; torch is not converted"
     device_types = parse_device_types(None) if current is None else current.device_types
     legalize = "auto" if current is None else current.options.legalize
     seen = None if rows is None else list(rows)
     by_section = policy.section_rules()
     found = []
-    for name in names:
+    for name in _names(pattern, policy):
         decision = policy[name]
         asked = [*rules.registered(name), *by_section.get(name, ())]
         notes = (
@@ -139,41 +133,20 @@ def explanations(
     return found
 
 
-def _rows(record: object) -> tuple[Row, ...] | None:
-    if record is None:
-        return None
-    if isinstance(record, Report):
-        return record.rows
-    report = getattr(record, "report", None)
-    found = report() if callable(report) else None
-    if not isinstance(found, Report):
-        raise OptionError(f"record must be an hmpx.record or its report, not {shown(record)}")
-    return found.rows
-
-
 def _names(pattern: str, policy: Policy) -> list[str]:
     known = listable(policy)
     if is_glob(pattern):
         found = matching(pattern, known)
     else:
         name = ops.resolve(pattern)
-        is_there = name in known or (
-            name is not None
-            and ops.is_foreign(name)
-            and not (ops.missing(name) or ops.lacking(name))
-        )
-        found = [name] if name is not None and is_there else []
+        found = [name] if name is not None and name in known else []
+        if name is not None and not found and ops.is_foreign(name):
+            if why := ops.missing(name) or ops.lacking(name):
+                raise OptionError(f"{why}{suggestion(pattern, [*known, *ops.names()])}")
+            found = [name]
     if not found:
-        raise OptionError(_why_not(pattern, known))
+        raise OptionError(why_no_match(pattern, known, "; `hmpx ops` shows all"))
     return found
-
-
-def _why_not(pattern: str, known: list[str]) -> str:
-    name = ops.resolve(pattern)
-    if name is not None and ops.is_foreign(name) and not is_glob(pattern):
-        why = ops.missing(name) or ops.lacking(name)
-        return f"{why}{suggestion(pattern, [*known, *ops.names()])}"
-    return why_no_match(pattern, known, "; `hmpx ops` shows all")
 
 
 def _also_decided(name: str, policy: Policy) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Final
 from .. import ops
 from ..errors import brief, lined, shown
 from ..policy import UNDECIDED, CastPolicy, Decision, Policy
-from ..reports import Row, located
+from ..reports import Row, located, short_dtype
 from ..tensors import short_name
 from ..torch_internals import VF_NAMESPACE
 
@@ -131,12 +131,13 @@ class Explanation:
         yield from _field("called", f"{count:,} times" if count != 1 else "once")
         for row in self.calls[:_MOST_CALLS]:
             inputs, outputs = (
-                ", ".join(map(_short, dtypes)) for dtypes in (row.input_dtypes, row.output_dtypes)
+                ", ".join(map(short_dtype, dtypes))
+                for dtypes in (row.input_dtypes, row.output_dtypes)
             )
             places = [f"in {row.module}"] if row.module else []
             places += [f"at {located(row.location)}"] if row.location else []
             where = " ".join(places) or "somewhere"
-            said = f"{row.calls:,} x {where}: {inputs} -> {_short(row.dtype)} -> {outputs}"
+            said = f"{row.calls:,} x {where}: {inputs} -> {short_dtype(row.dtype)} -> {outputs}"
             yield from _wrapped(said, " " * 4, _INDENT)
         more = len(self.calls) - _MOST_CALLS
         if more > 0:
@@ -168,13 +169,6 @@ class Explanations(tuple[Explanation, ...]):
             lines.append("  ".join([cell for cell in cells if cell]).rstrip() + called)
         policies = dict.fromkeys(each.policy for each in self)
         return lined([*lines, f"by {', '.join(policies)}; a single name says more"])
-
-
-_SHORT: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-
-
-def _short(name: str) -> str:
-    return _SHORT.get(name, name)
 
 
 def _field(name: str, text: str) -> Iterable[str]:

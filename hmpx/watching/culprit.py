@@ -54,7 +54,6 @@ class Judge:
     """Judges the records of steps in order; ``found`` lists the origins to report."""
 
     def __init__(self) -> None:
-        """Starts with nothing found."""
         self.found: list[Origin] = []
         self._calls: list[CallRecord] = []
         self._positions: dict[int, int] = {}

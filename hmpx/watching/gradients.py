@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from .notes import Notes
 
 #: More nodes than any op has: with more, inputs were not recognised.
-_MOST: Final = 200
+MOST: Final = 200
 
 #: Nodes that pass on their values, reshaped or cast. A cast to a narrower dtype is an exception, since it may
 #: overflow.
@@ -44,7 +45,6 @@ class Hooks:
     def __init__(
         self, notes: Notes, record: CallRecord, name: str, arguments: Arguments | None
     ) -> None:
-        """Called by `on_call` or `on_function`."""
         self._notes, self._record, self._name = notes, record, name
         self._arguments, self._left = arguments, 0
         self._arrived: list[Cell] = []
@@ -151,13 +151,8 @@ def boundary(
     """Returns node -> its edges that leave the call, to nodes in ``stops`` and to leaves.
 
     If only nodes that pass on gradients come between an input and the node that computes its gradient, the edge
-    is the latter's: both are finite or neither.
-
-    Args:
-        entries: Nodes of the results.
-        stops: Node of an input -> its dtype, None if there are several. The caller holds the nodes, since
-            Python would otherwise make new objects for them.
-        widest: The widest dtype that the call computes in: casts to inputs of it never narrow.
+    is the latter's: both are finite or neither. ``stops`` maps nodes of inputs, which the caller holds, to their
+    dtypes. Casts to inputs of the ``widest`` dtype never narrow.
     """
     seen, pending = set(entries), list(entries)
     exits: dict[Any, list[int]] = {}
@@ -181,7 +176,7 @@ def boundary(
                 pending.append(following)
             else:
                 above[following] = None  # its gradient is a sum
-        if len(seen) > _MOST:
+        if len(seen) > MOST:
             return {node: range(len(edges_of(node))) for node in entries}
     for end in leaving:
         node, edge = end
@@ -196,10 +191,15 @@ def boundary(
     return exits
 
 
-def sources_of(node: Any, is_known: Callable[[Any], bool]) -> list[tuple[Any, int]]:
-    """Returns the edges from the graph behind ``node`` to known nodes and to leaves."""
-    found, seen, pending = [], {node}, [node]
-    while pending and len(seen) <= _MOST:
+def sources_of(
+    nodes: Iterable[Any],
+    is_known: Callable[[Any], bool] = lambda node: False,
+    most: float = math.inf,
+) -> list[tuple[Any, int]]:
+    """Returns the edges from the graph behind ``nodes`` to known nodes and to leaves."""
+    pending = list(nodes)
+    found, seen = [], set(pending)
+    while pending and len(seen) <= most:
         for edge in edges_of(pending.pop()):
             following = edge[0]
             if following is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..observers import OpCall
 from ..tensors import is_leaf, node_of, tensors_in
 from ..torch_state import running_module
-from .gradients import hook_call, hook_function, name_of, sources_of
+from .gradients import MOST, hook_call, hook_function, name_of, sources_of
 from .records import (
     CallRecord,
     Cell,
@@ -45,7 +45,6 @@ class Notes:
     """The records of one step, in order."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self.records: list[CallRecord | GradientRecord] = []
         self.step = 0
         self.is_open = True  # calls and gradients are recorded
@@ -170,7 +169,7 @@ class Notes:
     def _sources(self, record: CallRecord, node: Any) -> list[Cell]:
         """Returns the cells of the tensors from which unobserved functions made a tensor."""
         found: list[Cell] = []
-        for following, number in sources_of(node, lambda each: _CELLS in each.metadata):
+        for following, number in sources_of([node], lambda each: _CELLS in each.metadata, MOST):
             if _CELLS not in following.metadata:
                 found.append(self._leaf(record, following.variable))
             elif number in (cells := following.metadata[_CELLS]):
@@ -261,7 +260,4 @@ class Notes:
 
 def _has_non_finite(values: Iterable[Any]) -> bool:
     """Whether any argument of a call is the number NaN or an infinity."""
-    for value in values:  # noqa: SIM110  # a generator takes longer
-        if type(value) is float and not math.isfinite(value):
-            return True
-    return False
+    return any([type(value) is float and not math.isfinite(value) for value in values])  # noqa: C419

@@ -118,13 +118,14 @@ class Offence:
         return lined(lines)
 
     def _verdict(self) -> str:
-        if self.source == "parameter":
-            return f"{self.op}: {_SHOWN[self.kind]} in {f'the parameter {self.parameter}' if self.parameter else 'a parameter'}"
-        if self.source == "input":
-            return f"{self.op}: {_SHOWN[self.kind]} in an input"
-        if self.source == "gradient":
-            return f"{self.op}: {_SHOWN[self.kind]} in the gradient of its result"
-        return f"{self.op}: {_SHOWN[self.kind]}"
+        named = f"the parameter {self.parameter}" if self.parameter else "a parameter"
+        where = {
+            "op": "",
+            "parameter": f" in {named}",
+            "input": " in an input",
+            "gradient": " in the gradient of its result",
+        }
+        return f"{self.op}: {_SHOWN[self.kind]}{where[self.source]}"
 
 
 _SHOWN = {

@@ -45,7 +45,6 @@ class Cell:
     def __init__(
         self, slot: int | None, maker: str | None = None, *, is_hooked: bool = True
     ) -> None:
-        """Reads from ``slot``; ``is_hooked``: the tensor's autograd node has been seen."""
         self.slot, self.maker, self.is_hooked = slot, maker, is_hooked
         self.extremes: Extremes | None = (0.0, 0.0) if slot is None else None  # None while unknown
         self.origin: Any = None  # where its non-finite values come from, once known
@@ -65,7 +64,6 @@ class Leaf(Cell):
     def __init__(
         self, tensor: Tensor, version: int, holder: nn.Module | None = None, path: str = ""
     ) -> None:
-        """Belongs to module ``holder`` with that qualified name, at that version."""
         super().__init__(None, "")
         self.extremes = None
         self.holder, self.path = None if holder is None else weakref.ref(holder), path
@@ -154,7 +152,6 @@ class KnownTensors:
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._found: dict[int, tuple[StorageWeakRef, int, tuple[Cell, ...]]] = {}
 
     def find(self, tensor: Tensor, storage: Any) -> tuple[tuple[Cell, ...], bool] | None:

@@ -52,7 +52,6 @@ class Slots:
     """Slots for the extremes of tensors, used by one thread at a time; ``count`` are in use."""
 
     def __init__(self) -> None:
-        """Starts without memory."""
         self._pieces: list[_Piece] = []
         self._open: dict[tuple[torch.device, torch.dtype], _Piece] = {}
         self._kernels = extremes_kernels()
@@ -73,7 +72,8 @@ class Slots:
             is_row = tensor.is_contiguous() or _is_row(tensor.stride(), tensor.shape)
             if is_row and (address := tensor.data_ptr()):  # tensors of known zeros have no memory
                 piece, position = self._take(_CPU, torch.float32)
-                kernel(address, count, piece.address + 8 * position, _threads_for(count))
+                threads = 1 if count < _MANY else min(torch.get_num_threads(), MOST_THREADS)
+                kernel(address, count, piece.address + 8 * position, threads)
                 return piece.first_slot + position
         if dispatch_modes():  # the program's modes, which must not see this
             with disable_modes():
@@ -168,10 +168,6 @@ class _Piece:
         self.address = self.memory.data_ptr()
         self.views = list(zip(*columns, strict=True))
         self.first_slot = self.used = 0
-
-
-def _threads_for(count: int) -> int:
-    return 1 if count < _MANY else min(torch.get_num_threads(), MOST_THREADS)
 
 
 @functools.lru_cache(maxsize=1 << 10)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from ..patches import SCALERS
-from ..tensors import edges_of, floating_in, node_of
+from ..tensors import floating_in, node_of
 from ..torch_state import state_of_random_numbers
+from .gradients import sources_of
 from .slots import Slots
 
 #: A loss scaler may skip this share of so many steps; a scale below the floor no longer scales up.
@@ -27,7 +27,6 @@ class Run:
     def __init__(
         self, closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Prepares ``closure(*args, **kwargs)``."""
         self._closure, self._args, self._kwargs = closure, args, kwargs
         self._state = self._random_state()
 
@@ -55,7 +54,10 @@ class Run:
         """Whether the result, or a gradient behind it, is not finite; waits for devices."""
         results = floating_in(result.values() if isinstance(result, dict) else [result])
         slots = Slots()
-        for tensor in (*results, *_gradients(results)):
+        made = [node for each in results if (node := node_of(each)) is not None]
+        leaves = {node.variable for node, _ in sources_of(made)}
+        gradients = [each.grad for each in leaves if each.grad is not None]
+        for tensor in (*results, *gradients):
             if tensor.layout is torch.strided:
                 slots.measure(tensor)
         if isinstance(result, float) and not math.isfinite(result):
@@ -63,28 +65,10 @@ class Run:
         return slots.read() is not None
 
 
-def _gradients(results: list[Tensor]) -> list[Tensor]:
-    """Returns the gradients of the leaves from which ``results`` were computed."""
-    pending: list[Any] = [made for each in results if (made := node_of(each)) is not None]
-    seen: set[Any] = set(pending)
-    found: list[Tensor] = []
-    while pending:
-        node: Any = pending.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and variable.grad is not None:
-            found.append(variable.grad)
-        for following, _ in edges_of(node):
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return found
-
-
 class LossScaling:
     """The steps skipped by loss scalers, which sometimes make gradients overflow on purpose."""
 
     def __init__(self) -> None:
-        """Starts with none."""
         self._skipped: deque[bool] = deque(maxlen=_STEPS)
         self._is_bad = False
         SCALERS.clear()

@@ -52,7 +52,6 @@ class UnderflowCounts:
     """Counts of values, by op, module and line, kept on the devices."""
 
     def __init__(self, rate: float) -> None:
-        """Samples this share of calls."""
         self._rate = rate
         self._calls = 0
         self._counts: dict[tuple[str, str, str], Tensor] = {}

@@ -20,7 +20,7 @@ from ..errors import NonFiniteError, OptionError, noted, shown
 from ..observers import LOGGER, Attached, OpCall
 from ..policy import Policy
 from ..torch_internals import uncompiled
-from .culprit import Judge, Origin, offence_of
+from .culprit import Judge, offence_of
 from .notes import Notes
 from .offences import Offence
 from .steps import LossScaling, Run
@@ -55,7 +55,6 @@ class Watch:
         steps: tuple[int, float],
         underflow: float,
     ) -> None:
-        """Is called by `watch` only."""
         self.offences: list[Offence] = []
         self._mode, self._every, self._closure, self._window = mode, every, step, steps
         self._notes, self._judge = Notes(), Judge()
@@ -249,16 +248,18 @@ class Watch:
         notes = self._notes
         if notes.is_full:
             self._judge_notes(ends_step=False)
-        elif notes.has_gradients and call.phase == "forward" and self._ends_unseen():
+        elif (
+            notes.has_gradients
+            and call.phase == "forward"
+            and not self._steps_by_hand
+            and (self._scaling.is_used() or not self._has_optimizer)
+        ):
             self._close_skipped()
         notes.add_call(call, inputs, args, kwargs, result)
         self._underflow.add(call, inputs)
 
-    def _ends_unseen(self) -> bool:
-        """Whether a step may have ended without an optimizer's: skipped by a loss scaler, or done by hand."""
-        return not self._steps_by_hand and (self._scaling.is_used() or not self._has_optimizer)
-
     def _close_skipped(self) -> None:
+        """Ends a step that may have ended without an optimizer's: skipped by a loss scaler, or done by hand."""
         found = self._judge_notes(ends_step=True)
         self._notes.has_gradients = False
         if found or not self._scaling.is_used():
@@ -271,7 +272,11 @@ class Watch:
         """Reads the measurements; returns whether anything was wrong."""
         records = self._notes.take(ends_step=ends_step)
         origins = self._judge.judge(records, ends_step=ends_step)
-        reported = [offence for origin in origins if (offence := self._offence(origin))]
+        reported = []
+        for origin in origins:
+            is_scaled = origin.gradients is not None and self._scaling.is_used()
+            if not is_scaled or self._scaling.is_lost():
+                reported.append(offence_of(origin, "scale" if is_scaled else None))
         if ends_step:
             self._scaling.end_step()
         for offence in reported:
@@ -282,11 +287,6 @@ class Watch:
         if reported and self._mode == "raise" and may_raise:
             raise NonFiniteError(reported[0])
         return bool(origins)
-
-    def _offence(self, origin: Origin) -> Offence | None:
-        if not (origin.gradients and self._scaling.is_used()):
-            return offence_of(origin)
-        return offence_of(origin, "scale") if self._scaling.is_lost() else None
 
     def _log(self, offence: Offence) -> None:
         key = (offence.op, offence.module, offence.location, offence.kind, offence.phase)
