@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from .cells import clean, count, dtypes, is_measured, short_dtype, size
 from .pages import filled, page, page_file, paragraphs
 from .rows import Row, Totals, totals
-from .text import MOST_FIXES, ended_with, fixes, verdict
+from .text import MOST_FIXES, ended_with, fixes, kept_wide, verdict
 
 if TYPE_CHECKING:
     from .report import Report
@@ -40,6 +40,7 @@ def report_page(report: Report) -> str:
         verdict=verdict(report),
         error=ended_with(report) if report.error else "",
         fixes=found[:_MOST_FIXES],
+        kept=kept_wide(report)[:_MOST_FIXES],
         fixes_left_out=count(max(0, len(found) - _MOST_FIXES)),
         about={clean(name): clean(value) for name, value in report.about.items()},
         files=files,
@@ -66,6 +67,9 @@ def notebook_part(report: Report) -> str:
     ]
     if items:
         parts.append(f"<ol>{''.join(items)}</ol>")
+    if kept := kept_wide(report)[:MOST_FIXES]:
+        items = [f"<li>{html.escape(each)}</li>" for each in kept]
+        parts.append(f"<p>Not in low precision, and why:</p><ul>{''.join(items)}</ul>")
     if report.rows:
         parts.append(report.by_op().html_table())
     return f"<div>{''.join(parts)}</div>"

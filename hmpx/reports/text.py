@@ -60,6 +60,13 @@ def _lines(report: Report, columns: int) -> Iterator[str]:
         if fix.note:
             yield from wrapped(f"({fix.note})", "      ", columns)
     yield from _more(len(found) - MOST_FIXES, "rec.waste()")
+    kept = kept_wide(report)
+    if kept:
+        yield []
+        yield [("not in low precision, and why:", "")]
+    for said in kept[:MOST_FIXES]:
+        yield from _wrapped(said, "  ", columns)
+    yield from _more(len(kept) - MOST_FIXES, "hmpx.explain(op)")
     if report.rows:
         groups = report.by_op()
         yield from ("", *groups.table(MOST_GROUPS).lines(columns))
@@ -114,6 +121,21 @@ def ended_with(report: Report) -> str:
     """Returns the error that ended the run and its place, on one line."""
     said = f"the run ended with: {clean(' '.join((report.error or '').split()))}"
     return f"{said}, at {clean(report.error_location)}" if report.error_location else said
+
+
+def kept_wide(report: Report) -> list[str]:
+    """Returns each op that did not run in low precision, with its share and reason, the largest first."""
+    name = "bytes" if report.totals.bytes > 0 else "calls"
+    costs: dict[tuple[str, str], int] = {}
+    for row in report.rows:
+        if not row.is_low:
+            key = row.op, row.reason
+            costs[key] = costs.get(key, 0) + getattr(row, name)
+    whole = getattr(report.totals, name)
+    return [
+        f"{clean(op)}, {share(cost, whole)} of {name}: {clean(reason) or 'no reason recorded'}"
+        for (op, reason), cost in sorted(costs.items(), key=lambda each: -each[1])
+    ]
 
 
 # --- fixes ---------------------------------------------------------------------------------------

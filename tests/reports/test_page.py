@@ -96,7 +96,7 @@ def test_the_notebook_part_has_no_script() -> None:
     for report in (hostile(), large(300), Report(()), Report((row(),), (waste(),), {}, "x")):
         part = report._repr_html_()
         elements = Elements(part)
-        texts = {"div", "p", "strong", "ol", "li", "code", "br"}
+        texts = {"div", "p", "strong", "ol", "ul", "li", "code", "br"}
         assert {*elements.tags} <= texts | {"table", "thead", "tbody", "tr", "th", "td"}
         assert all(set(attributes) <= {"scope"} for _, attributes in elements.found)
         part.encode("utf-8")
