@@ -410,7 +410,7 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
     emulation = None
     if number_formats.is_format(decision.dtype) and plan.target is None:
         formats = _formats(decision, decision.dtype, options)
-        emulation = compute.emulation_class(formats)(
+        emulation = compute.Emulation(
             formats,
             plan.site.op,
             plan.site.parameters.names,

@@ -14,12 +14,12 @@ from .amaxes import histories_patch as histories_patch
 from .composition import Inputs as Inputs
 from .composition import computed_in_fp32 as computed_in_fp32
 from .composition import inputs_of as inputs_of
+from .composition import is_exported as is_exported
+from .composition import is_onnx_made as is_onnx_made
 from .composition import names_dtype as names_dtype
 from .composition import rounded as rounded
 from .composition import rounding_last as rounding_last
 from .composition import widen as widen
-from .graphs import is_exported as is_exported
-from .graphs import is_onnx_made as is_onnx_made
 from .kept_parameters import LEAST_ELEMENTS as LEAST_ELEMENTS
 from .kept_parameters import keeping_parameters as keeping_parameters
 from .kept_parameters import pays as pays
@@ -34,11 +34,10 @@ from .legalize.convolutions import prepare as prepare
 from .legalize.legalization import LEGALIZE_MODES as LEGALIZE_MODES
 from .legalize.legalization import SLOW_KINDS as SLOW_KINDS
 from .legalize.legalization import Legalization as Legalization
+from .legalize.legalization import Legalizer as Legalizer
 from .legalize.legalization import has_own_gradients as has_own_gradients
 from .legalize.legalization import has_own_products as has_own_products
 from .legalize.legalization import may_be_legalized as may_be_legalized
-from .legalize.legalizer import LegalizedCall as LegalizedCall
-from .legalize.legalizer import Legalizer as Legalizer
 from .lowered import LOWERINGS as LOWERINGS
 from .missing_kernels import Callee as Callee
 from .missing_kernels import Lacking as Lacking
@@ -63,7 +62,6 @@ from .watching import watched_emulation as watched_emulation
 from .watching import watched_rounding as watched_rounding
 
 if TYPE_CHECKING:
-    from .delayed import emulation_class as emulation_class
     from .emulation import Emulation as Emulation
     from .emulation import Formats as Formats
     from .lowering import Lowering as Lowering
@@ -75,7 +73,6 @@ else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,
         {
-            "delayed": "emulation_class",
             "emulation": "Emulation Formats",
             "lowering": "Lowering create_lower_func lowerings register_op unregister",
         },

@@ -43,28 +43,21 @@ class History:
 
     On the CPU an amax is a number. Elsewhere it stays on its device, since reading it would
     synchronize; it is written in place, for CUDA graphs.
-
-    Attributes:
-        format: The format whose scales derive from them.
-        steps: The number of ended steps with an amax.
-        is_pending: Whether the current step has any.
-        pending: The current step's largest; 0 for none.
-        reference: The amax that determines the scale; 0 while all are zero.
-        scale: On the CPU, that scale, or None.
     """
-
-    __slots__ = ("amaxes", "format", "is_pending", "pending", "reference", "scale", "steps")
 
     def __init__(self, format: Scaled, first: float | Tensor) -> None:
         """Starts empty, for amaxes like ``first``."""
         assert format.history is not None
-        self.format, self.steps, self.is_pending = format, 0, False
+        self.format = format
+        self.steps, self.is_pending = 0, False  # ended steps with an amax; whether this one has any
         device = first.device if isinstance(first, Tensor) else "cpu"
         with torch.inference_mode(False):
             memory = _zeros(format.history + 2, dtype=torch.float32, device=device)
-        self.reference, self.amaxes = memory[1], memory[2:]
-        self.pending: float | Tensor = memory[0] if isinstance(first, Tensor) else 0.0
-        self.scale: Tensor | None = None
+        self.reference, self.amaxes = memory[1], memory[2:]  # the amax of the scale; 0 if all are 0
+        self.pending: float | Tensor = (
+            memory[0] if isinstance(first, Tensor) else 0.0
+        )  # this step's
+        self.scale: Tensor | None = None  # on the CPU
 
     def is_for(self, amax: float | Tensor) -> bool:
         """Whether it accepts amaxes of this type and device."""
@@ -285,7 +278,6 @@ class Histories:
 
 
 def _checked(key: object, saved: object) -> Mapping[str, Any]:
-    """Returns a saved history, perhaps from a file; raises OptionError for anything else."""
     wrong = OptionError(
         f"amaxes of {shown(key)}: not in the form of Histories.state_dict(): {shown(saved)}"
     )

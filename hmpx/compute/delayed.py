@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Final
 
 import torch
@@ -43,8 +43,7 @@ from ..torch_internals import (
     transforms,
 )
 from ..torch_state import is_training, spot, without_casts
-from .amaxes import end_step_in_force, has_history, in_force
-from .emulation import Emulation, Formats
+from .amaxes import end_step_in_force, in_force
 
 _NO_CONTEXT: Final = contextlib.nullcontext()
 
@@ -52,27 +51,13 @@ _NO_CONTEXT: Final = contextlib.nullcontext()
 _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 
 
-def emulation_class(formats: Formats) -> type[Emulation]:
-    """Returns the class that computes ops in these formats."""
-    given = (formats.result, formats.weights, formats.activations, formats.gradients)
-    return DelayedEmulation if any(map(has_history, given)) else Emulation
-
-
-@dataclass(frozen=True)
-class DelayedEmulation(Emulation):
-    """Computes one op in number formats, some of them with a history."""
-
-    def _rounder_for(self, role: str, kind: str) -> Rounder:
-        format = getattr(self.formats, kind)
-        if not has_history(format):
-            return super()._rounder_for(role, kind)
-        rounding = self._rounder(format)
-        assert isinstance(rounding, Rounding)
-        records = is_training()
-        # A graph's keys are fixed.
-        is_taken = records or torch.compiler.is_dynamo_compiling()
-        key = key_of(self.op, role, format.name, is_taken)
-        return functools.partial(round_delayed, rounding, key, records)
+def rounder_for(rounding: Rounder, op: str, role: str, format: str) -> Rounder:
+    """Returns the function that rounds a tensor with this role in the current call of an op."""
+    records = is_training()
+    # A graph's keys are fixed.
+    is_taken = records or torch.compiler.is_dynamo_compiling()
+    key = key_of(op, role, format, is_taken)
+    return functools.partial(round_delayed, rounding, key, records)
 
 
 @run_when_traced
@@ -91,13 +76,18 @@ def key_of(op: str, role: str, format: str, is_taken: bool) -> str:
     return f"{label}:{path}:{op}:{role}:{format}"
 
 
-def round_delayed(rounding: Rounding, key: str, records: bool, x: Tensor) -> Tensor:
+def round_delayed(rounding: Rounder, key: str, records: bool, x: Tensor) -> Tensor:
     """Returns ``x`` rounded to a format with a history, scaled by earlier steps, if any.
 
     With ``records`` its amax affects later steps.
     """
+    assert isinstance(rounding, Rounding)
     if torch.compiler.is_dynamo_compiling() or not _has_values(x):
-        return _in_graph(rounding, key, records, x) if _is_compiled(x) else rounding(x)
+        if type(x) not in _TRACED or not is_compiled():
+            return rounding(x)
+        operator = _ROUNDED_BY_CHANCE if rounding.mode == "stochastic" else _ROUNDED
+        rounded: Tensor = operator(x.detach(), _text_of(rounding), key, records)
+        return rounded
     histories = in_force()
     if histories is None:
         return rounding(x)
@@ -132,11 +122,6 @@ def _has_values(x: Tensor) -> bool:
     )
 
 
-def _is_compiled(x: Tensor) -> bool:
-    """Whether torch.compile is tracing, so that values exist when the graph runs."""
-    return type(x) in _TRACED and is_compiled()
-
-
 # --- operators of graphs ----------------------------------------------------------------------------
 # They are idempotent within a step: they record and return the same for a tensor. So compilers may omit,
 # move and repeat them like pure functions.
@@ -154,13 +139,9 @@ def _defined(signature: str, function: Any, fake: Any, *tags: str) -> Any:
     return operator
 
 
+_SIGNATURE: Final = "(Tensor x, str rounding, str key, bool records) -> Tensor"
 _ROUNDED, _ROUNDED_BY_CHANCE = [
-    _defined(
-        f"{name}(Tensor x, str rounding, str key, bool records) -> Tensor",
-        _run,
-        lambda x, *others: torch.empty_like(x),
-        *tags,
-    )
+    _defined(f"{name}{_SIGNATURE}", _run, lambda x, *others: torch.empty_like(x), *tags)
     for name, *tags in (
         ("rounded_delayed",),
         ("rounded_delayed_by_chance", "nondeterministic_seeded"),
@@ -170,12 +151,6 @@ _ROUNDED, _ROUNDED_BY_CHANCE = [
 _STEP_ENDED: Final = _defined(
     "step_ended(Tensor(a!) x) -> ()", lambda x: end_step_in_force(), lambda x: None
 )
-
-
-def _in_graph(rounding: Rounding, key: str, records: bool, x: Tensor) -> Tensor:
-    operator = _ROUNDED_BY_CHANCE if rounding.mode == "stochastic" else _ROUNDED
-    found: Tensor = operator(x.detach(), _text_of(rounding), key, records)
-    return found
 
 
 def step_ended(parameter: Tensor) -> None:
@@ -188,7 +163,6 @@ _ELEMENTS: Final = {family.__name__: family for family in (Float, Fixed, Table)}
 
 @run_when_traced
 def _text_of(rounding: Rounding) -> str:
-    """Returns a rounding as text, for graphs."""
     format: Any = rounding.format
     given = {each.name: getattr(format, each.name) for each in fields(format)}
     element = given.pop("element")

@@ -237,7 +237,6 @@ def factored(
 
 
 def _scaled_sum(result: Tensor, alpha: Any, addend: Any, beta: Any) -> Tensor:
-    """Returns ``alpha`` times the product plus ``beta`` times the addend."""
     if alpha != 1:
         result = _mul(result, alpha)
     if addend is None or beta == 0:
@@ -291,7 +290,6 @@ def _convolved(
 
 
 def _each(value: Any, dims: int) -> list[int]:
-    """Returns a setting for each dimension."""
     if isinstance(value, SEQUENCES):
         return list(value) * dims if len(value) == 1 else list(value)
     return [value] * dims

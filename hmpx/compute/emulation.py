@@ -27,9 +27,9 @@ from ..torch_internals import (
     is_of_transform,
 )
 from ..torch_state import without_casts
-from .composition import call_raised, rounded
+from .amaxes import has_history
+from .composition import call_raised, is_onnx_made, is_traced, rounded
 from .emulated_products import ByAxis, EmulatedProduct, factored, has_axis, may_be_factored
-from .graphs import is_onnx_made, is_traced
 from .lowering import Lowering
 from .rounding import may_overflow, straight_through, warning_of_overflow
 from .watching import AS_DATA, EMULATION_WATCHERS, note_rounding
@@ -43,16 +43,12 @@ _CODES: Final = frozenset({torch.uint8, torch.uint16, torch.int32})
 
 @dataclass(frozen=True)
 class Formats:
-    """The number formats of one op.
-
-    Attributes:
-        gradients: The format of gradients, incoming and outgoing; None leaves them unrounded.
-    """
+    """The number formats of one op."""
 
     result: Format  # the format of results, unless they have an output dtype
     weights: Format  # the format of weights
     activations: Format  # the format of other inputs
-    gradients: Format | None = None
+    gradients: Format | None = None  # of incoming and outgoing ones; None leaves them unrounded
     rounding: str = "nearest"  # as in `formats.quantize`
     overflow: str | None = None  # likewise
 
@@ -72,9 +68,9 @@ class Emulation:
         rounds_late: Factors are rounded separately for each product, in `compute`.
     """
 
-    formats: Formats  # the formats
-    op: str = ""  # op name
-    names: tuple[str, ...] = ()  # names of the op's parameters, by position
+    formats: Formats
+    op: str = ""
+    names: tuple[str, ...] = ()  # of the op's parameters, by position
     accumulate_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     is_view: bool = False  # the op computes nothing, so its outputs need no rounding
@@ -91,11 +87,7 @@ class Emulation:
     _computes_in: torch.dtype = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Sets the derived fields.
-
-        Raises:
-            OptionError: A format does not support the rounding or overflow.
-        """
+        """Sets the derived fields; raises `OptionError` if a format does not support rounding or overflow."""
         formats, gradients = self.formats, self.formats.gradients
         found = ops.product(self.op)
         factors = [formats.weights, formats.activations]
@@ -118,6 +110,8 @@ class Emulation:
             self._rounders["result"] = self._looking(formats.result, "a result")
         if gradients is not None:
             self._rounders["gradients"] = self._rounder(gradients)
+        if any(map(has_history, [*factors, formats.result, gradients])):
+            from . import delayed  # noqa: F401  # not in a graph
 
     def _looking(self, format: Format, what: str) -> Rounder:
         found = self._rounder(format)
@@ -134,7 +128,18 @@ class Emulation:
 
     def _rounder_for(self, role: str, kind: str) -> Rounder:
         """Returns the rounding function for a tensor's role, to the format in the field ``kind`` of `Formats`."""
-        return self._rounders[kind]
+        format = getattr(self.formats, kind)
+        if not has_history(format):
+            return self._rounders[kind]
+        from .delayed import rounder_for
+
+        return rounder_for(self._rounder(format), self.op, role, format.name)
+
+    def _for_gradient(self, role: str) -> Rounder | None:
+        return None if self.formats.gradients is None else self._rounder_for(role, "gradients")
+
+    def _outgoing(self, role: str) -> Rounder | None:
+        return None if self.output_dtype is not None else self._for_gradient(f"gradient of {role}")
 
     @property
     def format(self) -> Format:
@@ -158,10 +163,9 @@ class Emulation:
             return tensor
         name = ops.parameter_named(name, self.names)
         if name == self._addend and name:  # unrounded with unrounded sums: hardware adds it to them
-            return (
-                tensor if self.output_dtype is not None else self._rounded(name, tensor, "result")
-            )
-        return tensor if self.rounds_late else self._rounded_factor(name, given, tensor)
+            is_rounded = self.output_dtype is None
+            return self._rounded(name, tensor, "result") if is_rounded else tensor
+        return tensor if self.rounds_late else self._rounded(name, tensor, self._kind(name, given))
 
     def _check(self) -> None:
         is_onnx = is_onnx_made()
@@ -171,10 +175,6 @@ class Emulation:
                 f"{self.format.name}: {what} can't hold a number format; use torch.export"
             )
 
-    def _rounded_factor(self, name: str, given: Tensor, tensor: Tensor) -> Tensor:
-        is_weight = self._is_weight(name, given)
-        return self._rounded(name, tensor, "weights" if is_weight else "activations")
-
     def _rounded(self, role: str, tensor: Tensor, kind: str) -> Tensor:
         round_ = self._rounder_for(role, kind)
         is_parameter = self.is_product and type(tensor) is nn.Parameter
@@ -183,24 +183,12 @@ class Emulation:
                 return round_(tensor)
         return straight_through(tensor, round_, self._outgoing(role))
 
-    def _outgoing(self, role: str) -> Rounder | None:
-        """Returns the rounding function for an input's gradient, which is a result like the op's outputs."""
-        if self.output_dtype is not None or self.formats.gradients is None:
-            return None
-        return self._rounder_for(f"gradient of {role}", "gradients")
-
-    def _incoming(self) -> Rounder | None:
-        """Returns the rounding function for the gradient of the op's result."""
-        if self.formats.gradients is None:
-            return None
-        return self._rounder_for("gradient", "gradients")
-
-    def _is_weight(self, name: str, given: Tensor) -> bool:
-        """Whether an input is a weight: by name, or for ops without such a name, if it is a parameter."""
+    def _kind(self, name: str, given: Tensor) -> str:
+        """Returns ``"weights"`` for a weight, by name, or for ops without such a name a parameter."""
         if ops.is_weight(name):
-            return True
+            return "weights"
         if not self._tells_weights or name.endswith("bias"):
-            return False
+            return "activations"
         if is_traced():
             raise OptionError(
                 f"{self.op}: in graphs that are traced nothing tells which of its inputs are weights; leave "
@@ -208,7 +196,7 @@ class Emulation:
             )
         while is_of_transform(given) and (behind := behind_transform(given)) is not given:
             given = behind
-        return isinstance(given, nn.Parameter)
+        return "weights" if isinstance(given, nn.Parameter) else "activations"
 
     # --- the op --------------------------------------------------------------------------------
 
@@ -219,21 +207,30 @@ class Emulation:
         """
         if self.is_view:
             return function(*args, **kwargs)
-        dtype = self._computes_in
-        incoming = self._incoming()
+        self._check()
+        dtype, incoming = self._computes_in, self._for_gradient("gradient")
         if self.rounds_late:
             result, args, kwargs, incoming = self._product(function, args, kwargs, given)
         elif dtype is torch.float32:
             result = function(*args, **kwargs)
         else:
             result = call_raised(function, args, kwargs, CAST[dtype], ELIGIBLE)
-        lowering = self._lowering(args)
+        lowering = self._lowering(args) if self.lowerings else None
         if lowering is not None:
             if lowering.takes_codes:
                 args, kwargs = self._with_tensors_for_numbers(args, kwargs)
             with without_casts():
                 result = lowering.in_place_of(result, args, kwargs)
-        return rounded(result, functools.partial(self._finish, incoming), dtype)
+
+        def finish(tensor: Tensor) -> Tensor:
+            if tensor.is_nested or tensor.layout is not torch.strided:
+                return tensor
+            is_rounded = self.output_dtype is None
+            round_ = self._rounder_for("result", "result") if is_rounded else None
+            found = straight_through(tensor, round_, incoming)
+            return CAST[self.output_dtype or torch.float32](found)
+
+        return rounded(result, finish, dtype)
 
     def _product(
         self, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args
@@ -246,47 +243,42 @@ class Emulation:
             raise_one = CAST[self._computes_in]
             args, kwargs = call_raised(lambda *a, **k: (a, k), args, kwargs, raise_one, ELIGIBLE)
         call = factored(self.op, self.names, function, args, kwargs)
+        gradients, incoming = self.formats.gradients, self._for_gradient("gradient")
         if call is None:  # rounded along the last axes, as in other ops
-            args, kwargs = self._with_rounded(args, kwargs, given)
-            return function(*args, **kwargs), args, kwargs, self._incoming()
+            args, kwargs = self._mapped(self._with_rounded, args, kwargs)
+            return function(*args, **kwargs), args, kwargs, incoming
         originals = {id(new): old for new, old in zip(args, given, strict=False)}
         factors: list[Tensor] = []
         rounders: list[ByAxis | None] = []
         for i, (name, factor) in enumerate(zip(call.names, call.factors, strict=True)):
-            role, original = name or f"factor {i}", originals.get(id(factor), factor)
-            is_weight = self._is_weight(name, original)
-            format = self.formats.weights if is_weight else self.formats.activations
-            if has_axis(format):
-                factors.append(straight_through(factor, None, self._outgoing(role)))
-                rounders.append(functools.partial(self._rounder, format))
+            role = name or f"factor {i}"
+            kind = self._kind(name, originals.get(id(factor), factor))
+            format = getattr(self.formats, kind)
+            is_late = has_axis(format)
+            if is_late:
+                factor = straight_through(factor, None, self._outgoing(role))  # noqa: PLW2901
             else:
-                factors.append(self._rounded_factor(role, original, factor))
-                rounders.append(None)
-        product = EmulatedProduct(call.multiplication, tuple(rounders), self._incoming_by_axis())
+                factor = self._rounded(role, factor, kind)  # noqa: PLW2901
+            factors.append(factor)
+            rounders.append(functools.partial(self._rounder, format) if is_late else None)
+        by_axis: ByAxis | None = None
+        if gradients is not None and has_axis(gradients):
+            by_axis = functools.partial(self._rounder, gradients)
+        elif incoming is not None:
+            by_axis = functools.partial(lambda found, axis: found, incoming)
+        product = EmulatedProduct(call.multiplication, tuple(rounders), by_axis)
         result = call.finish(product.compute(factors))
         if self.lowerings:
             args, kwargs = call.replace(product.rounded(factors))
         return result, args, kwargs, None
 
-    def _incoming_by_axis(self) -> ByAxis | None:
-        """Returns the rounding functions for a product's gradient, for each product of the backward."""
-        gradients, incoming = self.formats.gradients, self._incoming()
-        if gradients is None or incoming is None:
-            return None
-        if has_axis(gradients):
-            return functools.partial(self._rounder, gradients)
-        return lambda axis: incoming
+    def _with_rounded(self, name: str, value: Any) -> Any:
+        def round_one(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            return self._rounded(name, tensor, self._kind(name, tensor))
 
-    def _with_rounded(self, args: Args, kwargs: Kwargs, given: Args) -> tuple[Args, Kwargs]:
-        def round_one(name: str, value: Any) -> Any:
-            if name == self._addend:
-                return value
-            return map_tensors(
-                value,
-                lambda t: self._rounded_factor(name, t, t) if t.is_floating_point() else t,
-            )
-
-        return self._mapped(round_one, args, kwargs)
+        return value if name == self._addend else map_tensors(value, round_one)
 
     def _with_tensors_for_numbers(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Returns the arguments with numbers in tensor positions replaced by 0-dim tensors."""
@@ -307,16 +299,7 @@ class Emulation:
         new_args = tuple([change(name, value) for name, value in zip(names, args, strict=False)])
         return new_args, {name: change(name, value) for name, value in kwargs.items()}
 
-    def _finish(self, incoming: Rounder | None, tensor: Tensor) -> Tensor:
-        self._check()
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            return tensor
-        round_ = None if self.output_dtype is not None else self._rounder_for("result", "result")
-        return CAST[self.output_dtype or torch.float32](straight_through(tensor, round_, incoming))
-
     def _lowering(self, args: Args) -> Lowering | None:
-        if not self.lowerings:
-            return None
         first = next((value for value in args if isinstance(value, Tensor)), None)
         device_type = None if first is None else first.device.type
         return self.lowerings.get(device_type) or self.lowerings.get(None)
@@ -342,9 +325,8 @@ class Emulation:
         kinds = (nn.Parameter, FunctionalTensor) if is_traced else nn.Parameter
 
         def value(given: Any) -> Any:  # no other parameters are integers
-            return (
-                decode(given, format) if _is_integer(given) and isinstance(given, kinds) else given
-            )
+            is_code = _is_integer(given) and isinstance(given, kinds)
+            return decode(given, format) if is_code else given
 
         new_args = (args[0], *map(value, args[1:])) if args else args
         return new_args, {name: value(given) for name, given in kwargs.items()}

@@ -55,17 +55,11 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
 ) -> Any:
     """Runs ``function`` on cast arguments; autograd keeps the original parameters instead of their casts.
 
-    Args:
-        is_choosy: Leave casts that cost more time than they are worth.
-        function: torch's function.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        given: The positional arguments before they were cast.
-        given_kwargs: The keyword arguments before they were cast; None if none was.
+    ``given`` are the arguments before casts. With ``is_choosy``, casts that cost more time than they are worth
+    are kept.
     """
-    if (
-        is_choosy and is_dynamo_compiling()
-    ):  # avoids guards on sizes; partitioned graphs choose later
+    # Avoids guards on sizes; partitioned graphs choose later.
+    if is_choosy and is_dynamo_compiling():
         return function(*args, **kwargs)
     pairs: list[Pair] = []
     if torch.is_grad_enabled() and not is_jit_tracing():  # its sizes are tensors
@@ -124,24 +118,19 @@ def pays(weight: Tensor, other: Tensor) -> bool:
 
 
 def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Kept:
-    """Returns the `Kept` that autograd stores for ``tensor``: its parameter, if it has one."""
     kept = None
     if tensor.dtype in LOW_DTYPES and tensor.layout is torch.strided:
         memory = _storage(tensor)._cdata
         for parameter, cast in pairs:
             # Inference tensors have no version counter; their casts are ordinary tensors.
-            if (
-                _storage(cast)._cdata == memory
-                and _has_strides(cast)
-                and not parameter.is_inference()
-            ):
+            is_usual = _has_strides(cast) and not parameter.is_inference()
+            if is_usual and _storage(cast)._cdata == memory:
                 offset = tensor.storage_offset() - cast.storage_offset()
                 layout = (cast.stride(), tensor.shape, tensor.stride(), offset)
                 # A leaf is kept itself, as in autograd: sharding may replace its memory meanwhile.
                 is_leaf = _is_parameter(parameter) and pack_outer is None
-                again = functools.partial(
-                    _cast_again, cast.dtype, parameter._cdata if is_leaf else None
-                )
+                identity = parameter._cdata if is_leaf else None
+                again = functools.partial(_cast_again, cast.dtype, identity)
                 kept = Kept(parameter if is_leaf else _detach(parameter), again, layout)
                 break
     if kept is None:

@@ -22,7 +22,7 @@ from ..registry import change_together, exclusive
 from ..tensors import SEQUENCES, Args, Kwargs, map_tensors
 from ..torch_internals import HAS_OPERATORS, may_learn
 from ..torch_state import without_casts
-from .graphs import is_exported, is_traced
+from .composition import is_exported, is_traced
 from .lowered import LOWERINGS, Lowerings
 
 
@@ -48,11 +48,7 @@ class Lowering:
         return f"{self.op} in {self.format}"
 
     def in_place_of(self, result: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Returns the function's result with the gradient of torch's ``result``.
-
-        Raises:
-            OptionError: The function returns another shape.
-        """
+        """Returns the function's result with the gradient of torch's ``result``; both have one shape."""
         if not isinstance(result, Tensor):
             raise OptionError(f"{self.name}: an op that is lowered returns one tensor")
         if is_traced() and not is_exported():
@@ -82,11 +78,7 @@ class Lowering:
         return found
 
     def called(self, args: Args, kwargs: Kwargs) -> Tensor:
-        """Returns the function's result; it gets copies, to which it may write.
-
-        Raises:
-            OptionError: It does not return a tensor.
-        """
+        """Returns the function's result, one tensor; it gets copies, to which it may write."""
         found = self.function(*map(_copied, args), **{n: _copied(v) for n, v in kwargs.items()})
         if not isinstance(found, Tensor):
             raise OptionError(f"{self.name}: an op that is lowered returns one tensor")
@@ -119,7 +111,6 @@ _TENSOR: Final = "hmpx::tensor"
 
 
 def _emptied(value: Any, tensors: list[Tensor]) -> Any:
-    """Returns ``value`` with its tensors replaced by numbers and added to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value.detach())
         return {_TENSOR: len(tensors) - 1}

@@ -8,6 +8,7 @@ a cast: it also applies inside `disable_casts`, and on any device.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import re
@@ -28,8 +29,7 @@ from ..places import PACKAGE, with_callers
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name, tensors_in
 from ..torch_internals import is_jit_tracing, run_when_traced
 from ..torch_state import is_below_dispatcher, without_casts
-from .composition import inputs_of, names_dtype, widen
-from .graphs import is_exported
+from .composition import inputs_of, is_exported, names_dtype, widen
 from .selecting import argument, with_fp32_gradients
 from .watching import note_legalized
 
@@ -44,17 +44,13 @@ Place = tuple[str, torch.dtype]
 
 @dataclass(frozen=True)
 class Lacking:
-    """The missing low-precision kernels of one op.
-
-    Attributes:
-        only: Name of the argument that must be true, or have the value after it, if kernels are missing
-            for some calls only; ``uncoalesced`` for calls on sparse tensors with equal indices; empty for
-            all calls.
-    """
+    """The missing low-precision kernels of one op."""
 
     always: frozenset[Place] = frozenset()  # no call runs there
     sometimes: frozenset[Place] = frozenset()  # some calls run there, others don't
     backward: frozenset[Place] = frozenset()  # gradients have no kernel there
+    #: Name of the argument that must be true, or have the value after it, if kernels are missing for some calls
+    #: only; ``uncoalesced`` for calls on sparse tensors with equal indices.
     only: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -84,23 +80,17 @@ KNOWN_DEVICES: Final = frozenset([each.name for each in DEVICE_TYPES if each.has
 @functools.cache
 def lacking_kernels() -> Mapping[str, Lacking]:
     """Returns op name -> its missing kernels, for ops that lack any."""
-    found: dict[str, dict[str, set[Place]]] = {}
-    only: dict[str, tuple[str, ...]] = {}
+    found: dict[str, Lacking] = {}
     for section, names in _facts().items():
         if section == "untried":
             continue
         device_type, dtype, how = section.split()
+        place = device_type, getattr(torch, dtype)
         for name, condition in names.items():
-            only[name] = tuple(condition.split())
-            places = found.setdefault(
-                name, {"always": set(), "sometimes": set(), "backward": set()}
-            )
-            places[how].add((device_type, getattr(torch, dtype)))
-    made = {
-        name: Lacking(**{how: frozenset(each) for how, each in places.items()}, only=only[name])
-        for name, places in found.items()
-    }
-    return types.MappingProxyType(made)
+            known = found.get(name, Lacking())
+            places = {how: getattr(known, how) | {place}}
+            found[name] = dataclasses.replace(known, only=tuple(condition.split()), **places)
+    return types.MappingProxyType(found)
 
 
 def _facts() -> Mapping[str, Mapping[str, str]]:
@@ -158,7 +148,6 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
 
 
 def _holds(only: tuple[str, ...], callee: Callee, args: Args, kwargs: Kwargs) -> bool:
-    """Whether the argument has the value that ``only`` names, or is true."""
     name, *values = only
     if name == "uncoalesced":  # a sparse input has several elements in one place
         first = tensors_in((*args, *kwargs.values()))[0]
@@ -176,7 +165,6 @@ def _widest(args: Args, kwargs: Kwargs) -> torch.dtype:
 
 
 def _tried(callee: Callee, args: Args, kwargs: Kwargs, low: Tensor, dtype: torch.dtype) -> Any:
-    """Returns the result of torch's function, computed in fp32 if it rejects the dtype."""
     generator = _generator(kwargs, low) if callee.is_random else None
     state = None if generator is None else generator.get_state()
     try:
@@ -203,10 +191,7 @@ _REFUSING: Final = re.compile(
 
 
 def is_refusal(error: Exception, library: str = "torch") -> bool:
-    """Whether torch's function, or another ``library``'s, itself raised ``error`` because of dtypes.
-
-    Signal handlers, modes and hooks raise in their own frames. Asynchronous exceptions have no message.
-    """
+    """Whether torch's function, or another ``library``'s, itself raised ``error`` because of dtypes."""
     if type(error) not in _REFUSALS or not _REFUSING.search(str(error)):
         return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -217,15 +202,13 @@ def is_refusal(error: Exception, library: str = "torch") -> bool:
 def may_run_again(error: Exception, library: str = "torch") -> bool:
     """Whether a call that failed with ``error`` may be repeated: see `is_refusal`.
 
-    Not in torch.jit.trace: a failed call destroys the state of the trace, and the process crashes if the traced
-    function continues.
+    Not in torch.jit.trace: a failed call destroys its state, and the process crashes if it continues.
     """
     modules = [frame.f_globals.get("__name__") for frame in with_callers(sys._getframe())]
     return is_refusal(error, library) and torch.jit.trace.__module__ not in modules
 
 
 def _generator(kwargs: Kwargs, low: Tensor) -> Any:
-    """Returns the generator of a random op, or None."""
     if kwargs.get("generator") is not None:
         return kwargs["generator"]
     if low.device.type == "cuda":
@@ -250,14 +233,9 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
         return map_tensors(value, widened)
 
     names, writes = callee.names, callee.writes | {"out"}
-    positional = [
-        raised(value, position < len(names) and names[position] in writes)
-        for position, value in enumerate(args)
-    ]
-    named = {
-        name: raised(value, name == "out" or parameter_named(name, names) in writes)
-        for name, value in kwargs.items()
-    }
+    padded = (*names, *("",) * len(args))
+    positional = [raised(v, name in writes) for name, v in zip(padded, args, strict=False)]
+    named = {name: raised(v, parameter_named(name, names) in writes) for name, v in kwargs.items()}
     with without_casts() if callee.is_python else contextlib.nullcontext():
         result = callee.function(*positional, **named)
     for target, wide in stand_ins:
@@ -281,7 +259,6 @@ _noted: set[tuple[str, str, str]] = set()
 
 
 def _note(op: str, dtype: str, device_type: str) -> None:
-    """Records that an op runs in fp32, and logs it once."""
     note_legalized()
     if (op, dtype, device_type) not in _noted:
         _noted.add((op, dtype, device_type))

@@ -26,20 +26,13 @@ _copy_ = Tensor.copy_
 
 @dataclass(frozen=True)
 class Statistics:
-    """The running statistics among a norm's arguments, and the dtypes that its kernels accept.
-
-    Attributes:
-        parameters: Positions of weight and bias, which must have the dtype of the statistics.
-        updates_if: Name and position of the argument that decides whether the statistics are updated;
-            None if they always are.
-        mixed_device_types: Device types whose kernels accept fp32 parameters and statistics with a
-            low-precision input. On others all have the input's dtype.
-    """
+    """The running statistics among a norm's arguments, and the dtypes that its kernels accept."""
 
     positions: Mapping[str, int]  # name of each statistic -> its position among the arguments
-    parameters: Mapping[str, int]
+    parameters: Mapping[str, int]  # weight and bias, which must have the dtype of the statistics
     first: str  # name of the input
-    updates_if: tuple[str, int] | None
+    updates_if: tuple[str, int] | None  # the argument that decides whether statistics are updated
+    #: Whose kernels accept fp32 parameters and statistics with a low-precision input.
     mixed_device_types: frozenset[str]
     are_rounded: bool  # torch's function casts statistics to the input's dtype
 
@@ -98,7 +91,9 @@ class Statistics:
                 where[key] = CAST[dtype](statistic)
                 copied.append((statistic, where[key]))
         result = function(*values, **kwargs)
-        if self._updates(values, kwargs):
+        name, position = self.updates_if or ("", 0)
+        is_written = values[position] if position < len(values) else kwargs.get(name)
+        if self.updates_if is None or is_written:
             with torch.no_grad():
                 for statistic, copy in copied:
                     # Bypasses the version counter, like the kernels, for later gradients.
@@ -121,12 +116,6 @@ class Statistics:
         if first.device.type not in self.mixed_device_types:
             return dtype
         return None if found <= {torch.float32} else torch.float32
-
-    def _updates(self, values: list[Any], kwargs: Kwargs) -> bool:
-        if self.updates_if is None:
-            return True
-        name, position = self.updates_if
-        return bool(values[position] if position < len(values) else kwargs.get(name))
 
 
 def _places(

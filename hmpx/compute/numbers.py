@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import numbers as abstract
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..ops import Numbers
-from ..tensors import LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs, is_low
+from ..tensors import LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs, is_low, leaves
 from ..torch_state import is_below_dispatcher, is_off, is_off_by_program, partly_off
 from .composition import inputs_of, widen
 from .missing_kernels import Callee, in_fp32
@@ -90,54 +90,42 @@ def taking_numbers(
 
 def completed_by_numbers(callee: Callee, numbers: Numbers) -> Callable[..., Any]:
     """Makes torch's function accept numbers that the low-precision dtype of its tensor does not hold."""
+    function = callee.function
 
     def complete(*args: Any, **kwargs: Any) -> Any:
-        return _taken(callee, numbers, args, kwargs)
+        tensor = _deciding(callee, args, kwargs)
+        if tensor is None or is_below_dispatcher():
+            return function(*args, **kwargs)
+        dtype = kwargs.get("dtype") or tensor.dtype
+        if not is_low(dtype) or _is_off(tensor.device.type):
+            return function(*args, **kwargs)
+        if numbers.are_factors:
+            given = [value for p, value in enumerate(args) if p in numbers.positions]
+            given += [value for name, value in kwargs.items() if name in numbers.names]
+            if all([held(value, dtype) is value for value in leaves(given)]):  # noqa: C419
+                return function(*args, **kwargs)
+            return in_fp32(callee, args, kwargs, dtype)
+
+        # A kernel that promotes does not treat 0-dim tensors among 0-dim tensors as numbers.
+        has_numbers = not callee.promotes or tensor.dim() > 0
+
+        def taken(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [held(item, dtype) for item in value]
+            if not isinstance(value, Tensor):
+                return held(value, dtype)
+            is_number = has_numbers and not value.dim() and value.dtype is not dtype
+            return _held_tensor(value, dtype) if is_number and not value.is_complex() else value
+
+        positional = [taken(v) if p in numbers.positions else v for p, v in enumerate(args)]
+        named = {name: taken(v) if name in numbers.names else v for name, v in kwargs.items()}
+        return function(*positional, **named)
 
     return complete
 
 
-def _taken(callee: Callee, numbers: Numbers, args: Args, kwargs: Kwargs) -> Any:
-    """Returns the result of a call that may hold a number that its dtype does not."""
-    function, tensor = callee.function, _deciding(callee, args, kwargs)
-    if tensor is None or is_below_dispatcher():
-        return function(*args, **kwargs)
-    dtype = kwargs.get("dtype") or tensor.dtype
-    if not is_low(dtype) or _is_off(tensor.device.type):
-        return function(*args, **kwargs)
-    given = [value for p, value in enumerate(args) if p in numbers.positions]
-    given += [value for name, value in kwargs.items() if name in numbers.names]
-    if numbers.are_factors:
-        if all([held(value, dtype) is value for value in _each(given)]):  # noqa: C419
-            return function(*args, **kwargs)
-        return in_fp32(callee, args, kwargs, dtype)
-
-    # A kernel that promotes does not treat 0-dim tensors among 0-dim tensors as numbers.
-    has_numbers = not callee.promotes or tensor.dim() > 0
-
-    def taken(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [held(item, dtype) for item in value]
-        if not isinstance(value, Tensor):
-            return held(value, dtype)
-        is_number = has_numbers and not value.dim() and value.dtype is not dtype
-        return _held_tensor(value, dtype) if is_number and not value.is_complex() else value
-
-    positional = [taken(v) if p in numbers.positions else v for p, v in enumerate(args)]
-    named = {name: taken(v) if name in numbers.names else v for name, v in kwargs.items()}
-    return function(*positional, **named)
-
-
-def _each(values: list[Any]) -> Iterator[Any]:
-    """Yields the values, and the items of lists among them."""
-    for value in values:
-        yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
 def _is_off(device_type: str) -> bool:
-    """Whether the program has switched casts off for tensors on devices of this type."""
-    if is_off():
-        # Inside an op implemented in Python, it is hmpx that has.
+    if is_off():  # inside an op implemented in Python, by hmpx
         return torch.compiler.is_dynamo_compiling() or is_off_by_program()
     return device_type in partly_off()
 
@@ -156,7 +144,6 @@ def _deciding(callee: Callee, args: Args, kwargs: Kwargs) -> Tensor | None:
 
 
 def _held_tensor(number: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamps a finite scalar tensor to the range of ``dtype``."""
     wide = number if number.dtype is torch.float64 else widen(number)
     largest = _LARGEST[dtype]
     return _where(_is_inf(wide), wide, _clamp(wide, -largest, largest))

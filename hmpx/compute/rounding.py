@@ -33,10 +33,7 @@ _clone = torch.Tensor.clone
 def straight_through(
     tensor: Tensor, round_: Rounder | None, round_gradient: Rounder | None = None
 ) -> Tensor:
-    """Rounds ``tensor`` by ``round_``, and its gradients of any order by ``round_gradient``.
-
-    None for either leaves the values, or the gradients, unchanged.
-    """
+    """Rounds ``tensor`` by ``round_``, and its gradients of any order by ``round_gradient``; None rounds nothing."""
     if round_ is None and round_gradient is None:
         return tensor
     if may_learn(tensor):
@@ -48,8 +45,6 @@ def straight_through(
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds values, and gradients if requested."""
-
     drawn_as = "cast"
 
     generate_vmap_rule = True
@@ -96,14 +91,7 @@ def warning_of_overflow(round_: Rounder, format: Format, op: str, what: str, lin
     """Makes ``round_`` warn, once per conversion, if it makes finite values infinite or NaN.
 
     On the CPU only: reading values elsewhere would synchronize the device. It checks the sum of the
-    rounded values, in a tenth to a third of the time of rounding; `hmpx.watch` checks all devices.
-
-    Args:
-        round_: Rounds to the format.
-        format: The format.
-        op: The op whose values these are.
-        what: Their role: ``"an input"``.
-        line: The origin of the op's decision.
+    rounded values, in a tenth to a third of the time of rounding. ``what`` is their role: ``"an input"``.
     """
 
     def round_and_look(tensor: Tensor) -> Tensor:
@@ -129,7 +117,6 @@ def warning_of_overflow(round_: Rounder, format: Format, op: str, what: str, lin
 
 
 def _largest_lost(tensor: Tensor, result: Tensor) -> float | None:
-    """Returns the largest magnitude that rounding made infinite or NaN, or None."""
     with torch.no_grad(), without_casts():
         is_lost = _and(_isfinite(tensor), _not(_isfinite(result)))
         if not is_lost.any().item():

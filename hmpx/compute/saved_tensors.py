@@ -38,9 +38,7 @@ class Kept:
     """The replacement of an fp32 tensor that autograd saves.
 
     Attributes:
-        tensor: The low-precision tensor, or parameter, that is the source of the fp32 tensor; with outer
-            hooks, their packed object.
-        version: The tensor's version counter, to detect later writes.
+        tensor: Its low-precision source, perhaps a parameter; with outer hooks, their packed object.
         raise_again: Recreates the fp32 tensor; None if ``tensor`` is it.
         rest: The number to add to its bits afterwards, see `remainder`; None for nothing.
         layout: The strides of the first result of ``raise_again``, then the shape, strides and offset of
@@ -61,19 +59,14 @@ class Kept:
 
 
 def unpack(kept: Kept, unpack_outer: Callable[[Any], Tensor] | None = None) -> Tensor:
-    """Returns the tensor that ``kept`` represents.
+    """Returns the tensor that ``kept`` represents; raises RuntimeError if its source was written to.
 
     Under compiled autograd writes are not detected, like all writes to tensors that hooks keep.
-
-    Raises:
-        RuntimeError: Its source was written to.
     """
     tensor: Tensor = kept.tensor
     if unpack_outer is not None:
         tensor = unpack_outer(tensor)
-    elif (
-        not is_dynamo_compiling() and tensor._version != kept.version
-    ):  # its own tracing has no versions
+    elif not is_dynamo_compiling() and tensor._version != kept.version:  # it has no versions
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
             f"inplace operation: [{tensor.dtype}, {list(tensor.shape)}] is at version "
@@ -89,7 +82,6 @@ def unpack(kept: Kept, unpack_outer: Callable[[Any], Tensor] | None = None) -> T
 
 
 def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any, offset: Any) -> Tensor:
-    """Returns a view of ``tensor``, which must have the strides from packing."""
     if tensor.stride() != strides:  # outer hooks returned another layout
         same = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = _copy_(same, tensor)
@@ -158,17 +150,13 @@ def remainder(exact: Tensor, low: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The precision of one call.
-
-    Attributes:
-        splits_output: An output that autograd saves with other tensors is kept as two 16-bit tensors:
-            the rounded output, and the remainder.
-    """
+    """The precision of one call."""
 
     dtype: torch.dtype  # the low-precision dtype
     widen: Callable[[Tensor], Tensor]  # upcasts its inputs
     is_product: bool  # autograd saves only its inputs, or copies of them
     rounds_inputs: bool  # its fp32 inputs are rounded first
+    #: An output saved with other tensors is kept as two 16-bit tensors: the rounded output, and the remainder.
     splits_output: bool = False
 
 
@@ -215,9 +203,6 @@ class _Packer:
     """The pack hook of one call.
 
     Attributes:
-        precision: How the call is computed.
-        convert: Rounds a tensor to the call's dtype.
-        outer: The hooks around the call, or None.
         sources: By address: the source of an fp32 input, how to upcast it, and the strides.
         alive: Addresses of fp32 parameters that are inputs themselves.
         pending: Address and `Kept` of tensors that `settle` decides.

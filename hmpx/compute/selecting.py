@@ -14,8 +14,7 @@ from torch import Tensor
 from ..ops import parameter_named
 from ..tensors import CAST, Args, Kwargs, tensors_in
 from ..torch_internals import data_of, has_fake_tensors, has_tangents, is_jit_tracing, transforms
-from .composition import Inputs, computed_in_fp32, rounded
-from .graphs import is_traced
+from .composition import Inputs, computed_in_fp32, is_traced, rounded
 
 if TYPE_CHECKING:
     from .missing_kernels import Callee

@@ -123,8 +123,6 @@ def cast_as_one(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] |
 
 
 class _CastAsOne(torch.autograd.Function):
-    """The cast of a chunk; gradients in one chunk are also cast together."""
-
     drawn_as = "cast"
 
     @staticmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, Protocol, TypeGuard
@@ -9,6 +11,8 @@ from typing import Final, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from .. import arguments
+from ..device_types import DEVICE_TYPES
 from ..errors import OptionError, shown, suggestion
 
 #: Tensors of these dtypes may be cast; float64, complex, integer and bool never are.
@@ -83,3 +87,85 @@ def parse_name(name: str, allowed: tuple[torch.dtype, ...] = COMPUTED) -> torch.
         known = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise OptionError(f"unknown dtype {shown(name)} ({known}){suggestion(name, names)}")
     return found
+
+
+_SPELLINGS: Final = {other: each.name for each in DEVICE_TYPES for other in each.spellings}
+
+
+def default_device_types() -> frozenset[str]:
+    """Returns the accelerator's device type when there is one, else ``{"cpu"}``.
+
+    An importable ``habana_frameworks`` means Gaudi, even before that package registers itself.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and is_available(accelerator.type):
+        return frozenset({accelerator.type})
+    if _has_habana_frameworks():
+        return frozenset({"hpu"})
+    return frozenset({"cpu"})
+
+
+def is_available(device_type: str) -> bool:
+    """Whether there is an accelerator of this type that this build of torch supports.
+
+    This starts no context on the accelerator, which would make it unusable in processes that are
+    forked later: it counts CUDA devices through the management library, whereas
+    `torch.cuda.is_available` initializes the driver.
+    """
+    module = torch.get_device_module(device_type)
+    if device_type == "cuda" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.device_count() > 0
+    return bool(module.is_available())
+
+
+def is_present(device_type: str) -> bool:
+    """Whether tensors can be on devices of this type here."""
+    try:
+        return device_type == "meta" or is_available(device_type)
+    except (
+        RuntimeError,
+        AttributeError,
+    ):  # torch has no module for it, or that has no `is_available`
+        return False
+
+
+def parse_device_types(value: object) -> frozenset[str]:
+    """Returns ``value`` as a set of torch device types; ``None`` gives the default.
+
+    Raises:
+        OptionError: ``value`` is empty, is not a collection of strings, or has a type unknown to torch.
+    """
+    if value is None:
+        return default_device_types()
+    names = arguments.texts("device_types", value, 'a set of names such as {"cuda"}')
+    if not names:
+        raise OptionError('device_types is empty; name at least one, such as {"cuda"}')
+    return frozenset([parse_device_type("device_types", name) for name in names])
+
+
+def parse_device_type(argument: str, value: object) -> str:
+    """Returns ``value`` as the name of a torch device type.
+
+    Raises:
+        OptionError: ``value`` is not a string, or is a type unknown to torch.
+    """
+    name = arguments.text(argument, value, 'a device type such as "cuda"')
+    try:
+        parsed = torch.device(name).type
+    except (RuntimeError, ValueError):  # for a bad name, and for a bad number after it
+        parsed = None
+    if parsed != name:
+        known = tuple([each.name for each in DEVICE_TYPES if each.is_suggested])
+        hint = (
+            suggestion(name.partition(":")[0], known, _SPELLINGS) or f" (known: {', '.join(known)})"
+        )
+        raise OptionError(f"{argument}: torch has no device type {shown(name)}{hint}")
+    return name
+
+
+def _has_habana_frameworks() -> bool:
+    loaded = sys.modules.get("habana_frameworks")
+    if loaded is not None:
+        return not getattr(loaded, "__hmpx_shim__", False)
+    # Unlike importlib.util's function it takes no lock, which Ctrl-C might leave locked.
+    return importlib.machinery.PathFinder.find_spec("habana_frameworks") is not None

@@ -9,6 +9,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
+from ..torch_internals import dispatch_modes, is_graph_made, is_jit_tracing, transforms
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -97,3 +99,85 @@ def with_items(sequence: Any, items: list[Any]) -> Any:
     if hasattr(sequence, "__dict__"):
         vars(made).update(vars(sequence))
     return made
+
+
+#: The key under which a node's metadata holds the nodes before it.
+_BEFORE: Final = "hmpx.before"
+
+
+def node_of(tensor: Tensor) -> Any:
+    """Returns the autograd node that created a tensor, or None.
+
+    Torch raises an error for a view made without gradients whose base was written to: this returns None.
+
+    Example:
+        >>> node_of(torch.ones(2, requires_grad=True).exp()).name()
+        'ExpBackward0'
+    """
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:
+        return None
+    if node is not None:
+        edges_of(node)
+    return node
+
+
+def edges_of(node: Any) -> tuple[tuple[Any, int], ...]:
+    """Returns a node's edges: the nodes before it, or None, and which of their outputs it takes.
+
+    From then on the node's metadata holds the edges. Torch frees nodes that Python has seen recursively, which
+    overflows the stack for chains of thousands. Python limits the recursion for its own containers.
+
+    Example:
+        >>> node = node_of(torch.ones(2, requires_grad=True).exp().log())
+        >>> [before.name() for before, _ in edges_of(node)]
+        ['ExpBackward0']
+    """
+    edges: tuple[tuple[Any, int], ...] = node.next_functions
+    if edges:
+        node.metadata[_BEFORE] = edges
+    return edges
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Whether no operation known to autograd created a tensor; False for a view without this information.
+
+    Example:
+        >>> is_leaf(torch.ones(2, requires_grad=True))
+        True
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
+class Constant:
+    """A constant tensor, on each device that needs it."""
+
+    def __init__(self, make: Callable[[torch.device], Tensor]) -> None:
+        """Creates no tensor yet.
+
+        Args:
+            make: Returns a new tensor on the given device.
+        """
+        self._make = make
+        self._made: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the tensor on ``device``; it must not be written to.
+
+        While a graph is traced, the graph creates a new tensor. A new one is also created where modes
+        and transforms may wrap new tensors.
+        """
+        if torch.compiler.is_dynamo_compiling() or is_graph_made() or is_jit_tracing():
+            return self._make(device)
+        found = self._made.get(device)
+        if found is not None:
+            return found
+        if dispatch_modes() or transforms() is not None:
+            return self._make(device)
+        with torch.inference_mode(False):
+            made = self._make(device)
+        return self._made.setdefault(device, made)  # another thread may have been faster

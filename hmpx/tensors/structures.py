@@ -203,7 +203,6 @@ def _parts_of_tensor(tensor: Tensor, where: str) -> Iterator[Part]:
 
 
 def _dense(tensor: Tensor) -> Tensor | None:
-    """Returns the values of a tensor, reals of at least 32 bits; None if it has no values."""
     if tensor.is_meta:
         return None
     if tensor.is_quantized:
@@ -218,7 +217,6 @@ def _dense(tensor: Tensor) -> Tensor | None:
 
 
 def _parts_of_array(array: Any, where: str) -> Iterator[Part]:
-    """Yields a numpy array, or an object that numpy converts: images, tables, other libraries' tensors."""
     numpy: Any = sys.modules.get("numpy")
     try:
         found = torch.from_numpy(numpy.array(array))

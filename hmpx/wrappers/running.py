@@ -36,7 +36,6 @@ from ..compute import (
     Callee,
     Inputs,
     Legalization,
-    LegalizedCall,
     Legalizer,
     Statistics,
     computed_in_fp32,
@@ -218,7 +217,7 @@ def _legalized(plan: CallPlan, run: Runner, native: Runner, control: Control) ->
             args, kwargs = cast_args(plan, args, kwargs)
         elif not is_cast and is_watched():
             note_unrounded(op, _to_be_cast(plan, args, kwargs))
-        return legalizer.compute(LegalizedCall(function, inputs, args, kwargs, given, dtype))
+        return legalizer.compute(function, inputs, args, kwargs, given, dtype)
 
     return run_legalized
 

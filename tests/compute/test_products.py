@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.compute import products
+from hmpx.compute import accumulation
 from tests.values import normal
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -39,7 +39,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     library = torch.library.Library("aten", "IMPL")
     for name in ("mm.dtype", "bmm.dtype"):
         library.impl(name, found.multiply, "CPU")
-    monkeypatch.setattr(products, "has_kernel", lambda device, dtype: dtype in (BF16, FP16))
+    monkeypatch.setattr(accumulation, "has_kernel", lambda device, dtype: dtype in (BF16, FP16))
     yield found
     library._destroy()
 
@@ -242,13 +242,13 @@ def test_graphs_hold_the_kernels(kernels: Kernels, keeps_casts: bool) -> None:
 
 def test_which_devices_have_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVIDIA's, unless they lack the type or sum up in float16."""
-    assert products.has_kernel(torch.device("cuda", 0), BF16)
-    assert products.has_kernel(torch.device("cuda", 0), FP16)
-    assert not products.has_kernel(torch.device("cuda", 0), FP32)
-    assert not products.has_kernel(torch.device("cpu"), BF16)
+    assert accumulation.has_kernel(torch.device("cuda", 0), BF16)
+    assert accumulation.has_kernel(torch.device("cuda", 0), FP16)
+    assert not accumulation.has_kernel(torch.device("cuda", 0), FP32)
+    assert not accumulation.has_kernel(torch.device("cpu"), BF16)
     monkeypatch.setattr(
         hmpx.compute.legalize.capability, "reported", lambda device, dtype: dtype is FP16
     )
-    assert not products.has_kernel(torch.device("cuda", 0), BF16)
+    assert not accumulation.has_kernel(torch.device("cuda", 0), BF16)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not products.has_kernel(torch.device("cuda", 0), FP16)
+    assert not accumulation.has_kernel(torch.device("cuda", 0), FP16)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import hmpx
-from hmpx.compute import accumulation, composition, products
+from hmpx.compute import accumulation, composition
 from tests.fake_cuda import steps
 
 BF16 = torch.bfloat16
@@ -27,7 +27,6 @@ def eager() -> Iterator[None]:
     with (
         mock.patch.object(composition, "PLAIN_TENSORS", plain),
         mock.patch.object(accumulation, "is_traced", bool),
-        mock.patch.object(products, "is_traced", bool),
     ):
         yield
 

@@ -91,8 +91,6 @@ def _is_computed_here(x: Tensor) -> bool:
 
 
 class _Activation:
-    """One activation, with its keyword arguments."""
-
     def __init__(self, op: str, keywords: Kwargs) -> None:
         self._keywords = dict(keywords)
         self._kernel = getattr(torch.ops.aten, op).default
@@ -153,7 +151,6 @@ _activations: Final[dict[tuple[str, int], _Activation]] = {}
 
 
 def _activation(op: str, keywords: Kwargs) -> _Activation | None:
-    """Returns an activation with these keyword arguments; None if unsupported."""
     if keywords not in _KEYWORDS:
         return None
     key = op, _KEYWORDS.index(keywords)
@@ -275,7 +272,6 @@ def _plain(results: Tensor) -> Tensor:
 
 
 def _time(run: Callable[[], object]) -> float:
-    """Returns the least processor time of a call."""
     best = float("inf")
     for _ in range(3):
         start = time.thread_time()

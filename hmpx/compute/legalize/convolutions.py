@@ -1,6 +1,6 @@
 """Legalized convolutions and their gradients, in reused fp32 memory.
 
-The rounding points are those of `legalizer`, and autograd saves low-precision tensors. In inference the fp32
+The rounding points are those of `legalization`, and autograd saves low-precision tensors. In inference the fp32
 values of low-precision weights may be cached, in the layout of kernels.
 """
 
@@ -53,14 +53,9 @@ def is_large(x: Any, weight: Any) -> bool:
 def compute(
     op: str, function: Callable[..., Tensor], args: Args, dtype: torch.dtype, *, rounds_inputs: bool
 ) -> Tensor | None:
-    """Returns a convolution in ``dtype``; None if unsupported.
+    """Returns a convolution of tensors of torch's own classes, in ``dtype``; None if unsupported.
 
-    Args:
-        op: One of `CONVOLUTIONS`.
-        function: torch's function.
-        args: All its arguments; the tensors are of torch's own classes.
-        dtype: The low-precision dtype.
-        rounds_inputs: fp32 inputs are rounded first.
+    With ``rounds_inputs`` fp32 inputs are rounded first.
     """
     if has_tangents() or is_seen():
         return None
@@ -180,7 +175,6 @@ def without_gradients(
 
 
 def _may_be_rounded(value: Any, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a bias is None, or a tensor is on the weight's device in ``dtype`` or fp32."""
     if not isinstance(value, Tensor):
         return value is None
     is_known = value.dtype is dtype or value.dtype is torch.float32
@@ -203,41 +197,28 @@ def with_prepared(
             return None
     memory = Temporaries(x.device)
     settings = _settings(CONVOLUTIONS[op], args[3:])
-    wide_bias = None if bias is None else memory.raised(bias)
+    wide_bias = None if bias is None else memory.widen(bias)
     if settings is None or not _can_be_laid_out(x, weight, settings):
         values = found.kept(None, lambda values: values, weight)
         result = CAST[dtype](function(memory.widen(x), values, wide_bias, *args[3:]))
     else:
-        result = _contiguous(
-            CAST[dtype](_blocked(memory.widen(x), found, weight, wide_bias, settings))
-        )
+        # A channels-last convolution in fp32, with the weight in the layout for such inputs: torch's function
+        # reorders it in each call. This one sums in another order.
+        lay_out = functools.partial(laid_out, settings=settings, shape=x.shape)
+        values = found.kept(settings, lay_out, weight)
+        result = _contiguous(CAST[dtype](convolved(memory.widen(x), values, wide_bias, settings)))
     memory.free()
     return result
 
 
 def _can_be_laid_out(x: Tensor, weight: Tensor, settings: ConvolutionSettings) -> bool:
-    """Whether `_blocked` supports this, as fast as torch's function and with the same layout of results."""
+    """Whether `convolved` supports this, as fast as torch's function and with the same layout of results."""
     dimensions = len(settings.strides)
     if not x.dim() == weight.dim() == dimensions + 2 or not x.numel():
         return False
     if weight.shape[1] < _LEAST_CHANNELS or not can_be_laid_out(dimensions):
         return False
     return x.is_contiguous() and weight.is_contiguous()
-
-
-def _blocked(
-    x: Tensor,
-    prepared: Prepared,
-    weight: Tensor,
-    bias: Tensor | None,
-    settings: ConvolutionSettings,
-) -> Tensor:
-    """Returns a channels-last convolution in fp32, with the weight in the layout for such inputs.
-
-    torch's function reorders the weight in each call. This one sums in another order.
-    """
-    lay_out = functools.partial(laid_out, settings=settings, shape=x.shape)
-    return convolved(x, prepared.kept(settings, lay_out, weight), bias, settings)
 
 
 class Prepared:
@@ -281,10 +262,8 @@ def prepare(weights: Iterable[Tensor], owner: nn.Module) -> Callable[[], None]:
     """Makes legalized convolutions in inference cache the fp32 values of these low-precision weights.
 
     They are created on first use, again after a write that torch counts, and freed with the module that
-    owns the weights. A weight that gets other memory is upcast in each call again.
-
-    Returns:
-        A function that ends this and frees the cached values.
+    owns the weights. A weight that gets other memory is upcast in each call again. Returns a function that ends
+    this and frees the cached values.
     """
     mine = {_address(weight): Prepared(weight) for weight in weights if _may_be_prepared(weight)}
     _prepared.update(mine)

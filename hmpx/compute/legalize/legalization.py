@@ -1,6 +1,8 @@
-"""Decides which calls are legalized: computed in fp32 and rounded.
+"""Legalized calls: which ones are computed in fp32 from rounded inputs, then rounded; and how.
 
-Each call site has one `Legalization`, for its generated code and its runners.
+The numerics are those of hardware that multiplies in low precision and accumulates in fp32. Rounded are every
+input (already in the low-precision dtype here), the output, the incoming gradient, and each outgoing gradient.
+Autograd saves tensors in the low-precision dtype.
 """
 
 from __future__ import annotations
@@ -11,11 +13,28 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
-from ...torch_internals import is_jit_tracing, run_when_traced
+from ...tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
+from ...torch_internals import (
+    dispatch_modes,
+    hooks_refused,
+    is_jit_tracing,
+    run_when_traced,
+    transforms,
+)
 from ...torch_state import is_training
-from ..composition import Inputs, names_dtype
-from ..graphs import is_exported, is_traced
+from ..composition import (
+    Inputs,
+    call_raised,
+    computed_in_fp32,
+    in_graph,
+    is_exported,
+    is_traced,
+    names_dtype,
+    rounded,
+    widen,
+    widen_matrices,
+)
+from ..saved_tensors import Precision, keeping_low
 from ..watching import is_watched
 from . import capability, convolutions, linears
 from .capability import PRODUCTS, SMALL_PRODUCT, Capability, Capturing
@@ -27,11 +46,17 @@ SLOW_KINDS: Final = PRODUCTS | {"attention", "rnn"}
 #: The values of ``legalize`` in `hmpx.convert`.
 LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
 
+#: Kind -> that of its calls with few rows.
+_SKINNY: Final = {"gemm": "gemv"}
+
 
 def may_be_legalized(mode: str, kind: str, *, is_low: bool, follows_inputs: bool) -> bool:
     """Whether calls of a site may be legalized: all run low (``is_low``), or in their inputs' dtype."""
     may_be_low = is_low or (follows_inputs and kind in SLOW_KINDS)
     return mode != "never" and may_be_low
+
+
+# --- which calls -------------------------------------------------------------------------------
 
 
 class Legalization:
@@ -85,7 +110,7 @@ class Legalization:
 
     def _size_test(self) -> Callable[[Any, Any], bool]:
         if self._mode == "always":
-            return _always
+            return lambda a, b: True
         leaves_inference = self._inference_test("gemv")
         is_fast = self._mode == "fast"
 
@@ -138,13 +163,12 @@ class Legalization:
         device = capability.name_of(inputs.first.device)
         if self._mode == "fast" and is_watched():
             return is_slow(self._kind, device, dtype)
-        known = known_capability(self._kind, device, dtype)
-        training = is_training()
+        known, training = known_capability(self._kind, device, dtype), is_training()
         matrices = self._matrices(args)
         if matrices is not None:
-            a, b = matrices
-            traced = is_traced()
-            if not traced and _work(a, b) <= SMALL_PRODUCT:
+            (a, b), traced = matrices, is_traced()
+            work = a.numel() * b.numel() // max(1, a.shape[-1] if a.dim() else 1)
+            if not traced and work <= SMALL_PRODUCT:
                 return False
             is_fast = traced or (self._is_read_along_sums(b) and not self._is_read_once(b))
             if not training and is_fast and _is_skinny(a, is_traced=traced):
@@ -184,43 +208,35 @@ class Legalization:
         return pair
 
 
+def _never(first: Any) -> bool:
+    return False
+
+
 def has_own_gradients(x: Any, weight: Any) -> bool:
     """Whether a convolution may take uncast inputs, which saves the cast of its weight."""
     if torch.compiler.is_dynamo_compiling() or is_jit_tracing():
         return False
     if torch.is_grad_enabled():
         return convolutions.is_large(x, weight)
-    return _is_wide(weight) and linears.is_large_weight(weight)
+    is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
+    return is_wide and linears.is_large_weight(weight)
 
 
 def has_own_products(x: Any, weight: Any) -> bool:
     """Whether a linear layer may take uncast inputs, which saves the cast of its weight."""
-    if torch.compiler.is_dynamo_compiling() or is_jit_tracing() or not _is_wide(weight):
+    if type(weight) is not nn.Parameter or weight.dtype is not torch.float32:
         return False
-    return (
-        linears.is_large(x, weight) if torch.is_grad_enabled() else linears.is_large_weight(weight)
-    )
-
-
-def _is_wide(weight: Any) -> bool:
-    return type(weight) is nn.Parameter and weight.dtype is torch.float32
-
-
-def _never(first: Any) -> bool:
-    return False
-
-
-def _always(*args: object) -> bool:
-    return True
+    if torch.compiler.is_dynamo_compiling() or is_jit_tracing():
+        return False
+    if torch.is_grad_enabled():
+        return linears.is_large(x, weight)
+    return linears.is_large_weight(weight)
 
 
 def is_slow(kind: str, device: str, dtype: torch.dtype) -> bool:
     """Whether ``"auto"`` would legalize some op of this kind on this device."""
     known = {known_capability(name, device, dtype) for name in (kind, _SKINNY.get(kind, kind))}
     return any(each.is_slow(training=training) for each in known for training in (True, False))
-
-
-_SKINNY: Final = {"gemm": "gemv"}
 
 
 def known_capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
@@ -241,6 +257,96 @@ def _is_skinny(a: Tensor, *, is_traced: bool) -> bool:
     return a.dim() > 0 and a.numel() <= linears.FEW_ROWS * a.shape[-1]
 
 
-def _work(a: Tensor, b: Tensor) -> int:
-    """Returns the approximate number of multiplications of a product."""
-    return a.numel() * b.numel() // max(1, a.shape[-1] if a.dim() else 1)
+# --- how they are computed ---------------------------------------------------------------------
+
+
+class Legalizer:
+    """Computes one op in fp32.
+
+    Attributes:
+        rounds_inputs: fp32 inputs are rounded first.
+    """
+
+    __slots__ = ("_kind", "_op", "_upcast", "rounds_inputs")
+
+    def __init__(self, op: str, kind: str, mode: str) -> None:
+        self._op, self._kind, self.rounds_inputs = op, kind, mode != "fast"
+        self._upcast = widen_matrices if kind == "gemm" else widen
+
+    def compute_layer(
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        args: Args,
+        dtype: torch.dtype,
+        *,
+        is_cast: bool,
+    ) -> Tensor | None:
+        """Returns the result, in ``dtype``, of a layer that rounds its parameters itself; else None.
+
+        Its arguments are uncast, or cast with ``is_cast``; a linear layer is then left to `compute`.
+        """
+        is_linear = self._op == "linear" and self.rounds_inputs and not is_cast
+        is_layer = is_linear or self._op in convolutions.CONVOLUTIONS
+        if not (is_layer and inputs.is_plain):
+            return None
+        if is_traced() or transforms() is not None or is_jit_tracing():
+            return None
+        if not inputs.is_learning:
+            if is_cast or not self.rounds_inputs or is_training():
+                return None
+            if is_linear:
+                return linears.without_gradients(args, dtype)
+            return convolutions.without_gradients(function, args, {}, dtype)
+        rounds = self.rounds_inputs
+        if is_linear:
+            return linears.compute(args, args, dtype, rounds_inputs=True)
+        return convolutions.compute(self._op, function, args, dtype, rounds_inputs=rounds)
+
+    def compute(  # noqa: PLR0917  # all there is to one call
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        args: Args,
+        kwargs: Kwargs,
+        given: Args,
+        dtype: torch.dtype,
+    ) -> Any:
+        """Returns the result in the low-precision ``dtype``; ``given`` are the arguments before casts."""
+        rounds = self.rounds_inputs
+        # In graphs, rounding uses arithmetic, since compilers may elide round-trip casts.
+        if is_traced() and rounds and not is_exported():
+            return in_graph(function, args, kwargs, dtype)
+        # Transforms, jit tracing and tensor subclasses see only casts and the function.
+        if not inputs.is_plain or transforms() is not None or is_jit_tracing():
+            return computed_in_fp32(function, args, kwargs, dtype)
+        result = None
+        if not inputs.is_learning:
+            result = self._inferring(function, args, kwargs, dtype)
+        elif self._op == "linear" and not kwargs:
+            result = linears.compute(args, given, dtype, rounds_inputs=rounds)
+        if result is not None:
+            return result
+        if inputs.is_learning and hooks_refused() is None:  # autograd saves low-precision tensors
+            is_product, splits = self._kind in PRODUCTS, self._kind == "attention"
+            precision = Precision(dtype, self._upcast, is_product, rounds, splits)
+            return keeping_low(function, args, kwargs, given, precision)
+        return rounded(call_raised(function, args, kwargs, self._upcast), CAST[dtype])
+
+    def _inferring(
+        self, function: Callable[..., Any], args: Args, kwargs: Kwargs, dtype: torch.dtype
+    ) -> Any:
+        """Returns the result of a product with a weight, in reused memory; else None."""
+        op, is_convolution = self._op, self._op in convolutions.CONVOLUTIONS
+        # In training, sums must match those with gradients; modes may keep tensors in reused memory.
+        if not (kwargs or is_training() or dispatch_modes()):
+            result = None
+            if is_convolution and convolutions.is_any_prepared() and not is_traced():
+                result = convolutions.with_prepared(op, function, args, dtype)
+            elif op in linears.BLOCKED:
+                result = linears.in_blocks(op, args, dtype)
+            if result is not None:
+                return result
+        if not is_convolution:
+            return None
+        return convolutions.without_gradients(function, args, kwargs, dtype)

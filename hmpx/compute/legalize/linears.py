@@ -1,7 +1,7 @@
 """Legalized linear layers and products with weights, in reused fp32 memory.
 
 In training: the same products as torch's for a linear layer and its backward, with the rounding points of
-`legalizer`, so results are bit-identical. In inference the weights are upcast block by block.
+`legalization`, so results are bit-identical. In inference the weights are upcast block by block.
 """
 
 from __future__ import annotations
@@ -22,28 +22,14 @@ from .scratch import (
     is_seen,
     kernels_for,
     memory_for,
-    multiplied_in_one_pass,
     round_in_one_pass,
 )
 
 # Read before anything is patched: op lists may name any of them.
-_add_, _addmm, _as_strided, _copy_, _mm = (
-    Tensor.add_,
-    torch.addmm,
-    Tensor.as_strided,
-    Tensor.copy_,
-    torch.mm,
-)
-_contiguous, _narrow, _new_empty, _numel, _reshape, _sum, _t, _unsqueeze = (
-    Tensor.contiguous,
-    Tensor.narrow,
-    Tensor.new_empty,
-    Tensor.numel,
-    Tensor.reshape,
-    torch.sum,
-    Tensor.t,
-    Tensor.unsqueeze,
-)
+_add_, _as_strided, _contiguous = Tensor.add_, Tensor.as_strided, Tensor.contiguous
+_copy_, _narrow, _new_empty, _numel = Tensor.copy_, Tensor.narrow, Tensor.new_empty, Tensor.numel
+_reshape, _t, _unsqueeze = Tensor.reshape, Tensor.t, Tensor.unsqueeze
+_addmm, _mm, _sum = torch.addmm, torch.mm, torch.sum
 
 #: Elements of the input or the output; below this, fresh memory costs less than the bookkeeping here.
 _LEAST: Final = 1 << 17
@@ -83,11 +69,8 @@ def is_read_once(weight: Any, dtype: torch.dtype) -> bool:
 def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool) -> Tensor | None:
     """Returns a linear layer's output in ``dtype``; None if unsupported.
 
-    Args:
-        args: Input, weight and perhaps bias: those to round are already in ``dtype``, or all are uncast.
-        given: The same before casts.
-        dtype: The low-precision dtype.
-        rounds_inputs: fp32 inputs are rounded first.
+    Of ``args`` (input, weight and perhaps bias; before casts ``given``), those to round are already in
+    ``dtype``, or all are uncast. With ``rounds_inputs`` fp32 inputs are rounded first.
     """
     if len(args) < 2 or not is_large(*args[:2]):  # most calls end here: checked first
         return None
@@ -171,7 +154,7 @@ class Linear(torch.autograd.Function):
                 weight = memory.rounded(source, of_weight)
             found[0] = _reshape(_product(memory, wide, weight, of_x, rounding), x.shape)
         if weight_learns:
-            rows = _reshape(memory.raised(x), (-1, k))
+            rows = _reshape(_raised(x, memory), (-1, k))
             found[1] = _product(memory, _t(wide), rows, of_weight, rounding)
         if bias_learns:
             found[2] = rounding.gradient(_sum(wide, 0), of_bias, memory)
@@ -182,7 +165,7 @@ class Linear(torch.autograd.Function):
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Rounding) -> Tensor:
     memory = Temporaries(x.device)
     n, k = weight.shape
-    rows = _reshape(memory.raised(x), (-1, k))
+    rows = _reshape(_raised(x, memory), (-1, k))
     columns = _t(rounding.raised(weight, memory))
     product = memory.empty((rows.shape[0], n), (n, 1))
     if bias is None:
@@ -195,8 +178,11 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Rounding) 
     return result
 
 
+def _raised(tensor: Tensor, memory: New) -> Tensor:
+    return tensor if tensor.dtype is torch.float32 else memory.widen(tensor)
+
+
 def _product(memory: New, a: Tensor, b: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
-    """Returns a @ b, a gradient of an input of ``dtype``."""
     if dtype is torch.float32:
         return rounding.gradient(_mm(a, b), dtype, memory)
     return CAST[dtype](memory.mm(a, b))
@@ -221,7 +207,6 @@ def without_gradients(args: Args, dtype: torch.dtype) -> Tensor | None:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Returns an eligible tensor in ``dtype``, row by row; other values unchanged."""
     is_tensor = isinstance(value, Tensor) and value.dtype in ELIGIBLE
     return _contiguous(CAST[dtype](value)) if is_tensor else value
 
@@ -230,11 +215,12 @@ def _in_one_pass(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
     """Returns the output for one or two rows, with the fp32 weight rounded as it is read; else None."""
-    if not 0 < _numel(x) <= FEW_ROWS * x.shape[-1]:
+    is_short = 0 < _numel(x) <= FEW_ROWS * x.shape[-1]
+    kernels = kernels_for(weight, dtype) if is_short else None
+    if kernels is None:
         return None
-    product = multiplied_in_one_pass(widen(x), weight, dtype)
-    if product is None:
-        return None
+    product = _new_empty(weight, (*x.shape[:-1], weight.shape[0]))
+    kernels.multiply(widen(x), weight, product)
     if bias is not None:
         _add_(product, widen(bias))
     return CAST[dtype](product)
@@ -245,10 +231,8 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
 
     Weights in ``dtype`` are upcast; those of a linear layer may be fp32, and are rounded.
 
-    With few rows, reading the weights dominates. Upcast as a whole, the weights are written to memory
-    and read again, with four bytes each; a block stays in the cache. The transposed product is faster,
-    except for few rows with weights of [k, n], as in most calls of ``matmul``: there it is much slower. This
-    applies to CPUs: other devices are faster with few kernels on much memory.
+    With few rows, reading the weights dominates: a block stays in the cache. The transposed product is faster,
+    except for few rows with weights of [k, n], as in most calls of ``matmul``: there it is much slower.
     """
     bias: Tensor | None = None
     if has_tangents() or len(args) not in BLOCKED[op]:
@@ -259,9 +243,7 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
         bias, x, weight = args
     else:
         x, weight = args
-    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
-        return None
-    if not x.is_cpu:
+    if not (isinstance(x, Tensor) and x.is_cpu and isinstance(weight, Tensor)) or weight.dim() != 2:
         return None
     if op != "linear":
         weight = _t(weight)

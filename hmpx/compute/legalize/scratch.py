@@ -1,8 +1,7 @@
 """Reused memory for the fp32 tensors of one call, and rounding of weights into it.
 
-Each thread keeps the memory for its next call. Fresh memory from the system costs more than the computation: on
-the CPU the first touch of a page takes as long as casting a thousand values, and freed large blocks return to
-the system.
+Each thread keeps the memory for its next call: on the CPU the first touch of a page takes as long as casting a
+thousand values, and freed large blocks return to the system.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
 
 # Read before anything is patched: op lists may name any of them.
 _as_strided, _copy_, _view = Tensor.as_strided, Tensor.copy_, Tensor.view
-_empty, _empty_strided, _mm = torch.empty, torch.empty_strided, torch.mm
+_empty, _empty_like, _empty_strided = torch.empty, torch.empty_like, torch.empty_strided
+_mm = torch.mm
 
 _MOST: Final = 1 << 26  # elements that a thread keeps: 256 MiB
 _LINE: Final = 16  # elements in a cache line
@@ -41,10 +41,6 @@ class New:
 
     widen = staticmethod(widen)
     mm = staticmethod(_mm)
-
-    def raised(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor``, or a copy if it is not fp32."""
-        return tensor if tensor.dtype is torch.float32 else self.widen(tensor)
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a copy of ``tensor`` with values of the low-precision ``dtype``."""
@@ -86,9 +82,8 @@ class Temporaries(New):
     def empty(self, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
         """Returns a new tensor; ``strides`` must be those of a dense tensor."""
         start = self._take(math.prod(shape))
-        if not self._fits():
+        if start is None or self._memory is None:
             return _empty_strided(shape, strides, dtype=torch.float32, device=self._device)
-        assert self._memory is not None
         return _as_strided(self._memory, shape, strides, start)
 
     def widen(self, tensor: Tensor) -> Tensor:
@@ -113,21 +108,18 @@ class Temporaries(New):
             return output
         dense = _dense_strides(tensor)
         start = self._take((tensor.numel() + 1) // 2)
-        if self._fits():
-            assert self._memory is not None
+        if start is not None and self._memory is not None:
             memory = _view(self._memory, dtype)
             low = _copy_(_as_strided(memory, tensor.shape, dense, 2 * start), tensor)
         else:
             low = CAST[dtype](tensor)
         return _copy_(output, low)
 
-    def _take(self, size: int) -> int:
-        start = self._used
+    def _take(self, size: int) -> int | None:
+        """Returns the start of memory for this number of elements; None if it does not fit."""
+        start, memory = self._used, self._memory
         self._used = start + (size + _LINE - 1) // _LINE * _LINE
-        return start
-
-    def _fits(self) -> bool:
-        return self._memory is not None and self._used <= self._memory.numel()
+        return start if memory is not None and self._used <= memory.numel() else None
 
 
 def is_seen() -> bool:
@@ -173,21 +165,6 @@ def round_in_one_pass(source: Tensor, target: Tensor, dtype: torch.dtype) -> boo
     return True
 
 
-def multiplied_in_one_pass(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Returns ``x @ weight.T``, with the weight rounded to ``dtype``; None without a kernel.
-
-    Args:
-        x: fp32: [..., k]; a few rows. Contiguous, like the weight.
-        weight: fp32: [n, k].
-        dtype: The low-precision dtype.
-    """
-    kernels = kernels_for(weight, dtype)
-    if kernels is None:
-        return None
-    shape = (*x.shape[:-1], weight.shape[0])
-    return kernels.multiply(x, weight, _empty(shape, dtype=torch.float32, device=weight.device))
-
-
 def kernels_for(source: Tensor, dtype: torch.dtype) -> Bfloat16Kernels | None:
     """Returns the kernels that may read ``source`` and round it to ``dtype``."""
     if source.dtype is not torch.float32 or dtype is not torch.bfloat16 or not source.is_cpu:
@@ -197,17 +174,6 @@ def kernels_for(source: Tensor, dtype: torch.dtype) -> Bfloat16Kernels | None:
 
 def _dense_strides(tensor: Tensor) -> Sequence[int]:
     """Returns the strides for a copy of ``tensor``: its own if it has no gaps."""
-    strides = tensor.stride()
     if tensor.is_contiguous():
-        return strides
-    expected = 1
-    for stride, length in sorted(zip(strides, tensor.shape, strict=True)):
-        if length != 1 and stride != expected:
-            break
-        expected *= length
-    else:
-        return strides
-    contiguous = [1]
-    for length in reversed(tensor.shape[1:]):
-        contiguous.append(contiguous[-1] * length)
-    return contiguous[::-1]
+        return tensor.stride()
+    return _empty_like(tensor, device="meta").stride()
