@@ -62,10 +62,9 @@ def _lines(report: Report, columns: int) -> Iterator[str]:
     yield from _more(len(found) - MOST_FIXES, "rec.waste()")
     kept = kept_wide(report)
     if kept:
-        yield []
-        yield [("not in low precision, and why:", "")]
+        yield from ("", "not in low precision, and why:")
     for said in kept[:MOST_FIXES]:
-        yield from _wrapped(said, "  ", columns)
+        yield from wrapped(said, "  ", columns)
     yield from _more(len(kept) - MOST_FIXES, "hmpx.explain(op)")
     if report.rows:
         groups = report.by_op()
