@@ -1,13 +1,15 @@
 """The errors and warnings that users' mistakes raise, and how messages show values.
 
-Each message has three parts: what is wrong, where, and the remedy. Values in messages are short, and
-showing one can't fail, since they come from users, files and other programs.
+Each message has three parts: what is wrong, where, and the remedy.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
+import reprlib
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -80,6 +82,18 @@ class HmpxWarning(UserWarning):
         return lined(super().__str__().split("\n"))
 
 
+#: Packages whose frames stand between a line of the user's and a warning about it.
+_BETWEEN: Final = frozenset({str(__package__), "torch", "importlib", "_frozen_importlib"})
+
+
+def warn(message: str) -> None:
+    """Warns about something in the user's input, at the user's line."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, HmpxWarning, stacklevel=level)
+
+
 # --- values in messages ------------------------------------------------------------------------
 
 
@@ -104,66 +118,25 @@ def lined(lines: Iterable[str]) -> str:
 #: How many faults of one kind are shown; the others are only counted.
 MOST_SHOWN: Final = 20
 
-_MOST_CHARACTERS: Final = 80
-_MOST_ITEMS: Final = 6
-_MOST_LEVELS: Final = 3
+_MOST_CHARACTERS: Final = 160
 
-#: Longer than every op's name: comparing takes time quadratic in the length.
-_MOST_COMPARED: Final = 100
-
-#: How many names with similar letters are compared letter by letter.
-_MOST_ALIKE: Final = 8
-
-_BRACKETS: Final[dict[type, tuple[str, str]]] = {
-    list: ("[", "]"),
-    tuple: ("(", ")"),
-    set: ("{", "}"),
-    frozenset: ("frozenset({", "})"),
-}
+_repr: Final = reprlib.Repr()
+_repr.maxlevel, _repr.maxdict = 3, 6
+_repr.maxstring = _repr.maxother = _MOST_CHARACTERS // 2
 
 
 def shown(value: object) -> str:
-    """Returns ``repr(value)`` on one short line, even where that would raise or never end.
-
-    Long values are cut: ``"'xxxxx'... (1,000,000 characters)"``.
-    """
-    return cut(_shown(value, _MOST_LEVELS))
-
-
-def _shown(value: Any, levels: int) -> str:
-    kind = type(value)
-    if isinstance(value, (str, bytes, bytearray)):
-        part = repr(value[:_MOST_CHARACTERS])
-        return part if len(value) <= _MOST_CHARACTERS else f"{part}... ({len(value):,} characters)"
-    if kind is int and value.bit_length() > 200:  # conversion to digits is slow or an error
-        return f"an integer of {value.bit_length():,} bits"
-    if kind in _BRACKETS:
-        opening, closing = _BRACKETS[kind]
-        inside = _shown_items(([each] for each in value), len(value), levels)
-        if not inside and kind in (set, frozenset):
-            return f"{kind.__name__}()"
-        return f"{opening}{inside}{',' if kind is tuple and len(value) == 1 else ''}{closing}"
-    if kind is dict:
-        return f"{{{_shown_items(value.items(), len(value), levels)}}}"
+    """Returns ``repr(value)`` on one short line, even where that would raise."""
     try:
-        return cut(repr(value))
+        return cut(_repr.repr(value))
     except Exception:  # raised by the value's own class: not the mistake to report
-        return f"<{kind.__name__} object>"
-
-
-def _shown_items(items: Iterable[Iterable[Any]], count: int, levels: int) -> str:
-    if count and not levels:
-        return "..."
-    first = itertools.islice(items, _MOST_ITEMS)
-    found = [": ".join([_shown(part, levels - 1) for part in item]) for item in first]
-    return ", ".join(found + ["..."] * (count > _MOST_ITEMS))
+        return f"<{type(value).__name__} object>"
 
 
 def cut(text: str) -> str:
     """Returns ``text`` on one line, without the end of a long one."""
-    most = 2 * _MOST_CHARACTERS
-    text = " ".join(str.split(text))
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 def said_by(error: BaseException) -> str:
@@ -196,7 +169,7 @@ def noted(error: _Error, note: str) -> _Error:
 
 def short(path: str) -> str:
     """Returns a path as messages show it: unchanged, unless it is longer than any real path."""
-    most = 4 * _MOST_CHARACTERS
+    most = 2 * _MOST_CHARACTERS
     return path if len(path) <= most else f"{path[:most]}... ({len(path):,} characters)"
 
 
@@ -212,33 +185,9 @@ def suggestion(
 ) -> str:
     """Returns ``"; did you mean 'matmul'?"`` for the nearest candidate, or ``""`` if none is near.
 
-    Near means that a third of the letters or fewer differ.
-
-    Args:
-        name: The name that the user wrote.
-        candidates: The known names.
-        spellings: Other names, in lower case and with ``_`` for ``-`` and blanks, of some candidates.
+    ``spellings`` are other names, in lower case and with ``_`` for ``-`` and blanks, of some candidates.
     """
-    if len(name) > _MOST_COMPARED:
-        return ""
     spelled = name.strip().lower().replace("-", "_").replace(" ", "_")
-    if spellings and spelled in spellings:
-        return f"; did you mean {spellings[spelled]!r}?"
-    alike = difflib.get_close_matches(name, candidates, n=_MOST_ALIKE)
-    near = [(_distance(name, each), each) for each in alike]
-    near = [(d, each) for d, each in near if 3 * d <= max(len(name), len(each))]
-    return f"; did you mean {min(near, key=lambda pair: pair[0])[1]!r}?" if near else ""
-
-
-def _distance(a: str, b: str) -> int:
-    """Returns how many letters to change, add, remove or swap to turn ``a`` into ``b``."""
-    before: list[int] = []
-    row = list(range(len(b) + 1))
-    for i, letter in enumerate(a, 1):
-        before, last, row = row, before, [i]
-        for j, other in enumerate(b, 1):
-            least = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
-            if i > 1 and j > 1 and (letter, other) == (b[j - 2], a[i - 2]):
-                least = min(least, last[j - 2] + 1)
-            row.append(least)
-    return row[-1]
+    near = [spellings[spelled]] if spellings and spelled in spellings else []
+    near = near or difflib.get_close_matches(name[:_MOST_CHARACTERS], candidates, 1, 0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,23 +1,19 @@
-"""A package's public names, each imported on its first use.
-
-Otherwise programs import them before their first op, and most never use them.
-"""
+"""Code that runs later: a package's public names, imported on first use, and actions after imports."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
 def shown_later(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a package.
-
-    Args:
-        package: Its name.
-        names: Module in it -> the names that it defines, with blanks between. The module's own name
-            works too.
+    """Returns the ``__getattr__`` of a package, most of whose names few programs need.
 
     Example:
         >>> getattr_ = shown_later("hmpx", {"freezing": "freeze Frozen", "formats": ""})
@@ -39,3 +35,39 @@ def shown_later(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return getattr_
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """A finder for `sys.meta_path` that runs actions after modules have been executed."""
+
+    def __init__(self, actions: Mapping[str, Callable[[Any], object]]) -> None:
+        """Takes actions by module name; an action gets the module."""
+        self._actions = actions
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Returns the spec of such a module from the finders after this one; None for others."""
+        action = self._actions.get(fullname)
+        if action is None:
+            return None
+        for finder in list(itertools.dropwhile(lambda each: each is not self, sys.meta_path))[1:]:
+            find = getattr(finder, "find_spec", None)
+            spec = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
+                    _act_after(spec.loader, action)
+                return spec  # type: ignore[no-any-return]
+        return None
+
+
+def _act_after(loader: Any, action: Callable[[Any], object]) -> None:
+    """Makes a loader run an action after the module that it executes next."""
+    execute = loader.exec_module
+
+    def exec_module(module: types.ModuleType) -> None:
+        vars(loader).pop("exec_module", None)
+        execute(module)
+        action(module)
+
+    loader.exec_module = exec_module

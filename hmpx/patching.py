@@ -7,9 +7,11 @@ created, and restores the old values of others. It leaves slots alone that someb
 
 from __future__ import annotations
 
+import itertools
+import operator
 import types
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
@@ -215,6 +217,81 @@ class Applied:
     previous: Any
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Swap:
+    """Patches that were applied, to be undone and applied again many times, quickly.
+
+    Attributes:
+        applied: The patches, in the order applied.
+        value: Whether they are to be in force.
+    """
+
+    applied: Sequence[Applied]
+    value: bool = True
+    is_foreign = False
+    stays_idle = False
+    where = "patches"
+    #: Slots of modules and classes: the owner, and its values without and with the patches. Other slots.
+    _groups: list[tuple[Any, tuple[dict[str, Any], dict[str, Any]]]] = field(default_factory=list)
+    _others: list[tuple[Change, tuple[Any, Any]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Sorts the slots by owner."""
+        if self._groups or self._others:
+            return
+        slots: dict[Hashable, tuple[Change, Any]] = {}
+        for done in self.applied:
+            _, before = slots.get(done.patch.key, (None, done.previous))
+            slots[done.patch.key] = done.patch, before
+        groups: dict[int, tuple[Any, tuple[dict[str, Any], dict[str, Any]]]] = {}
+        for patch, before in slots.values():
+            owner = None if patch.is_foreign else getattr(patch, "owner", None)
+            if isinstance(patch, Patch) and isinstance(owner, (type, types.ModuleType)):
+                _, sides = groups.setdefault(id(owner), (owner, ({}, {})))
+                sides[0][patch.attribute], sides[1][patch.attribute] = before, patch.value
+            else:
+                self._others.append((patch, (before, patch.value)))
+        self._groups.extend(groups.values())
+
+    @property
+    def key(self) -> Hashable:
+        """Identifies the patches."""
+        return id(self._groups)
+
+    def read(self) -> bool | None:
+        """Returns whether the patches are in force; None if some are not."""
+        for value in (False, True):
+            if all(_holds(owner, sides[value]) for owner, sides in self._groups) and all(
+                patch.read() is sides[value] for patch, sides in self._others
+            ):
+                return value
+        return None
+
+    def write(self, value: bool) -> None:
+        """Applies the patches, or undoes them."""
+        for owner, sides in self._groups:
+            new, held = sides[value], _held(owner)
+            if isinstance(held, dict) and ABSENT not in new.values():
+                held.update(new)
+                continue
+            for name, each in new.items():
+                if each is not ABSENT:
+                    setattr(owner, name, each)
+                elif name in held:
+                    delattr(owner, name)
+        for patch, both in self._others:
+            _write(patch, both[value])
+
+
+def _held(owner: Any) -> Mapping[str, Any]:
+    return owner.__dict__ if isinstance(owner, type) else names_of(owner)
+
+
+def _holds(owner: Any, values: Mapping[str, Any]) -> bool:
+    held = map(_held(owner).get, values, itertools.repeat(ABSENT))
+    return all(map(operator.is_, held, values.values()))
+
+
 class Draft:
     """The values of slots after changes that have not been made yet."""
 
@@ -251,6 +328,12 @@ class Draft:
             applied.append(Applied(patch, patch.read() if drafted is None else drafted[1]))
             values[key] = patch, patch.value
         return applied
+
+    def begin_with(self, patches: Iterable[Change]) -> None:
+        """Drafts ``patches`` to be made before all others."""
+        first = Draft()
+        first.apply(patches)
+        self._values = first._values | self._values
 
     def undo(self, applied: Sequence[Applied]) -> list[Change]:
         """Drafts that ``applied`` are undone, newest first.

@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from .. import arguments, freezing, session
-from ..blocks import hooked
 from ..errors import BenchError, shown
 from ..observers import user_location
 from ..places import located
@@ -206,7 +205,7 @@ def _trained() -> Iterator[list[Tensor]]:
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found.extend(each for group in optimizer.param_groups for each in group["params"])
 
-    with hooked((register_optimizer_step_post_hook, note)):
+    with register_optimizer_step_post_hook(note):
         yield found
 
 

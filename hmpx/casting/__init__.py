@@ -2,64 +2,33 @@
 
 from __future__ import annotations
 
-from .cache import cache_patches
-from .inputs import (
-    TARGET,
-    cast_args,
-    cast_dtypes,
-    counted,
-    decided_by,
-    floating_inputs,
-    given_inputs,
-    is_emulated,
-    is_on_device,
-    is_widened,
-    rounds_into_out,
-    target_dtype,
-    widest,
-    written,
-)
-from .plan import (
-    CallPlan,
-    CallSite,
-    OpFacts,
-    Options,
-    facts_of,
-    is_promotion,
-    plan_of,
-    site_of,
-)
-from .quick import ALONE, casts_of, is_settled, placer, unusual, usual_caster, widener
-
-__all__ = [
-    "ALONE",
-    "TARGET",
-    "CallPlan",
-    "CallSite",
-    "OpFacts",
-    "Options",
-    "cache_patches",
-    "cast_args",
-    "cast_dtypes",
-    "casts_of",
-    "counted",
-    "decided_by",
-    "facts_of",
-    "floating_inputs",
-    "given_inputs",
-    "is_emulated",
-    "is_on_device",
-    "is_promotion",
-    "is_settled",
-    "is_widened",
-    "placer",
-    "plan_of",
-    "rounds_into_out",
-    "site_of",
-    "target_dtype",
-    "unusual",
-    "usual_caster",
-    "widener",
-    "widest",
-    "written",
-]
+from .cache import cache_patches as cache_patches
+from .inputs import TARGET as TARGET
+from .inputs import cast_args as cast_args
+from .inputs import cast_dtypes as cast_dtypes
+from .inputs import counted as counted
+from .inputs import decided_by as decided_by
+from .inputs import floating_inputs as floating_inputs
+from .inputs import given_inputs as given_inputs
+from .inputs import is_emulated as is_emulated
+from .inputs import is_on_device as is_on_device
+from .inputs import is_widened as is_widened
+from .inputs import rounds_into_out as rounds_into_out
+from .inputs import target_dtype as target_dtype
+from .inputs import widest as widest
+from .inputs import written as written
+from .options import Options as Options
+from .plan import CallPlan as CallPlan
+from .plan import CallSite as CallSite
+from .plan import OpFacts as OpFacts
+from .plan import facts_of as facts_of
+from .plan import is_promotion as is_promotion
+from .plan import plan_of as plan_of
+from .plan import site_of as site_of
+from .quick import ALONE as ALONE
+from .quick import casts_of as casts_of
+from .quick import is_settled as is_settled
+from .quick import placer as placer
+from .quick import unusual as unusual
+from .quick import usual_caster as usual_caster
+from .quick import widener as widener

@@ -8,11 +8,10 @@ bypasses the version counter ends it at once.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
-import operator
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -45,8 +44,6 @@ class _Cast:
         version: The parameter's version counter.
         low_version: The cast's version counter; None if it has none.
         pointer: To the parameter's values.
-        span: The addresses of the parameter's memory.
-        low_span: The addresses of the cast's memory; None as long as all ops only read it.
     """
 
     parameter: nn.Parameter
@@ -54,8 +51,6 @@ class _Cast:
     version: int
     low_version: int | None
     pointer: int
-    span: range
-    low_span: range | None
 
 
 #: A parameter by its id, the dtype, and whether inference mode is on.
@@ -65,57 +60,27 @@ _Key: TypeAlias = tuple[int, torch.dtype, bool]
 class _Casts:
     """The casts of one module call, indexed by parameter and by the memory that they depend on."""
 
-    __slots__ = ("_longest", "_spans", "by_key")
-
     def __init__(self) -> None:
         self.by_key: dict[_Key, _Cast] = {}
-        self._spans: list[tuple[int, int, _Key]] = []  # start and stop, sorted; also of ended casts
-        self._longest = 0
+        self._by_memory: dict[int, set[_Key]] = defaultdict(set)
 
-    def keep(self, key: _Key, cast: _Cast) -> None:
-        """Keeps a cast until it ends."""
-        self.by_key[key] = cast
-        self._note(key, cast.span)
-        if cast.low_span is not None:
-            self._note(key, cast.low_span)
+    def watch(self, key: _Key, tensor: Tensor) -> None:
+        """Ends a cast on a possible write to the memory of ``tensor``."""
+        self._by_memory[_memory(tensor)].add(key)
 
-    def watch(self, key: _Key, cast: _Cast) -> None:
-        """Also ends a cast on a possible write to the cast itself."""
-        if cast.low_span is None:
-            cast.low_span = _span(cast.low)
-            self._note(key, cast.low_span)
-
-    def _note(self, key: _Key, span: range) -> None:
-        bisect.insort(self._spans, (span.start, span.stop, key), key=_start)
-        self._longest = max(self._longest, len(span))
-
-    def end_in(self, span: range) -> None:
-        """Ends the casts that a write to these addresses may affect.
-
-        Kernel launchers read many pointers: with bisection, each takes 1 us among 500 casts, not 50.
-        """
-        first = bisect.bisect_left(self._spans, span.start - self._longest, key=_start)
-        last = bisect.bisect_left(self._spans, span.stop, key=_start)
-        for _, stop, key in self._spans[first:last]:
-            if stop > span.start:
-                self.by_key.pop(key, None)
+    def end_at(self, memory: int) -> None:
+        """Ends the casts that a write to this memory may affect."""
+        for key in self._by_memory.pop(memory, ()):
+            self.by_key.pop(key, None)
 
     def end(self) -> None:
         """Ends all casts."""
         self.by_key.clear()
 
 
-_start: Final = operator.itemgetter(0)
-
-
-def _span(tensor: Tensor) -> range:
-    """Returns the addresses of all memory reachable from a pointer into ``tensor``.
-
-    Uses addresses, since storages that torch did not create may share memory.
-    """
-    storage = _storage(tensor)
-    start = storage.data_ptr()
-    return range(start, start + storage.nbytes())
+def _memory(tensor: Tensor) -> int:
+    """Returns the address of the memory of ``tensor``."""
+    return _storage(tensor).data_ptr()
 
 
 #: The casts of all running module calls, by id.
@@ -127,11 +92,6 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
 
     Gradients equal those of separate casts for each use: each is rounded, and they are summed in the
     parameter's own dtype.
-
-    Args:
-        dtype: The low-precision dtype.
-        is_only_read: The op that uses the cast neither writes to it nor returns a view of it.
-        tensor: The tensor.
     """
     convert = CAST[dtype]
     if torch.compiler.is_dynamo_compiling() or type(tensor) is not nn.Parameter:
@@ -148,7 +108,7 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
         if not is_only_read:
             if known.low_version is None:
                 return convert(tensor)
-            casts.watch(key, known)
+            casts.watch(key, known.low)
         if needs_gradient:
             return _Reused.apply(tensor, known.low)  # type: ignore[no-any-return, no-untyped-call]
         return known.low
@@ -156,10 +116,12 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
     low = convert(tensor)
     low_version = None if low.is_inference() else low._version
     if _is_unshared(tensor) and (is_only_read or low_version is not None):
-        low_span = None if is_only_read else _span(low)
-        span, pointer = _span(tensor), _data_ptr(tensor)
-        kept = _Cast(tensor, _detach(low), tensor._version, low_version, pointer, span, low_span)
-        casts.keep(key, kept)
+        casts.by_key[key] = _Cast(
+            tensor, _detach(low), tensor._version, low_version, _data_ptr(tensor)
+        )
+        casts.watch(key, tensor)
+        if not is_only_read:
+            casts.watch(key, low)
         if epoch != _epoch:  # another thread has ended casts meanwhile, perhaps this one
             casts.by_key.pop(key, None)
     return low
@@ -177,8 +139,8 @@ def _is_fresh(known: _Cast, tensor: Tensor) -> bool:
 
 def _is_unshared(tensor: Tensor) -> bool:
     """Whether nothing else holds the tensor's memory, such as a tensor that ``.data`` once returned."""
-    # This Python object counts too.
-    return uses(tensor) <= _UNSHARED
+    # This Python object counts too. Storages that torch did not allocate may overlap others.
+    return uses(tensor) <= _UNSHARED and bool(_storage(tensor).resizable())
 
 
 _A_TENSOR = torch.zeros(1)
@@ -200,11 +162,7 @@ class _Reused(torch.autograd.Function):
 
 
 def cache_patches(draft: Draft) -> Iterator[Patch | ItemPatch]:
-    """Yields the patches that keep casts for a module call, and end them on writes.
-
-    Args:
-        draft: A draft in which torch is unconverted.
-    """
+    """Yields the patches that keep casts for a module call, and end them on writes."""
     yield Patch(nn.Module, "__call__", _outermost(draft.attribute(nn.Module, "__call__")))
     yield Patch(Tensor, "data", _EndingProperty(draft.attribute(Tensor, "data")))
     for name in _UNNOTICED:
@@ -296,13 +254,13 @@ def _end_in(tensor: object) -> None:
         _end()  # its memory is another tensor's
         return
     try:
-        span = _span(tensor)
+        memory = _memory(tensor)
     except RuntimeError:  # it has no memory of its own: it is a transform's, or sparse
         _end()
         return
     _epoch = next(_epochs)
     for casts in list(_running.values()):
-        casts.end_in(span)
+        casts.end_at(memory)
 
 
 def _end() -> None:

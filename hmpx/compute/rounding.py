@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import warn
 from ..number_formats import Format, Rounder
 from ..patching import unpatched
 from ..tensors import PLAIN_TENSORS
@@ -20,7 +21,6 @@ from ..torch_internals import (
     transforms,
 )
 from ..torch_state import in_force, place, without_casts
-from ..warning import warn
 
 # Unpatched: op lists may name any of them.
 _sum, _isfinite, _and, _not = unpatched(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import arguments, compute, patches, session, torch_state
-from ..blocks import Entered, Entrance
 from ..errors import FreezeError, printable
 from ..number_formats import encode, quantize
 from ..policy import LowType
@@ -225,7 +223,7 @@ def _low_copy(values: Tensor, low: LowType, rounding: Rounding | None) -> Tensor
 # --- the result ----------------------------------------------------------------------------------
 
 
-class Frozen(Entered):
+class Frozen:
     """A report of what `freeze` did to a model, and the way to undo it.
 
     This object holds the fp32 weights, and frees them when it is garbage-collected. As a context manager it
@@ -257,7 +255,6 @@ class Frozen(Entered):
         self._originals = originals
         self._attached = attached
         self._is_undone = False
-        self.entrance = Entrance(weakref.ref(self))
 
     def summary(self) -> str:
         """Returns a table: the bytes before and after, and for each weight its dtype and the reason."""
@@ -309,19 +306,16 @@ class Frozen(Entered):
             "call undo(strict=False) to restore the others"
         )
 
-    def begin_block(self) -> None:
-        """Checks that the fp32 weights were kept."""
+    def __enter__(self) -> Frozen:
         if self._originals is None:
-            self.entrance.renew()
             raise FreezeError(
                 f"{self._name} was frozen with keep_fp32=False, so a with block can't undo() it "
                 "at its end; leave out keep_fp32=False, or call hmpx.freeze without the block"
             )
+        return self
 
-    def end_block(self, block: list[Any]) -> None:
-        """Undoes the freezing."""
-        if self._originals is not None:
-            self.undo()
+    def __exit__(self, *exc_info: object) -> None:
+        self.undo()
 
     def __repr__(self) -> str:
         low = sum(weight.is_low for weight in self.weights)

@@ -91,5 +91,5 @@ def restore(state: bytes) -> None:
     if stand_in is not None:
         shim.install(stand_in)
     if conversion is not None:
-        session.restore(**conversion).begin_block()
+        session.restore(**conversion)
     follow()  # for the processes that it starts in turn

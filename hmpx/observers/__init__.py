@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from .attached import (
-    ATTACHED,
-    PAUSED,
-    Attached,
-    Observer,
-    TensorObserver,
-    ValueObserver,
-    attach,
-)
-from .log import LOGGER, announce_conversion, announcing, log_observer, show_log
-from .op_calls import CallTensors, OpCall, user_location
-
-__all__ = [
-    "ATTACHED",
-    "LOGGER",
-    "PAUSED",
-    "Attached",
-    "CallTensors",
-    "Observer",
-    "OpCall",
-    "TensorObserver",
-    "ValueObserver",
-    "announce_conversion",
-    "announcing",
-    "attach",
-    "log_observer",
-    "show_log",
-    "user_location",
-]
+from .attached import ATTACHED as ATTACHED
+from .attached import PAUSED as PAUSED
+from .attached import Attached as Attached
+from .attached import Observer as Observer
+from .attached import TensorObserver as TensorObserver
+from .attached import ValueObserver as ValueObserver
+from .attached import attach as attach
+from .log import LOGGER as LOGGER
+from .log import announce_conversion as announce_conversion
+from .log import announcing as announcing
+from .log import log_observer as log_observer
+from .log import show_log as show_log
+from .op_calls import CallTensors as CallTensors
+from .op_calls import OpCall as OpCall
+from .op_calls import user_location as user_location

@@ -5,54 +5,28 @@ The session replaces the wrappers when observers are attached or detached.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final
 
 from torch import Tensor
 
 from .. import arguments
-from ..blocks import Entered, Entrance
 from ..errors import OptionError, shown
 from ..registry import Registry, exclusive
 from .op_calls import CallTensors, OpCall
 
-
-class Observer(Protocol):
-    """A callable that gets each call of a patched op after it ran."""
-
-    def __call__(self, call: OpCall, /) -> None:
-        """Takes one call; an exception propagates to the user's code."""
-
-
-class TensorObserver(Protocol):
-    """A callable that gets each call of a patched op after it ran, with its tensors."""
-
-    def __call__(self, call: OpCall, tensors: CallTensors | None, /) -> None:
-        """Takes one call; ``tensors`` is None while a graph is traced."""
-
-
-class ValueObserver(Protocol):
-    """A part of hmpx that gets each call of a patched op after it ran, with its original arguments.
-
-    It must switch off casts and gradients for its own computations, and must not write to its arguments.
-    """
-
-    def __call__(
-        self,
-        call: OpCall,
-        inputs: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        /,
-    ) -> None:
-        """Takes one call, its floating inputs and all arguments before casts, and its result."""
+#: Gets each call of a patched op after it ran; its exceptions propagate to the user's code.
+Observer = Callable[[OpCall], None]
+#: Likewise, with the call's tensors, which are None while a graph is traced.
+TensorObserver = Callable[[OpCall, CallTensors | None], None]
+#: A part of hmpx that gets the call, its floating inputs, all arguments before casts, and its result. It switches
+#: off casts and gradients for its own computations, and writes to no argument.
+ValueObserver = Callable[[OpCall, list[Tensor], tuple[Any, ...], Mapping[str, Any], Any], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Attached(Entered):
+class Attached:
     """An attached observer.
 
     As a context manager, it detaches the observer at the end of the block, and attaches it at the
@@ -64,7 +38,6 @@ class Attached(Entered):
         every_op: Whether it also gets ops that the policy leaves alone.
         values: Whether it is a `ValueObserver`.
         times: Whether it gets the duration of calls. Each call then waits for its accelerator.
-        entrance: The functions that ``with`` calls.
 
     Example:
         >>> attached = hmpx.attach(lambda call: print(call.op))
@@ -79,11 +52,6 @@ class Attached(Entered):
     every_op: bool = False
     values: bool = False
     times: bool = False
-    entrance: Entrance = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Creates the functions that ``with`` calls."""
-        object.__setattr__(self, "entrance", Entrance(weakref.ref(self)))
 
     def tell(self, call: OpCall, tensors: CallTensors | None) -> None:
         """Passes a call on to the observer."""
@@ -101,10 +69,13 @@ class Attached(Entered):
         PAUSED.discard(self)
 
     @exclusive
-    def begin_block(self) -> None:
-        """Attaches the observer; does nothing if it is attached."""
+    def __enter__(self) -> Attached:
         if self not in ATTACHED.value:
             ATTACHED.change((*ATTACHED.value, self))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.detach()
 
     @exclusive
     def detach(self) -> None:
@@ -112,10 +83,6 @@ class Attached(Entered):
         if self in ATTACHED.value:
             ATTACHED.change(tuple(each for each in ATTACHED.value if each is not self))
         PAUSED.discard(self)
-
-    def end_block(self, block: list[Any]) -> None:
-        """Detaches the observer."""
-        self.detach()
 
     def __repr__(self) -> str:
         state = "attached" if self in ATTACHED.value else "detached"
@@ -165,12 +132,5 @@ def attach(
     """
     if not callable(observer):
         raise OptionError(f"an observer must be a function of a call, not {shown(observer)}")
-    attached = Attached(
-        observer, arguments.truth("tensors", tensors), arguments.truth("every_op", every_op)
-    )
-    try:
-        attached.begin_block()
-        return attached  # from here on, `with` detaches it
-    except BaseException:
-        attached.detach()
-        raise
+    tensors, every_op = arguments.truth("tensors", tensors), arguments.truth("every_op", every_op)
+    return Attached(observer, tensors, every_op).__enter__()

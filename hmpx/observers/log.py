@@ -117,11 +117,7 @@ def _saying(line: str, method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_programs(frame: FrameType) -> bool:
-    """Whether a region is the program's, rather than hmpx's for an op or an optimizer.
-
-    Args:
-        frame: The frame of the ``with``: the program's, or that of a decorated function's wrapper.
-    """
+    """Whether a region is the program's, rather than hmpx's for an op or an optimizer."""
     module = frame.f_globals.get("__name__")
     if module == disable_casts.__module__:
         module = getattr(frame.f_locals.get("function"), "__module__", module)

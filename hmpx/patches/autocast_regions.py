@@ -17,14 +17,12 @@ from typing import Any, Final
 import torch
 import torch.amp.autocast_mode
 
-from ..blocks import ends_surely
 from ..patching import Draft, Patch
 from ..torch_internals import (
     AUTOCAST_OPENERS,
     CUSTOM_BACKWARD,
     CUSTOM_FORWARD,
     TRACER,
-    autocast_depth,
     enter_autocast,
     exit_autocast,
     is_any_autocast_enabled,
@@ -46,12 +44,7 @@ from ..torch_state import (
 
 
 def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
-    """Yields the patches of torch.autocast, and of the functions that report its state.
-
-    Args:
-        draft: A draft in which torch is unconverted.
-        low_dtype: The dtype for code that reads autocast's; None if it is not a torch dtype.
-    """
+    """Yields the patches of torch.autocast, and of the functions that report its state."""
     yield from _region_patches(draft)
     is_enabled = draft.attribute(torch, "is_autocast_enabled")
     yield Patch(torch, "is_autocast_enabled", _answering(is_enabled, low_dtype is not None))
@@ -75,7 +68,7 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
 
     @functools.wraps(enter)
     def noted_enter(self: torch.autocast) -> Any:
-        region, depth = None, autocast_depth()
+        region = None
         try:
             if is_covered(self.device):
                 region = _region(self, sys._getframe(1))
@@ -83,36 +76,23 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
             else:
                 count_autocast(id(self), +1)
             return enter(self)
-        except BaseException:  # from a signal, or torch: no exit follows
-            if autocast_depth() > depth:
-                leave(self, None, None, None)
+        except BaseException:  # no exit follows
             if region is None:
                 count_autocast(id(self), -1)
             close_region(region)
             raise
 
-    def find(autocast: torch.autocast) -> tuple[torch.autocast, Region | None, int]:
-        return autocast, last_region(autocast), autocast_depth()
-
-    def end(block: tuple[torch.autocast, Region | None, int]) -> None:
-        autocast, region, depth = block
-        while (
-            depth and autocast_depth() < depth
-        ):  # was interrupted; torch must not count this end twice
-            torch.autocast_increment_nesting()
+    @functools.wraps(leave)
+    def noted_exit(self: torch.autocast, *exc_info: Any) -> Any:
+        region = last_region(self)
         try:
-            leave(autocast, None, None, None)
+            return leave(self, *exc_info)
         finally:
             close_region(region)
             if region is None:
-                count_autocast(id(autocast), -1)
+                count_autocast(id(self), -1)
             if not is_any_enabled():
                 count_autocast(earlier(), -1)
-
-    @ends_surely(find, end)
-    @functools.wraps(leave)
-    def noted_exit(self: torch.autocast, *exc_info: Any) -> Any:
-        end((self, last_region(self), 0))
 
     yield Patch(torch.autocast, "__enter__", noted_enter)
     yield Patch(torch.autocast, "__exit__", noted_exit)
@@ -254,10 +234,6 @@ def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., b
 
     Much code opens a region with ``enabled=False`` only if autocast is on. Other code casts the inputs of
     custom kernels, such as FlashAttention's, to autocast's dtype.
-
-    Args:
-        asked: The function.
-        tells_dtype: Whether there is a dtype that such code can cast to.
     """
 
     @functools.wraps(asked)

@@ -76,13 +76,7 @@ def _log(operator: str) -> None:
 def scripting_patches(
     draft: Draft, run_suspended: Callable[..., Any], low_dtype: torch.dtype | None
 ) -> Iterator[Patch]:
-    """Yields the patches of `torch.jit.script`, and of calls of scripted functions.
-
-    Args:
-        draft: A draft in which torch is unconverted.
-        run_suspended: Calls a function without any of the conversion's patches.
-        low_dtype: The conversion's low-precision type; None if it is not a torch dtype.
-    """
+    """Yields the patches of `torch.jit.script`, and of calls of scripted functions."""
     script = draft.attribute(torch.jit, "script")
     yield Patch(torch.jit, "script", _scripting_uncast(script, run_suspended))
     if low_dtype is not None:

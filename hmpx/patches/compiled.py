@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .. import torch_state
 from ..compute import reported
+from ..later import AfterImport
 from ..patching import Draft, EntryPatch, Patch
 from ..policy import Policy
 from ..tensors import LOW_PRECISION
@@ -40,7 +41,6 @@ from ..torch_internals import (
     INDUCTOR_SUBGRAPHS,
     SELECT_ALGORITHM,
     TRACER,
-    AfterImport,
     disable_inductor_caches,
     forget_traced,
     of_later,
@@ -56,9 +56,6 @@ def forget_compiled(*, stays: bool = False) -> None:
 
     It sets no guard on the wrappers of methods and operators. It puts the wrappers that it finds under the
     names of torch's functions into the graph unchanged; they cast when the graph runs.
-
-    Args:
-        stays: Keep graphs that have a guard on the conversion.
     """
     forget_traced(keeps_graphs=stays and _are_guarded)
 
@@ -74,18 +71,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
     *,
     is_cached: bool,
 ) -> Iterator[Patch | EntryPatch]:
-    """Yields the patches that make inductor's kernels, caches and settings fit a conversion.
-
-    Args:
-        draft: A draft in which torch is unconverted.
-        policy: The conversion's policy.
-        device_types: Types of devices whose tensors are cast.
-        decides: Everything that results of calls depend on, including these two.
-        legalize: One of `LEGALIZE_MODES`.
-        keep_weight_casts: Whether autograd keeps casts of parameters.
-        add: Applies another patch while these are in force, for modules that are imported later.
-        is_cached: Graphs are the same for all models with the same ops and module paths.
-    """
+    """Yields the patches that make inductor's kernels, caches and settings fit a conversion."""
     # Computed on first use: it is slower than most of `convert`.
     tag = functools.cache(functools.partial(_digest, decides))
     yield Patch(sys.modules[__name__], "_tag", tag)

@@ -47,11 +47,7 @@ _LONGEST = 1000
 
 
 def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
-    """Yields the patches that rebind each name to its wrapper.
-
-    Args:
-        replacements: ``id`` of a torch function -> its wrapper.
-    """
+    """Yields the patches that rebind each name to its wrapper."""
     seen: set[int] = set()
     for module in _modules().values():
         yield from in_module(module, replacements, seen)
@@ -62,13 +58,7 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
 def in_module(
     module: types.ModuleType, replacements: Mapping[int, Any], seen: set[int]
 ) -> Iterator[NamePatch]:
-    """Yields the patches that rebind the names of one module, as `early_name_patches` does.
-
-    Args:
-        module: Where to look.
-        replacements: ``id`` of a torch function -> its wrapper.
-        seen: Addresses of containers and classes to skip; those found are added.
-    """
+    """Yields the patches that rebind the names of one module, as `early_name_patches` does."""
     wanted, held = replacements.keys(), names_of(module)
     values = list(held.values())  # a copy: other threads may import
     if not wanted.isdisjoint(map(id, values)):
@@ -100,10 +90,6 @@ def in_module(
 def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, Any]]:
     """Yields the places that the patches miss: class attributes, defaults, closures, deeper tables.
 
-    Args:
-        originals: The torch functions to look for.
-        depth: The most steps from a module's globals.
-
     Yields:
         A dotted path such as ``package.module.Block.forward(activation=)``, and the function there.
     """
@@ -116,10 +102,6 @@ def held_by_models(
     originals: Collection[Any], seen: Collection[int] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Yields torch functions that instances of `torch.nn.Module` hold, also in partials, lists, dicts.
-
-    Args:
-        originals: The torch functions to look for.
-        seen: Addresses of instances to skip.
 
     Yields:
         A path such as ``package.module.Block().activation``, once for all instances of a class, and

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import ops
+from ..later import AfterImport
 from ..ops import OPERATORS, Found
 from ..patching import ABSENT, Change, Draft, EntryPatch, Patch
 from ..torch_internals import (
     OPERATORS_MODULE,
     REFRESH_PACKET,
     TOGGLE_DISPATCH,
-    AfterImport,
     OpNamespace,
     OpOverload,
     OpOverloadPacket,
@@ -84,12 +84,7 @@ class _Call:
 
 
 def foreign_sites_of(name: str, draft: Draft) -> Iterator[ForeignSite]:
-    """Yields the slots of the op ``name``; none while its module is not loaded.
-
-    Args:
-        name: Dotted name.
-        draft: A draft in which modules are unconverted.
-    """
+    """Yields the slots of the op ``name``; none while its module is not loaded."""
     found = ops.find_foreign(name)
     if found is None or ops.why_not(name, found):
         return
@@ -173,13 +168,7 @@ def _operator_site(qualified: str, owner: Any, schemas: list[Any], draft: Draft)
 def following(
     names: Collection[str], draft: Draft, follow: Callable[[Collection[str], object], None]
 ) -> Iterator[Change]:
-    """Yields the patches that call ``follow`` when modules are imported or operators are defined.
-
-    Args:
-        names: Dotted names of ops.
-        draft: A draft in which torch is unconverted.
-        follow: Takes the names that may exist now, and the imported module.
-    """
+    """Yields the patches that call ``follow`` when modules are imported or operators are defined."""
     by_module: dict[str, list[str]] = {}
     operators = {name for name in names if name.startswith(f"{OPERATORS}.")}
     for name in names:

@@ -28,12 +28,7 @@ _FUNCTIONS: Final = (types.BuiltinFunctionType, types.FunctionType)
 def held_function_patches(
     draft: Draft, replacements: Mapping[int, Callable[..., Any]]
 ) -> Iterator[Patch]:
-    """Yields the patches of nodes, and of the creation of subclasses of `torch.nn.Module`.
-
-    Args:
-        draft: A draft in which torch is unconverted.
-        replacements: ``id`` of a torch function -> its wrapper.
-    """
+    """Yields the patches of nodes, and of the creation of subclasses of `torch.nn.Module`."""
     slot = Patch(nn.Module, "__init_subclass__", None)
     yield dataclasses.replace(slot, value=classmethod(_unbinding(draft.read(slot))))
     if NODE_TARGET is not None:

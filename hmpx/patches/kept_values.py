@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..compute import widen
+from ..errors import warn
 from ..patching import Draft, EntryPatch, ItemPatch, Patch
 from ..places import is_ours
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, short_name
 from ..torch_internals import BUFFER_HOOKS, device_constructors, rebuild_tensor
 from ..torch_state import has_casts, in_force, without_casts
-from ..warning import warn
 from .compiled import unwrapped
 from .values import named_after
 

@@ -36,13 +36,7 @@ _VIEWS: Final = frozenset({
 
 
 def partition_patches(module: Any, draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
-    """Yields the patch that makes compiled graphs keep parameters instead of their casts.
-
-    Args:
-        module: The module that partitions graphs.
-        draft: A draft in which torch is unconverted.
-        is_choosy: Leave casts that cost more time than they are worth.
-    """
+    """Yields the patch that makes compiled graphs keep parameters instead of their casts."""
     if of_later(AOT_GRAPHS, _PARTITION) is None:
         return
     partition = draft.attribute(module, _PARTITION)
@@ -63,9 +57,6 @@ def _written_inputs(facts: Iterable[Any]) -> set[int] | None:
     """Returns the indices of the inputs that a graph writes to; None if unknown.
 
     A backward that cast one of these again would read the new values.
-
-    Args:
-        facts: Objects with facts about the graph; the first with facts about inputs is used.
     """
     for each in facts:
         infos, tokens = getattr(each, "input_info", None), getattr(each, "tokens", None)
@@ -92,13 +83,7 @@ def _partitioned(
 
 
 def mark_casts(graph: fx.Graph, indices: list[int], *, is_choosy: bool) -> None:
-    """Marks casts of matrices that stay alive for recomputation in the backward.
-
-    Args:
-        graph: Forward and backward.
-        indices: Indices of its inputs that are parameters or buffers, and not written to.
-        is_choosy: Leave casts that cost more time than they are worth.
-    """
+    """Marks casts of matrices that stay alive for recomputation in the backward."""
     inputs = graph.find_nodes(op="placeholder")
     alive = {inputs[index] for index in indices if index < len(inputs)}
     for node in graph.nodes:

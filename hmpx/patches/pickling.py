@@ -49,12 +49,7 @@ def __getattr__(name: str) -> Any:
 
 
 def pickle_patch(originals: Iterable[Callable[..., Any]], draft: Draft) -> ItemPatch:
-    """Returns the patch that lets pickle store those ``originals`` that are builtins of a module.
-
-    Args:
-        originals: Functions of torch.
-        draft: A draft in which `copyreg` is unconverted.
-    """
+    """Returns the patch that lets pickle store those ``originals`` that are builtins of a module."""
     names = {
         id(original): f"{original.__module__}:{original.__qualname__}"
         for original in originals

@@ -45,15 +45,7 @@ def region_patches(
     run_suspended: Callable[..., Any],
     low_dtype: torch.dtype | None,
 ) -> Iterator[Patch]:
-    """Yields the patches that make these regions.
-
-    Args:
-        draft: A draft in which torch is unconverted.
-        add: Applies another patch while these are in force, for classes of optimizers and of loss
-            scalers that are prepared when their first instance is created.
-        run_suspended: Calls a function without any of the conversion's patches.
-        low_dtype: The conversion's low-precision type; None if it is not a torch dtype.
-    """
+    """Yields the patches that make these regions."""
     represent = draft.attribute(torch.Tensor, "__repr__")
     yield Patch(torch.Tensor, "__repr__", without_casts()(represent))
     yield from _optimizer_patches(draft, add)
@@ -229,12 +221,7 @@ _NOTED: Final = "_hmpx_noted"
 
 
 def _as_it_runs_here(function: Callable[..., Any], *, runs_first: bool) -> Callable[..., Any]:
-    """Makes a checkpoint's ``function`` rerun under the conditions of its forward, or raise an error.
-
-    Args:
-        function: The checkpointed function.
-        runs_first: The forward also calls it.
-    """
+    """Makes a checkpoint's ``function`` rerun under the conditions of its forward, or raise an error."""
     again = keeps_place(keeps_state(keeps_kind(function)))
     again = as_recomputation(again, after_first=runs_first)
     if is_off():

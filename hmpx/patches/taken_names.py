@@ -68,10 +68,6 @@ def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> 
 
     A table built meanwhile, with wrappers as keys, gets the functions as additional keys: after a
     conversion, a wrapper calls its function, but is another key.
-
-    Args:
-        draft: A draft in which the conversion's patches are undone.
-        wrappers: Wrappers of this conversion and of earlier ones.
     """
     functions = {id(function): original for function, original in list(_originals.items())}
     functions |= {id(wrapper): vars(wrapper)["__wrapped__"] for wrapper in wrappers}

@@ -73,9 +73,7 @@ class Program:
             if conversion is not None:
                 stack.enter_context(Attached(recorder, every_op=True, values=True))
                 stack.enter_context(convert(**conversion))
-            noting = ledger.noting()
-            stack.callback(noting.close)
-            next(noting)
+            stack.enter_context(ledger.noting())
             for module in self.modules:
                 ledger.note_module(module)
             groups = groups_of(self.modules, self._step())

@@ -19,8 +19,8 @@ from ..errors import (
     PolicyFileError,
     gathered,
     shown,
+    warn,
 )
-from ..warning import warn
 from .decisions import SHIPPED, CastPolicy, Decision
 from .lists import read_list
 from .op_lists import Entry, Listed, OpList, listed

@@ -14,9 +14,8 @@ from torch import nn
 
 from .. import arguments, number_formats, ops
 from ..arguments import is_a
-from ..errors import OptionError, PolicyFileError, shown, suggestion
+from ..errors import OptionError, PolicyFileError, shown, suggestion, warn
 from ..number_formats import is_format
-from ..warning import warn
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
 from .faults import report
 from .lists import from_lines, of_libraries, read_list, read_set, read_shipped, set_names

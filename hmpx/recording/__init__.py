@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .context import raised_at, record
-from .memory import Ledger
-from .recorder import Recorder
-
-__all__ = ["Ledger", "Recorder", "raised_at", "record"]
+from .context import raised_at as raised_at
+from .context import record as record
+from .memory import Ledger as Ledger
+from .recorder import Recorder as Recorder

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
-from collections.abc import Generator
 from typing import Any
 
 import torch
 
 from .. import arguments
-from ..blocks import ends_surely
 from ..errors import OptionError
 from ..observers import Attached, user_location
 from ..policy import policy_line
@@ -56,7 +55,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
         self._is_timed = arguments.truth("times", times)
         self._ledger = Ledger() if arguments.truth("memory", memory) else None
         self._recorder = Recorder(is_timed=self._is_timed)
-        self._block: Generator[None, None, None] | None = None
+        self._block: contextlib.ExitStack | None = None
         self._about: dict[str, str] = {}
         self._error: str | None = None
         self._error_location = ""
@@ -64,27 +63,16 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     def __enter__(self) -> record:
         if self._block is not None:
             raise OptionError("this record was entered before; make a new one with hmpx.record()")
-        self._block = self._observing()
-        try:
-            next(self._block)
-            return self
-        except BaseException:
-            self._block.close()
-            raise
+        attached = Attached(self._recorder, every_op=True, values=True, times=self._is_timed)
+        with contextlib.ExitStack() as block:
+            block.callback(self._recorder.stop)
+            block.enter_context(uncompiled())
+            block.enter_context(attached)
+            if self._ledger is not None:
+                block.enter_context(self._ledger.noting())
+            self._block = block.pop_all()
+        return self
 
-    def _observing(self) -> Generator[None, None, None]:
-        """Observes from the generator's first step until it is closed."""
-        try:
-            attached = Attached(self._recorder, every_op=True, values=True, times=self._is_timed)
-            with uncompiled(), attached:
-                if self._ledger is None:
-                    yield
-                else:
-                    yield from self._ledger.noting()
-        finally:
-            self._recorder.is_on = False
-
-    @ends_surely(None, lambda rec: rec._block and rec._block.close())
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._about = _about()
         if error is not None:

@@ -6,10 +6,11 @@ the purpose of a storage may be known much later.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -21,7 +22,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..blocks import hooked
 from ..reports import Memory, Moment
 from ..tensors import tensors_of
 from ..torch_internals import (
@@ -128,14 +128,13 @@ class Ledger:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_stepping = False
 
-    def noting(self) -> Generator[None, None, None]:
-        """Records events from the generator's first step until it is closed."""
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Records events inside the block."""
         with (
-            hooked(
-                (register_module_forward_pre_hook, self._note_call),
-                (register_optimizer_step_pre_hook, self._note_step),
-                (register_optimizer_step_post_hook, self._note_state),
-            ),
+            register_module_forward_pre_hook(self._note_call),
+            register_optimizer_step_pre_hook(self._note_step),
+            register_optimizer_step_post_hook(self._note_state),
             torch.autograd.graph.saved_tensors_hooks(self._pack, _tensor_of),
             _Mode(self),
         ):

@@ -99,6 +99,10 @@ class Recorder:
         self._places: dict[Place, _Unused] = {}
         self._casts = Casts()
 
+    def stop(self) -> None:
+        """Ends the counting of backwards."""
+        self.is_on = False
+
     # --- calls -----------------------------------------------------------------------------------
 
     def __call__(

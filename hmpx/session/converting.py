@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
-import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .. import torch_internals, torch_state
-from ..blocks import Entered, Entrance, surely
 from ..casting import Options
-from ..errors import OptionError
+from ..errors import OptionError, warn
 from ..observers import LOGGER, announce_conversion, show_log
 from ..policy import LowType, Policy, PolicySource
-from ..registry import exclusive, hold_off_forks
+from ..registry import exclusive
 from ..tensors import default_device_types, is_present
-from ..warning import warn
 from . import request
 from .session import Session
 from .switching import current, forget_left, left_one, switch_to
@@ -114,37 +109,20 @@ def convert(
         torch.float32
     """
     given = dict(locals())
-    taken: list[Session | None] = [None]
-    try:
-        session = _converted(given, taken)
-        session.entrance.renew()
-        return session  # from here on, `with` ends it
-    except BaseException:
-        if taken[0] is not None:
-            taken[0].end_block([taken[0]])
-        raise
-
-
-def _converted(given: dict[str, Any], taken: list[Session | None]) -> Session:
-    """Returns the session in force after `convert` with these arguments."""
-    lock = threading.RLock()
-    with lock:
-        hold_off_forks(lock)  # for first-time imports and reads
-        torch_internals.check()
-        policy, device_types, options, verbose = request.checked(given)
-        if verbose == "hmp":
-            announce_conversion(given["opt_level"])
-        session = _put_in_force(policy, device_types, options, verbose, taken)
-        if given["device_types"] is None and "cpu" not in device_types:
-            found = " and ".join(sorted(device_types))
-            LOGGER.info(
-                "casting on %s: tensors on the CPU are not cast; "
-                'convert(device_types={"cpu"}) casts those',
-                found,
-            )
-        if given["device_types"] is not None:
-            _warn_of_absent(device_types)
-        return session
+    torch_internals.check()
+    made, found_types, options, verbose = request.checked(given)
+    if verbose == "hmp":
+        announce_conversion(opt_level)
+    if device_types is not None:
+        _warn_of_absent(found_types)  # first: if this becomes an error, nothing is converted
+    session = _put_in_force(made, found_types, options, verbose)
+    if device_types is None and "cpu" not in found_types:
+        LOGGER.info(
+            "casting on %s: tensors on the CPU are not cast; "
+            'convert(device_types={"cpu"}) casts those',
+            " and ".join(sorted(found_types)),
+        )
+    return session
 
 
 def _warn_of_absent(device_types: Collection[str]) -> None:
@@ -205,51 +183,27 @@ def _names_of(function: Callable[..., Any]) -> list[str]:
     return [each.name for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
-class restore(Entered):  # noqa: N801  # a block
-    """Converts like a session with these `Session.arguments`, for example in another process.
-
-    Until the end of the block, or permanently by `begin_block`.
-    """
-
-    def __init__(
-        self, policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
-    ) -> None:
-        """Changes nothing yet."""
-        torch_internals.check()
-        self._arguments = policy, device_types, options, verbose
-        self._taken: list[Session | None] = [None]
-        self.entrance = Entrance(weakref.ref(self))
-
-    def begin_block(self) -> None:
-        """Puts the conversion in force."""
-        _put_in_force(*self._arguments, self._taken).begin_block()
-
-    def end_block(self, block: list[Any]) -> None:
-        """Restores the previous conversion, or none."""
-        if self._taken[0] is not None:
-            self._taken[0].end_block(self._taken)
+def restore(
+    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
+) -> Session:
+    """Converts like a session with these `Session.arguments`, for example in another process."""
+    torch_internals.check()
+    return _put_in_force(policy, device_types, options, verbose)
 
 
 @exclusive
 def _put_in_force(
-    policy: Policy,
-    device_types: frozenset[str],
-    options: Options,
-    verbose: bool | str,
-    taken: list[Session | None],
+    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
 ) -> Session:
-    """Returns the current session, or a new one if the current one differs.
-
-    ``taken`` gets the session before anything changes, so an interrupted caller can undo it.
-    """
+    """Returns the current session, or a new one if the current one differs."""
     before = current()
     session = Session(policy, device_types, options, verbose, before)
     if verbose:
         show_log()
-    session = left_one(session.equals) or session
-    if before is not None and before.answers(session, taken):
+    if before is not None and before.equals(session):
+        before.converts += 1
         return before
-    taken[0] = session
+    session = left_one(session) or session
     switch_to(session)
     return session
 
@@ -278,9 +232,11 @@ def unconverted() -> Iterator[None]:
         yield
         return
     switch = exclusive(switch_to)
-    with surely(functools.partial(switch, before)):
+    try:
         switch(None)
         yield
+    finally:
+        switch(before)
 
 
 def is_converted() -> bool:

@@ -52,18 +52,20 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     found: list[Patch] = []
     homes: list[Patch] = []
     made: dict[tuple[int, str], Callable[..., Any] | None] = {}
-    policy, observers = conversion.policy, conversion.observers
+    policy, device_types, options = conversion.policy, conversion.device_types, conversion.options
     deciding = _deciding(policy)
     lacking = compute.lacking_kernels()
     completed = [name for name in lacking if name in ops.table()]  # those in this version of torch
     observed: list[str] = []
-    if any(each.every_op for each in observers):
+    if any(each.every_op for each in conversion.observers):
         observed = sorted(ops.computing() | ops.facts("converting").keys())
     unobserved = dataclasses.replace(conversion, observers=())
     told_of = {*policy.decisions, *deciding, *observed}
     told_of |= {name for name in completed if not ops.is_view(name)}
     converting = sorted(ops.converting() & ops.table().keys())
-    looked_up = _looked_up(conversion)
+    # The ops whose calls may be looked up in tables; see `CallPlan.looks_up`.
+    is_apt = options.legalize != "never" and "cpu" in device_types
+    looked_up = compute.ACTIVATIONS if is_apt else ()
     named = [*policy.decisions, *deciding, *completed, *converting, *looked_up, *observed]
     for name in dict.fromkeys(named):
         decision = policy.decisions.get(name, UNDECIDED)
@@ -74,30 +76,23 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
             version = torch.__version__
             raise OptionError(f"the policy holds {name!r}, which is not an op of torch {version}")
         facts, asked = facts_of(name), deciding.get(name, ())
-        takes_numbers = name in ops.converting()
+        seen = conversion if name in told_of else unobserved
         for site in op.sites:
             lacks = None if site.is_property else lacking.get(name)
-            looks_up = not site.in_place and name in looked_up
-            is_complete = lacks is None and not (takes_numbers and ops.converts_numbers(name, site))
-            is_complete = is_complete and not looks_up
-            is_settled = is_complete and (site.in_place or not asked) and not observers
+            is_complete = lacks is None and (site.in_place or name not in looked_up)
+            is_complete = is_complete and not (
+                name in ops.converting() and ops.converts_numbers(name, site)
+            )
+            is_settled = is_complete and (site.in_place or not asked) and not conversion.observers
             if is_settled and _is_settled_by_torch(site, decision, facts):
                 continue
             slot = draft.attribute(site.owner, site.attribute)
             function = site.callable_of(slot)
             key = (id(slot), name)
             if key not in made:
-                seen = conversion if name in told_of else unobserved
-                make = functools.partial(
-                    _made_for, seen, function, name, site, lacks, decision, asked
-                )
-                is_uncast = decision.cast_policy is CastPolicy.PASS and (site.in_place or not asked)
-                if is_uncast and not _is_observed(function, site, decision, seen.observers):
-                    made[key] = wrappers.shared_where_lacking(
-                        function, name, site.qualified, lacks, make, looks_up=looks_up
-                    )
-                else:
-                    made[key] = make()
+                call = (decision.reason, device_types, options, wrappers.hands_over(function))
+                plan = plan_of(name, site, lacks, decision, *call)
+                made[key] = _made(seen, function, site, plan, asked)
             wrapper = made[key]
             if wrapper is not None and site.is_property:
                 getter = property(wrapper, slot.__set__, slot.__delete__, slot.__doc__)
@@ -114,35 +109,6 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     return list(by_key.values()), [wrapper for wrapper in made.values() if wrapper is not None]
 
 
-def _looked_up(conversion: Conversion) -> tuple[str, ...]:
-    """Returns the ops whose calls may be looked up in tables; see `CallPlan.looks_up`."""
-    is_apt = conversion.options.legalize != "never" and "cpu" in conversion.device_types
-    return compute.ACTIVATIONS if is_apt else ()
-
-
-def _made_for(  # noqa: PLR0917  # all that a call site is
-    conversion: Conversion,
-    function: Callable[..., Any],
-    name: str,
-    site: ops.Site,
-    lacks: compute.Lacking | None,
-    decision: Decision,
-    asked: tuple[Rule, ...],
-) -> Callable[..., Any] | None:
-    """Returns the wrapper of ``function`` at one of torch's call sites of an op."""
-    plan = plan_of(
-        name,
-        site,
-        lacks,
-        decision,
-        decision.reason,
-        conversion.device_types,
-        conversion.options,
-        wrappers.hands_over(function),
-    )
-    return _made(conversion, function, site, plan, asked)
-
-
 def _made(
     conversion: Conversion,
     function: Callable[..., Any],
@@ -155,7 +121,10 @@ def _made(
     if asked and not site.in_place:
         low_type = conversion.policy.low_precision_type
         return wrappers.make_choosing_wrapper(function, plan, asked, low_type, make)
-    return make(plan.decision)
+    is_observed = _is_observed(function, site, plan.decision, conversion.observers)
+    if is_observed or is_format(plan.decision.dtype):  # registered functions may compute in formats
+        return make(plan.decision)
+    return wrappers.shared(function, plan, functools.partial(make, plan.decision))
 
 
 def foreign_names(policy: Policy) -> list[str]:

@@ -1,22 +1,19 @@
 """A session: one conversion of torch. Wires policy, patches and observers together, and owns undo.
 
-All changes to torch are drafted first and then written at once by `Draft.make`, which undoes everything if
-anything raises. An ExitStack of steps would remove the old conversion before adding the new one, so calls in
-other threads would find torch without either.
+All changes to torch are drafted first and then written at once, so calls in other threads find the old
+conversion or the new one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from .. import compute, torch_state
-from ..blocks import Entered, Entrance, surely
 from ..casting import Options
 from ..errors import HmpxWarning
 from ..observers import ATTACHED, Attached, log_observer
@@ -32,7 +29,6 @@ from .switching import (
     IS_COUNTED,
     Installation,
     Kept,
-    alone,
     current,
     log_what_models_keep,
     say,
@@ -40,7 +36,7 @@ from .switching import (
 )
 
 
-class Session(Entered):
+class Session:
     """One conversion of torch, in force until it is reverted or replaced.
 
     As a context manager it restores the previous state on exit.
@@ -79,8 +75,7 @@ class Session(Entered):
         self._said: list[str] = []  # about ops of other libraries
         self._previous = previous
         self._is_entered = self._is_left = False
-        self.entrance = Entrance(weakref.ref(self))
-        self._converts = 1  # `convert` calls that this session answers
+        self.converts = 1  # `convert` calls that this session answers
         self._decided: tuple[object, ...] = ()
         self.kept: Kept | None = None
 
@@ -103,16 +98,14 @@ class Session(Entered):
         """
         return missed(cast_originals(self._installation.wrappers))
 
-    def begin_block(self) -> None:
-        """Records that a ``with`` block of this session begins."""
+    def __enter__(self) -> Session:
         self._is_entered, self._is_left = True, False
+        return self
 
     @exclusive
-    def end_block(self, block: list[Any]) -> None:
-        """Undoes one `convert`. ``block`` holds this session, or None once it is undone."""
-        if self._converts > 1:
-            block[0] = None  # no call follows, so no signal arrives between the two lines
-            self._converts -= 1
+    def __exit__(self, *exc_info: object) -> None:
+        if self.converts > 1:
+            self.converts -= 1
             return
         self._is_left = True
         previous = self._previous
@@ -135,14 +128,6 @@ class Session(Entered):
         import html
 
         return f"<p><code>{html.escape(repr(self))}</code></p>{self.policy._repr_html_()}"
-
-    def answers(self, other: Session, taken: list[Session | None]) -> bool:
-        """Whether this session equals ``other``. If so, ``taken`` gets it and one more exit ends it."""
-        if not self.equals(other):
-            return False
-        taken[0] = self  # no call follows, so no signal arrives between the two lines
-        self._converts += 1
-        return True
 
     def equals(self, other: Session) -> bool:
         """Whether both convert alike."""
@@ -176,12 +161,7 @@ class Session(Entered):
         return self._decided
 
     def _draft(self, draft: Draft, replaced: Installation) -> tuple[Installation, Kept | None]:
-        """Drafts all patches of this session; changes nothing.
-
-        Args:
-            draft: torch as it would be without a conversion.
-            replaced: The patches of the previous session.
-        """
+        """Drafts all patches of this session; changes nothing."""
         asked = all_rules()
         if self._verbose and (self._log is None or asked != self.rules):
             self._log = Attached(log_observer(self._verbose))  # other rules may decide otherwise
@@ -216,14 +196,12 @@ class Session(Entered):
         draft.make()
 
     @eventually
-    @alone
     def add(self, patch: Patch) -> None:
         """Applies one more patch while the session is in force."""
         if self is current():
             self._extend(Draft(), [patch], notes_modules=self._installation.notes_modules)
 
     @eventually
-    @alone
     def follow(self, names: Collection[str], module: object) -> None:
         """Wraps the ops of other libraries that ``module`` has added."""
         if self is not current():
@@ -243,7 +221,6 @@ class Session(Entered):
         self._said += foreign.said
 
     @exclusive
-    @alone
     def note_modules(self) -> None:
         """Applies the patches that track running modules."""
         if self is current() and not self._installation.notes_modules:
@@ -261,13 +238,12 @@ class Session(Entered):
         emptied = dataclasses.replace(self._installation, applied=kept)
         draft.apply([Patch(self, "_installation", emptied)])
 
-        def put_back() -> None:
-            if self._installation is emptied:
-                self._extend(Draft(), taken, notes_modules=emptied.notes_modules)
-
-        with surely(put_back):
+        try:
             draft.make()
             return function(*args, **kwargs)
+        finally:
+            if self._installation is emptied:
+                self._extend(Draft(), taken, notes_modules=emptied.notes_modules)
 
     def warn_of_unmatched(self, root: torch.nn.Module) -> None:
         """Warns, once, of section patterns that match no module in ``root``, which was called."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +28,11 @@ from ..patches import (
     retired,
     standing_for,
 )
-from ..patching import Applied, Change, Draft, ItemPatch, Patch
+from ..patching import Applied, Change, Draft, ItemPatch
 from ..policy import Policy
 from ..rules import all_rules
 from ..torch_internals import STEP_HOOKS
-from ..warning import relocating
-from ..wrappers import in_force, put_in_use
+from ..wrappers import in_force, in_use
 from .policy_patches import Conversion, Foreign, foreign_names, originals, patches, replacements
 from .switching import Installation
 
@@ -57,12 +55,6 @@ def draft_steps(
 ) -> tuple[Installation, list[str]]:
     """Drafts all changes of a conversion to torch.
 
-    Args:
-        session: The conversion's session.
-        conversion: The settings that wrappers follow.
-        draft: torch as it would be without a conversion.
-        replaced: The patches of the previous session.
-
     Returns:
         The installation, and problems with names in the lists.
     """
@@ -72,7 +64,7 @@ def draft_steps(
     others.take(foreign_names(policy))
     wrapping += others.patches
     made += others.made
-    draft.apply(put_in_use(made, replaced.wrappers))
+    draft.begin_with(in_use(made))  # before calls can find one in a slot
     installed = Installation(
         wrappers=tuple(made),
         rules=rules,
@@ -117,8 +109,6 @@ def _steps(  # noqa: PLR0917  # all that a conversion is
     if options.reuse_casts:
         yield casting.cache_patches(draft)
     yield [pickle_patch(originals(made), draft)]
-    name = "_showwarnmsg"  # its line numbers should be those without wrappers
-    yield [Patch(warnings, name, relocating(draft.attribute(warnings, name)))]
     # The list keeps the earlier wrappers alive, since they are found by id.
     earlier = [*retired(), *replaced]
     if not replaced:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import gc
 import itertools
 import operator
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from .. import compute, torch_state
-from ..blocks import surely
+from ..errors import warn
 from ..observers import ATTACHED, LOGGER, Attached
 from ..patches import (
     early_name_patches,
@@ -26,25 +25,19 @@ from ..patches import (
     standing_for,
     taken_name_patches,
 )
-from ..patching import Applied, Change, Draft, Patch
+from ..patching import Applied, Change, Draft, Patch, Swap
 from ..registry import exclusive
 from ..rules import RULES, Registered
-from ..warning import warn
-from ..wrappers import references, references_of_others, retirements, used_as_now
+from ..wrappers import in_use, references, references_of_others, retirements
 from .policy_patches import cast_originals, originals, replacements
 
 if TYPE_CHECKING:
     from .session import Session
 
-_F = TypeVar("_F", bound=Callable[..., None])
-
 _current: Session | None = None
 
 #: The last session left, kept in case an equal one follows.
 _left: Session | None = None
-
-_amid: Final = threading.Lock()
-_left_for_later: Final[list[Callable[[], None]]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +59,6 @@ class Installation:
     observers: tuple[Attached, ...] = ()
 
 
-def alone(function: _F) -> _F:
-    """Postpones a call during another change of the same thread until that change is done.
-
-    Signal handlers and finalizers make such calls. The thread holds `registry.LOCK`.
-    """
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        if _amid.locked():
-            _left_for_later.append(functools.partial(function, *args, **kwargs))
-            return
-        try:
-            # On one line, so that no signal arrives between the call and the release.
-            with _amid: function(*args, **kwargs)  # fmt: skip  # noqa: E701
-        finally:
-            while _left_for_later:
-                later = _left_for_later.pop(0)
-                with _amid: later()  # fmt: skip  # noqa: E701
-
-    return wrapper  # type: ignore[return-value]
-
-
 #: Whether reference counts show who holds an object.
 IS_COUNTED: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -105,40 +76,55 @@ class Kept:
     """
 
     def __init__(self, installation: Installation) -> None:
-        """Called once it is drafted, when the draft holds as many references as the slots will."""
-        self.installation, wrappers = installation, installation.wrappers
+        """Called by `Session` once the conversion is drafted."""
+        self.installation = installation
+        self._swap = Swap(installation.applied)
         values = [function_in(done.patch.value) for done in installation.applied]
         found = {id(f): f for f in values if type(f) is types.FunctionType}
-        self._functions: tuple[Any, ...] = tuple({**{id(w): w for w in wrappers}, **found}.values())
-        del values, found  # they hold references, too
-        earlier = itertools.chain(references_of_others(wrappers), itertools.repeat(0))
-        self._alone = tuple(map(operator.sub, references(self._functions), earlier))
-        self._in_use: list[
-            Change
-        ] = []  # of wrappers that others hold, or held: they are retired meanwhile
+        own = {id(w): w for w in installation.wrappers}
+        self._functions: tuple[Any, ...] = tuple({**own, **found}.values())
+        self._alone: tuple[int, ...] = ()  # reference counts if nobody else holds any
+        self._counts: tuple[int, ...] = ()  # when it was left last
+        self._has_news = False  # whether other code had taken a function since
+        self._held: list[
+            Callable[..., Any]
+        ] = []  # wrappers that other code holds: retired meanwhile
         self._originals: tuple[Any, ...] = ()
         self._as_left: tuple[object, ...] = ()
 
+    def note_entered(self) -> None:
+        """Records the references to the conversion's functions, once it is in force for the first time."""
+        if not self._alone:
+            earlier = itertools.chain(
+                references_of_others(self.installation.wrappers), itertools.repeat(0)
+            )
+            self._alone = tuple(map(operator.sub, references(self._functions), earlier))
+            self._counts = self._alone
+
     def take_away(self, draft: Draft, installation: Installation) -> bool:
         """Drafts leaving the conversion; False if other code has patched on top of it."""
+        self._held = []
         counts = references(self._functions)
-        if draft.undo(installation.applied):
-            return False
         if installation is not self.installation:
             self.installation, self._originals = installation, ()
-        if counts != self._alone:
+            self._swap = Swap(installation.applied)
+        if self._swap.read() is not True:
+            return False
+        self._has_news, self._counts = counts != self._counts, counts
+        if self._has_news:
+            draft.undo(installation.applied)
             draft.apply(taken_name_patches(draft, [*retired(), *installation.wrappers]))
+        else:
+            draft.apply([dataclasses.replace(self._swap, value=False)])
         # The wrappers are first, and the others are not retired.
         found = zip(installation.wrappers, counts, self._alone, strict=False)
-        held = [each for each, count, alone in found if count > alone]
-        self._in_use = [used_as_now(each) for each in held]
-        draft.apply(retirements(held, ()))
+        self._held = [each for each, count, alone in found if count > alone]
+        draft.apply(retirements(self._held, ()))
         return True
 
     def note_left(self) -> None:
         """Records the state of torch and the loaded modules after the conversion is left."""
-        if not self._originals:
-            self._originals = self._patched()
+        self._originals = self._originals or self._patched()
         self._as_left = _newest_module(), references(self._originals)
 
     def _patched(self) -> tuple[Any, ...]:
@@ -152,18 +138,19 @@ class Kept:
     def put_back(self, draft: Draft) -> bool:
         """Drafts restoring the conversion; False if it would differ from before."""
         modules, counts = self._as_left
-        if _newest_module() != modules:
+        if _newest_module() != modules or self._swap.read() is not False:
             return False
-        applied, wrappers = self.installation.applied, self.installation.wrappers
-        if self._in_use or references(self._originals) != counts:
+        wrappers = self.installation.wrappers
+        if self._has_news or references(self._originals) != counts:
             earlier = [*retired(), *wrappers]
+            applied = self.installation.applied
             wanted = standing_for(applied) | replacements(wrappers, earlier)
             known = {done.patch.key for done in applied}
             if not all(patch.key in known for patch in early_name_patches(wanted)):
                 return False
-        draft.apply(self._in_use)  # before calls can find a wrapper
-        again = draft.apply([done.patch for done in applied])
-        return all(now.previous is then.previous for now, then in zip(again, applied, strict=True))
+        draft.apply(in_use(self._held))  # before calls can find a wrapper
+        draft.apply([self._swap])
+        return True
 
 
 def _newest_module() -> tuple[int, str, int]:
@@ -177,13 +164,13 @@ def current() -> Session | None:
     return _current
 
 
-def left_one(is_equal: Callable[[Session], bool]) -> Session | None:
-    """Returns the last session left, as a new one, if an equal one may reuse it."""
+def left_one(session: Session) -> Session | None:
+    """Returns the last session left, as a new one, if it equals ``session`` and can be reused."""
     found = _left
-    if _current is not None or found is None or not is_equal(found):
+    if _current is not None or found is None or not session.equals(found):
         return None
     found._is_entered = found._is_left = False
-    found._previous, found._converts = None, 1
+    found._previous, found.converts = None, 1
     return found
 
 
@@ -203,18 +190,16 @@ def _ended(session: Session, kept: Sequence[Callable[..., Any]]) -> list[Change]
     return [*retirements(installed.wrappers, kept), Patch(session, "kept", None)]
 
 
-@alone
 def switch_to(session: Session | None, *, is_kept: bool = False) -> None:
-    """Puts ``session`` in force instead of the current one, which may be the same; or changes nothing.
-
-    Args:
-        session: None for no conversion.
-        is_kept: Whether to keep the current one prepared, if possible, since an equal one may follow soon.
-    """
-    # The thousands of small objects of a conversion would trigger full garbage collections.
-    with surely(gc.enable if gc.isenabled() else gc.disable):
-        gc.disable()
+    """Puts ``session`` in force instead of the current one, which may be the same; or changes nothing."""
+    was_enabled = gc.isenabled()
+    try:
+        gc.disable()  # the many small objects of a conversion would trigger full garbage collections
         covered = _change(_current, session, is_kept=is_kept)
+    finally:
+        if was_enabled: gc.enable()  # fmt: skip  # noqa: E701
+    if session is not None and session.kept is not None:
+        session.kept.note_entered()
     if session is None:
         torch_state.end_conversion()
         if _left is not None and _left.kept is not None:
@@ -284,7 +269,6 @@ def _state_patches(
     """Returns the patches of the state that regions and caches compare."""
     epoch = torch_state.in_force()
     if (old is None) != (session is None):
-        torch_state.forget_lost_regions()
         epoch = None if session is None else object()
     decides = None if session is None else session._decides(rules)
     device_types = frozenset() if session is None else session.device_types

@@ -8,7 +8,6 @@ from .autocast import CUSTOM_FORWARD as CUSTOM_FORWARD
 from .autocast import OFF_MARK as OFF_MARK
 from .autocast import TRAINING_MARK as TRAINING_MARK
 from .autocast import DisableAutocast as DisableAutocast
-from .autocast import autocast_depth as autocast_depth
 from .autocast import enter_autocast as enter_autocast
 from .autocast import exit_autocast as exit_autocast
 from .autocast import is_any_autocast_enabled as is_any_autocast_enabled
@@ -63,6 +62,7 @@ from .compiler import needed_of_later as needed_of_later
 from .compiler import of_later as of_later
 from .compiler import run_when_traced as run_when_traced
 from .compiler import tracing_context as tracing_context
+from .compiler import uncompiled as uncompiled
 from .fake_tensors import HERE as HERE
 from .fake_tensors import address_of as address_of
 from .fake_tensors import differs_in_devices as differs_in_devices
@@ -139,8 +139,6 @@ from .operators import has_kernel as has_kernel
 from .operators import own_operator as own_operator
 from .operators import schemas_of as schemas_of
 from .operators import set_kernel as set_kernel
-from .stance import AfterImport as AfterImport
-from .stance import uncompiled as uncompiled
 from .torch_part import Part as Part
 from .torch_part import check as check
 from .torch_part import parts as parts

@@ -15,28 +15,6 @@ from torch import Tensor
 from .modes import is_batch, transforms
 from .torch_part import do_nothing, one, rely_on
 
-
-def _give_to_hooks(push: Any, pop: Any, top: Any, refused: Any) -> bool:
-    packed: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor
-
-    x = one().requires_grad_()
-    push(pack, _same)
-    try:
-        x.exp()
-        found = top(True)
-    finally:
-        pop()
-    return len(packed) == 1 and found[0] is pack and refused() is None
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 #: Saved-tensor hooks: push and pop a pair, the innermost pair or None, and why none are allowed.
 push_hooks, pop_hooks, _top_hooks, hooks_refused = rely_on(
     "torch._C._autograd._push_saved_tensors_default_hooks",
@@ -45,7 +23,6 @@ push_hooks, pop_hooks, _top_hooks, hooks_refused = rely_on(
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
     feature="memory of legalized ops",
     without="autograd keeps fp32 copies of low-precision tensors",
-    behaves=_give_to_hooks,
     instead=(do_nothing, do_nothing, do_nothing, lambda: "torch has none"),
 )
 
@@ -67,34 +44,20 @@ def hide_hook(pack: Any, outer: Any) -> None:
         pack._checkpoint_internal, pack._user_hooks = True, outer
 
 
-def _is_data(data: Any) -> bool:
-    x = one()
-    return bool(data.__get__(x).data_ptr() == x.data_ptr())
-
-
 _data = rely_on(
     "torch._C.TensorBase.data",
     feature="running statistics in number formats",
     without="they take longer",
-    behaves=_is_data,
     instead=(property(operator.attrgetter("data")),),
 )
 #: Returns a tensor's ``data``; read before anything is patched.
 data_of: Callable[[Tensor], Tensor] = _data.__get__
 
 
-def _counts(use_count: Callable[[Any], int]) -> bool:
-    alone, shared = one(), one()
-    view = shared.view(1)
-    few, more = (use_count(each.untyped_storage()._cdata) for each in (alone, shared))
-    return view.numel() == 1 and few < more
-
-
 _use_count = rely_on(
     "torch._C._storage_Use_Count",
     feature="reuse_casts",
     without="no cast is reused",
-    behaves=_counts,
     instead=(lambda pointer: sys.maxsize,),
 )
 _storage = Tensor.untyped_storage
@@ -112,25 +75,8 @@ current_graph_task: Callable[[], int] = rely_on(
     "torch._C._current_graph_task_id",
     feature="phases of calls",
     without="observers see all calls as part of the forward",
-    behaves=lambda current: current() == -1,
     instead=(lambda: -1,),
 )
-
-
-def _runs_through(function: Any, name: str) -> bool:
-    """Whether a Python function, or one that it calls in its module, uses the name ``name``."""
-    pending, seen = [function], set()
-    while pending:
-        found = pending.pop()
-        found = getattr(found, "__wrapped__", found)
-        code = getattr(found, "__code__", None)
-        if code is None or code in seen:
-            continue
-        seen.add(code)
-        if name in code.co_names:
-            return True
-        pending += [found.__globals__.get(each) for each in code.co_names]
-    return False
 
 
 #: The function that all non-reentrant checkpoints call: since torch 2.14, and before.
@@ -148,10 +94,6 @@ rely_on(
     "torch.utils.checkpoint.CheckpointFunction.forward",
     feature="checkpoints",
     without="they would be recomputed under the casts that are in force in backward",
-    behaves=lambda generator, checkpoint, forward: (
-        _runs_through(checkpoint, CHECKPOINT_GENERATOR)
-        and _runs_through(checkpoint, "CheckpointFunction")
-    ),
 )
 
 
@@ -160,22 +102,12 @@ rely_on(
 _FLOAT32: Final = torch.float32
 
 
-def _describe_nodes(*found: Any) -> bool:
-    first = one().requires_grad_().exp()
-    node: Any = first.exp().grad_fn
-    before: Any = first.grad_fn
-    (known,) = node._input_metadata
-    is_later = node._sequence_nr() > before._sequence_nr()
-    return known.dtype is _FLOAT32 and tuple(known.shape) == (1,) and is_later
-
-
 #: Whether nodes expose their outputs, and the order of their creation.
 _ARE_DESCRIBED: Final[bool] = rely_on(
     "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.graph.Node._sequence_nr",
     feature="dtypes and modules in hmpx.draw",
     without="pictures lack them",
-    behaves=_describe_nodes,
     instead=(None, None),
 ) != (None, None)
 
@@ -227,15 +159,6 @@ def function_of(node: Any) -> type | None:
 # memory, and torch refuses to draw random numbers with it.
 
 
-def _are_taken_apart(enter: Any, leave: Any, batched: Any, unbatched: Any) -> bool:
-    level = enter()
-    try:
-        x = batched(one().view(1, 1).expand(2, 1), 0, level)
-        return bool(x.shape == (1,) and unbatched(x, level, 2, 0).shape == (2, 1))
-    finally:
-        leave()
-
-
 _enter, _leave, _batched, _unbatched = rely_on(
     "torch._C._vmapmode_increment_nesting",
     "torch._C._vmapmode_decrement_nesting",
@@ -243,7 +166,6 @@ _enter, _leave, _batched, _unbatched = rely_on(
     "torch._remove_batch_dim",
     feature="batches of gradients in number formats",
     without="they stop",
-    behaves=_are_taken_apart,
     instead=(lambda: 1, lambda: 0, lambda x, dim, level: x, lambda x, level, size, dim: x),
 )
 
@@ -278,10 +200,6 @@ def each_of_batch(function: Callable[[Tensor], tuple[Tensor | None, ...]], x: Te
 
     Differentiable: a batch's gradients are those of its underlying tensor, so replacements of autograd
     functions must get that tensor.
-
-    Args:
-        function: Returns tensors, or None in the same places for every tensor.
-        x: The batch; may be nested.
     """
     depth = _depth()
     with outside_batches():

@@ -56,13 +56,7 @@ def _is_as_expected(dimensions: int) -> bool:
 
 
 def laid_out(weight: Tensor, settings: ConvolutionSettings, shape: Sequence[int]) -> Tensor:
-    """Returns a convolution's weight in the fastest layout for inputs of ``shape``.
-
-    Args:
-        weight: In fp32 on the CPU.
-        settings: The convolution's.
-        shape: An input's.
-    """
+    """Returns a convolution's weight in the fastest layout for inputs of ``shape``."""
     lay_out: Any = _lay_out_2d if len(settings.padding) == 2 else _lay_out_3d
     found: Tensor = lay_out(weight.to_mkldnn(), *settings, list(shape))
     return found

@@ -12,12 +12,14 @@ import functools
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 import torch
 
 from ..errors import said_by
+from ..later import AfterImport
 from .modes import is_transformed
 from .torch_part import Part, refuse, rely_on, warn_once
 
@@ -209,9 +211,6 @@ _eval_frame = rely_on(
     "torch._C._dynamo.eval_frame",
     feature="torch.compile in the middle of calls",
     without="graphs begin in hmpx's own functions, and are compiled again more often",
-    behaves=lambda module: (
-        hasattr(module, "skip_code") or hasattr(module, "set_code_exec_strategy")
-    ),
     instead=(None,),
 )
 
@@ -267,8 +266,45 @@ _tracing_context = rely_on(
     "torch._guards.TracingContext",
     feature="graphs that torch.compile is tracing",
     without="sections by module would not hold in them",
-    behaves=lambda context: context.try_get() is None or is_dynamo_loaded(),
 )
+
+
+# --- compiled functions that run uncompiled --------------------------------------------------------
+
+_stance_lock: Final = threading.RLock()
+#: The open blocks: torch has one stance for the whole process, which lasts from the first to the last.
+_asking: Final[set[object]] = set()
+_stance: Final = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Runs compiled functions uncompiled, in all threads, until the end of the block."""
+    block = object()
+    try:
+        with _stance_lock:
+            if not _asking and not is_dynamo_loaded():  # its import takes seconds
+                sys.meta_path.insert(0, _later_stance)
+            elif not _asking:
+                _stance.enter_context(torch.compiler.set_stance("force_eager"))
+            _asking.add(block)
+        yield
+    finally:
+        with _stance_lock:
+            _asking.discard(block)
+            if not _asking:
+                _stance.close()
+                if _later_stance in sys.meta_path:
+                    sys.meta_path.remove(_later_stance)
+
+
+def _set_stance(module: object) -> None:
+    with _stance_lock:
+        if _asking:
+            _stance.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+_later_stance: Final = AfterImport({"torch._dynamo": _set_stance})
 
 
 @functools.cache

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 import torch.masked.maskedtensor.core
 from torch import Tensor
 
-from .torch_part import one, rely_on
+from .torch_part import rely_on
 
 #: Modules that name `torch.overrides.get_default_nowrap_functions`: getters whose results are not wrapped.
 NAMING_GETTERS = (torch._tensor, torch.masked.maskedtensor.core)
@@ -20,24 +19,8 @@ FakeTensor = rely_on(
     "torch._subclasses.fake_tensor.FakeTensor",
     feature="models of fake tensors",
     without="weights of RNNs are cast one by one there, and hmpx.freeze leaves all as they are",
-    behaves=lambda fake: isinstance(fake, type) and issubclass(fake, Tensor),
     instead=(type("NoFakeTensor", (), {}),),
 )
-
-
-class _Tracker(Tensor):
-    """A tensor that reports whether its calls were seen."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return "seen"
-
-
-def _disables_subclasses(disable: Any) -> bool:
-    tracker = one().as_subclass(_Tracker)
-    with disable():
-        inside: Any = torch.exp(tracker)
-    return isinstance(inside, Tensor) and torch.exp(tracker) == "seen"
 
 
 #: A context in which subclasses' ``__torch_function__`` is not called.
@@ -45,7 +28,6 @@ DisableTorchFunctionSubclass = rely_on(
     "torch._C.DisableTorchFunctionSubclass",
     feature="tensor subclasses",
     without="casts inside of a subclass' own functions would not end",
-    behaves=_disables_subclasses,
 )
 
 
@@ -58,12 +40,6 @@ disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     feature="dispatch modes and tensors in graphs",
     without="what hmpx computes for itself would be seen, and frozen weights mistaken",
-    behaves=lambda disable, mode, tensor, has_others: (
-        isinstance(mode, type)
-        and isinstance(tensor, type)
-        and has_others(one()) is False
-        and hasattr(disable(), "__enter__")
-    ),
 )
 
 
@@ -73,7 +49,6 @@ device_constructors = rely_on(
     "torch.utils._device._device_constructors",
     feature="torch.full in contexts of devices",
     without="it fills tensors on the CPU there, while torch is converted",
-    behaves=lambda constructors: torch.full in constructors(),
     instead=(frozenset,),
 )
 
@@ -82,24 +57,8 @@ DeviceContext = rely_on(
     "torch.utils._device.DeviceContext",
     feature="scripts that place tensors on hpu",
     without="the stand-in for habana_frameworks would not see torch.device as a context",
-    behaves=lambda context: isinstance(context, type),
     instead=(type("NoContext", (), {}),),
 )
-
-
-def _tells_transforms(
-    current: Callable[[], Any], is_batch: Any, is_of_transform: Any, behind: Any
-) -> bool:
-    seen: list[Any] = []
-
-    def note(x: Tensor) -> Tensor:
-        seen.append(current())
-        return x
-
-    x = one()
-    torch.vmap(note)(x)
-    is_told = current() is None and len(seen) == 1 and seen[0] is not None
-    return is_told and not any([tells(x) is not False for tells in (is_batch, is_of_transform)])  # noqa: C419
 
 
 #: The running transforms of torch.func, or None; whether a tensor belongs to
@@ -111,20 +70,14 @@ transforms, is_batch, is_of_transform, behind_transform = rely_on(
     "torch._C._functorch.get_unwrapped",
     feature="torch.func",
     without="every call is computed as inside of a transform, which takes longer",
-    behaves=_tells_transforms,
     instead=(lambda: True, lambda tensor: True, lambda tensor: True, lambda tensor: tensor),
 )
-
-
-def _tells_dual_levels(module: Any) -> bool:
-    return isinstance(module._current_level, int)  # -1 for none, in the whole process
 
 
 _levels = rely_on(
     "torch.autograd.forward_ad",
     feature="forward-mode gradients",
     without="every call is computed as with forward-mode gradients, which takes longer",
-    behaves=_tells_dual_levels,
     instead=(types.SimpleNamespace(_current_level=0),),
 )
 
@@ -158,7 +111,6 @@ jit_tracing_state = rely_on(
     "torch._C._get_tracing_state",
     feature="torch.jit.trace",
     without="roundings of number formats would be lost in traced graphs",
-    behaves=lambda state: state() is None or isinstance(state(), torch._C.TracingState),
 )
 
 #: Whether torch.jit.trace is running.
@@ -166,7 +118,6 @@ is_jit_tracing = rely_on(
     "torch._C._is_tracing",
     feature="torch.jit.trace, asked for",
     without="calls take longer",
-    behaves=lambda is_tracing: is_tracing() is (jit_tracing_state() is not None),
     instead=(lambda: jit_tracing_state() is not None,),
 )
 
@@ -175,7 +126,6 @@ dispatch_modes = rely_on(
     "torch._C._len_torch_dispatch_stack",
     feature="dispatch modes",
     without="every call is computed as inside of one, which takes longer",
-    behaves=lambda count: count() == 0 or isinstance(count(), int),
     instead=(lambda: 1,),
 )
 
@@ -184,10 +134,6 @@ _mode_of, _mode_keys = rely_on(
     "torch._C._TorchDispatchModeKey",
     feature="calls that become part of a graph",
     without="every call is computed with roundings for graphs, which takes longer",
-    behaves=lambda mode_of, keys: all(
-        mode is None or hasattr(type(mode), "__torch_dispatch__")
-        for mode in (mode_of(keys.PROXY), mode_of(keys.FAKE))
-    ),
     instead=(lambda key: True, types.SimpleNamespace(PROXY=None, FAKE=None)),
 )
 _PROXY, _FAKE = _mode_keys.PROXY, _mode_keys.FAKE
@@ -208,22 +154,12 @@ def is_graph_made() -> bool:
     return _mode_of(_PROXY) is not None or _mode_of(_FAKE) is not None
 
 
-def _are_told_apart(excluded: Callable[[Any], bool], included: Any, keys: Any) -> bool:
-    from torch._dispatch.python import enable_python_dispatcher
-
-    before = included(keys.PythonDispatcher)
-    with enable_python_dispatcher():
-        inside = included(keys.PythonDispatcher)
-    return inside is True and isinstance(before, bool) and excluded(keys.PythonTLSSnapshot) is False
-
-
 is_excluded, is_included, _dispatch_keys = rely_on(
     "torch._C._dispatch_tls_is_dispatch_key_excluded",
     "torch._C._dispatch_tls_is_dispatch_key_included",
     "torch._C.DispatchKey",
     feature="calls below the dispatcher",
     without="torch's own calls would be cast",
-    behaves=_are_told_apart,
 )
 #: Excluded below the dispatcher: in decompositions, meta functions, kernels written in Python.
 SNAPSHOT: Final = getattr(_dispatch_keys, "PythonTLSSnapshot", None)
@@ -246,6 +182,5 @@ SCRIPTED: Final[tuple[type[Any], ...]] = rely_on(
     "torch._C.ScriptFunction",
     feature="TorchScript",
     without="what was scripted mixes dtypes where it is given low-precision tensors",
-    behaves=lambda *kinds: all("__call__" in vars(kind) for kind in kinds),
     instead=(),
 )

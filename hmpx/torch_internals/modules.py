@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import types
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.fx._symbolic_trace
@@ -14,22 +12,9 @@ import torch.nn.modules.module
 from .torch_part import do_nothing, rely_on
 
 
-class _TriedOptimizer(torch.optim.Optimizer):
-    """An optimizer that does nothing."""
-
-    def step(self, closure: Any = None) -> Any:
-        """Does nothing."""
-
-
 def has_hooked_step(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Whether torch has already wrapped the class' own ``step`` for profiling and hooks."""
     return hasattr(vars(optimizer_class).get("step"), "hooked")
-
-
-def _prepares_steps(prepare: Callable[[Any], None]) -> bool:
-    # Without its decorator, which would import torch.compile.
-    inspect.unwrap(prepare)(object.__new__(_TriedOptimizer))
-    return has_hooked_step(_TriedOptimizer)
 
 
 #: The method of an optimizer that wraps its class' ``step`` for profiling and hooks.
@@ -38,7 +23,6 @@ rely_on(
     f"torch.optim.Optimizer.{PREPARE_STEP}",
     feature="optimizers' steps",
     without="they would be cast",
-    behaves=_prepares_steps,
 )
 
 _step_hooks, _module_hooks, _buffer_hooks = rely_on(
@@ -47,7 +31,6 @@ _step_hooks, _module_hooks, _buffer_hooks = rely_on(
     "torch.nn.modules.module._global_buffer_registration_hooks",
     feature="hooks of optimizers and modules",
     without="reused casts outlive fused optimizers' steps, and modules that are moved keep their names",
-    behaves=lambda *tables: all(isinstance(table, dict) for table in tables),
 )
 #: Hooks by key: after each optimizer's step, for each submodule that is registered, for each buffer.
 STEP_HOOKS: Final = _step_hooks
@@ -59,7 +42,6 @@ rebuild_tensor = rely_on(
     "torch._utils._rebuild_tensor",
     feature="loaded tensors",
     without="programs that load them in low precision are warned where they make parameters of them",
-    behaves=inspect.isfunction,
     instead=(do_nothing,),
 )
 
@@ -71,7 +53,6 @@ rely_on(
     "torch.nn.Module._replicate_for_data_parallel",
     feature="delayed scaling in torch.nn.DataParallel",
     without="its copies of a model scale by the tensors at hand",
-    behaves=lambda replicate: getattr(replicate(torch.nn.Module()), _REPLICA, None) is True,
     instead=(do_nothing,),
 )
 
@@ -97,11 +78,6 @@ def _clipping_cells(clip_grad: types.ModuleType) -> tuple[types.CellType, ...]:
     return tuple(found.values())
 
 
-def _clips_by_cells(clip_grad: types.ModuleType, *functions: Any) -> bool:
-    run = [cell.cell_contents for cell in _clipping_cells(clip_grad)]
-    return all(getattr(function, "__wrapped__", function) in run for function in functions)
-
-
 _clip_grad = rely_on(
     "torch.nn.utils.clip_grad",
     "torch.nn.utils.clip_grad_norm_",
@@ -110,7 +86,6 @@ _clip_grad = rely_on(
     "torch.nn.utils.get_total_norm",
     feature="clipping of gradients",
     without="norms of gradients would be cast",
-    behaves=_clips_by_cells,
     instead=(types.ModuleType("clip_grad"), *[do_nothing] * 4),
 )[0]
 #: Closure cells of torch's gradient-clipping functions: a function put there also runs for early
@@ -133,10 +108,6 @@ NODE_TARGET, NODE_TABLE = rely_on(
     "torch.fx.graph._FindNodesLookupTable",
     feature="functions in graphs of torch.fx",
     without="passes don't find functions in graphs that were traced on the other side of a conversion",
-    behaves=lambda target, table: (
-        isinstance(target, types.MemberDescriptorType)
-        and getattr(table(), NODE_KEY)(types.SimpleNamespace(op="call_function", target=1))[1] == 1
-    ),
     instead=(None, None),
 )
 

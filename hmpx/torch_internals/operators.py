@@ -18,13 +18,6 @@ schemas_of, _has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on(
     "torch._VF",
     feature="the table of torch's ops",
     without="no op could be found",
-    behaves=lambda schemas, has_kernel, functions, nn, vf: (
-        schemas("aten::linear")[0].name == "aten::linear"
-        and has_kernel("aten::add.Tensor") is True
-        and hasattr(functions, "mm")
-        and hasattr(nn, "gelu")
-        and hasattr(vf, "lstm")
-    ),
 )
 #: The names of these namespaces according to their modules and docs.
 NN_NAMESPACE, VF_NAMESPACE = "torch._C._nn", "torch._VF"
@@ -42,12 +35,6 @@ OpOverload, OpOverloadPacket, OpNamespace, CustomOpDef = rely_on(
     "torch._library.custom_ops.CustomOpDef",
     feature="operators of torch.library",
     without="they would not be cast",
-    behaves=lambda overload, packet, namespace, custom: (
-        isinstance(torch.ops.aten, namespace)
-        and isinstance(torch.ops.aten.mm, packet)
-        and isinstance(torch.ops.aten.mm.default, overload)
-        and isinstance(custom, type)
-    ),
     instead=(type("NoOperator", (), {}),) * 4,
     is_needed=True,
 )
@@ -64,11 +51,6 @@ _OWN: Final = _library("hmpx", "FRAGMENT")
 
 def own_operator(signature: str, fake: Callable[..., Any], *tags: str) -> Any:
     """Returns a new operator of hmpx's, without a kernel.
-
-    Args:
-        signature: ``"name(Tensor x) -> Tensor"``.
-        fake: Returns results as the operator does, without values.
-        tags: Names of `torch.Tag`.
 
     Returns:
         The operator; None if torch lacks a needed part, so that `convert` raises an error.

@@ -1,10 +1,9 @@
-"""How hmpx relies on private parts of torch: each is looked up, tried, and has a fallback.
+"""How hmpx relies on private parts of torch: each is looked up, and has a fallback.
 
 The parts are in the other modules of this package: `compiler` has those of torch.compile, the others those
-that `import torch` loads. Each states its purpose, the version since which it is known, a test of its
-behaviour, and the effect of its absence. No module elsewhere names anything private of torch. The tests run
-once, when hmpx is imported, in about 3 ms. If a test fails, a correct but slower fallback replaces the
-part, or its feature is dropped, and `convert` warns. If results would be wrong, `convert` raises an error.
+that `import torch` loads. No module elsewhere names anything private of torch. If a part is missing, a correct
+but slower fallback replaces it, or its feature is dropped, and `convert` warns. If results would be wrong,
+`convert` raises an error.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ import contextlib
 import importlib
 import re
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
-from ..errors import HmpxWarning, TorchError, said_by
+from ..errors import HmpxWarning, TorchError
 from ..version import __version__
 
 
@@ -99,13 +97,6 @@ def warn_once(faults: Sequence[Part]) -> None:
     )
 
 
-# --- looking up and trying ----------------------------------------------------------------------
-
-
-class _AbsentError(Exception):
-    """torch does not have a name."""
-
-
 def _look_up(name: str) -> Any:
     """Looks up a dotted name in torch; imports its module if needed."""
     parts = name.split(".")
@@ -123,7 +114,7 @@ def _look_up(name: str) -> Any:
                         importlib.import_module(path)
                 found = getattr(owner, part)
     except AttributeError:
-        raise _AbsentError(f"torch has no {name}") from None
+        raise AttributeError(f"torch has no {name}") from None
     return found
 
 
@@ -131,83 +122,31 @@ def rely_on(
     *names: str,
     feature: str,
     without: str,
-    behaves: Callable[..., bool] = lambda *found: True,
     instead: tuple[Any, ...] | None = None,
     is_needed: bool = False,
 ) -> Any:
-    """Looks up ``names`` in torch, and returns them if they behave as expected, else ``instead``.
+    """Looks up dotted ``names`` in torch, and returns them, else ``instead``.
 
     Args:
         names: Dotted names.
         feature: See `Part`, also for ``without``.
         without: One clause.
-        behaves: A test, called with the parts found. Without it, existence is enough.
-        instead: A fallback for each name, or None.
+        instead: A fallback for each name; None if `convert` raises an error without the part.
         is_needed: `convert` raises an error despite fallbacks, which are for use before it.
     """
-    fault, found = "", list[Any]()
+    fault, found = "", (None,) * len(names) if instead is None else instead
     try:
-        found += map(_look_up, names)
-    except _AbsentError as error:
+        found = tuple(map(_look_up, names))
+    except AttributeError as error:
         fault = str(error)
-    else:
-        did, raised = _tried(lambda: behaves(*found))
-        if raised is not None:
-            fault = f"trying {' and '.join(names)} raised {said_by(raised)}"
-        elif not did:
-            fault = f"{' and '.join(names)} did not do what was expected"
-    part = Part(feature, names, without, is_needed or instead is None, fault)
-    _parts.append(part)
-    if not fault:
-        return found[0] if len(found) == 1 else tuple(found)
-    if instead is None:
-        instead = tuple([_Refusing(part) for _ in names])
-    return instead[0] if len(instead) == 1 else instead
+    _parts.append(Part(feature, names, without, is_needed or instead is None, fault))
+    return found[0] if len(found) == 1 else found
 
 
 def one() -> Tensor:
-    """Returns a tensor of one element, for tests."""
+    """Returns a tensor of one element."""
     return torch.ones(1, dtype=torch.float32, device="cpu")
 
 
 def do_nothing(*args: object) -> None:
     """Does nothing, in place of a missing part."""
-
-
-def _tried(run: Callable[[], bool]) -> tuple[bool, Exception | None]:
-    """Returns the result of ``run`` in a separate thread, or the error that it raises.
-
-    A new thread has torch's default state, whereas hmpx may be imported inside modes, regions,
-    transforms and device contexts.
-    """
-    results: list[tuple[bool, Exception | None]] = []
-
-    def catch() -> None:
-        try:
-            results.append((run(), None))
-        except Exception as error:  # another version of torch may raise anything here
-            results.append((False, error))
-
-    thread = threading.Thread(target=catch, name="hmpx tries torch")
-    try:
-        thread.start()
-    except RuntimeError:  # can't start a thread
-        catch()
-    else:
-        thread.join()
-    return results[0]
-
-
-class _Refusing:
-    """Replaces a missing part without a fallback; raises an error on use."""
-
-    def __init__(self, part: Part) -> None:
-        self._part = part
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        refuse([self._part])
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self

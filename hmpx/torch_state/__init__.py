@@ -45,7 +45,6 @@ from .switch import Region as Region
 from .switch import close_region as close_region
 from .switch import count_autocast as count_autocast
 from .switch import end_conversion as end_conversion
-from .switch import forget_lost_regions as forget_lost_regions
 from .switch import has_casts as has_casts
 from .switch import is_off as is_off
 from .switch import last_region as last_region

@@ -55,13 +55,7 @@ def conversion() -> tuple[object, object] | None:
 def conversion_patches(
     new_epoch: object | None, now_decides: object | None, device_types: frozenset[str]
 ) -> Iterator[Patch]:
-    """Yields the patches of this module that put a conversion in force.
-
-    Args:
-        new_epoch: Identifies the conversion; None for no conversion.
-        now_decides: A value that identifies everything that affects the results of calls.
-        device_types: The device types whose tensors are cast.
-    """
+    """Yields the patches of this module that put a conversion in force."""
     this = sys.modules[__name__]
     yield Patch(this, "epoch", new_epoch)
     yield Patch(this, "decides", now_decides)

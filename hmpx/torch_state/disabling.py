@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..blocks import Block, ends_surely
 from ..torch_internals import DisableAutocast, disable_modes, is_any_autocast_enabled
 from .marks import ON, TO_LOW, is_every_marked, mark_every
 from .switch import (
@@ -60,14 +59,8 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
             self._was_marked = is_every_marked()
             mark_every(True)
         else:
-            region = Region(self, more=ALL)
-            try:
-                open_region(region)
-            except BaseException:
-                close_region(region)
-                raise
+            open_region(Region(self, more=ALL))
 
-    @ends_surely(last_region, close_region)
     def __exit__(self, *exc_info: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             mark_every(self._was_marked)
@@ -157,16 +150,16 @@ def _run_generator(region: type[disable_casts], generator: Any) -> Any:
             value, resume = error, generator.throw
 
 
-class _State(Block):
+class _State:
     """A context in which exactly the casts in ``off`` are off."""
 
     def __init__(self, off: frozenset[str]) -> None:
         self._region = Region(self, off=off)
 
-    def _begin(self) -> None:
+    def __enter__(self) -> None:
         open_region(self._region)
 
-    def _end(self) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         close_region(self._region)
 
 

@@ -136,12 +136,7 @@ class ModelState:
 
     @without_casts()
     def __init__(self, reached: Reached, inputs: Iterable[Tensor]) -> None:
-        """Saves the state.
-
-        Args:
-            reached: The objects that the model runs.
-            inputs: Tensors on the devices that the modules run on.
-        """
+        """Saves the state."""
         every = [each for module in reached.modules for each in module.modules()]
         self._attributes = [_Attributes(module) for module in every if not _is_lazy(module)]
         parameters = [each for module in reached.modules for each in module.parameters()]

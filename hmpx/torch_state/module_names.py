@@ -16,41 +16,15 @@ from ..places import Place
 _OUTSIDE: Final = Place()
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A cached place, with data to check that it still belongs to the same modules."""
-
-    root: weakref.ref[nn.Module]
-    module: weakref.ref[nn.Module]
-    keys: _Keys
-    place: Place
-
-
 def place_in(running: Sequence[nn.Module]) -> Place:
     """Returns the place of the innermost of these running modules, which are listed outermost first."""
     if not running:
         return _OUTSIDE
-    root, module = running[0], running[-1]
-    ids = tuple(map(id, running))
-    known = _known.get(ids)
-    if (
-        known is not None
-        and known.module() is module
-        and known.root() is root
-        and known.place.training is module.training
-        and _is_at(root, known.keys, module)
-    ):
-        return known.place
     classes = tuple([_class_name(type(each)) for each in running])
     if _OPTIMIZED in classes and any(_optimized(each) is not None for each in running):
         return place_in(without_optimized(running))
-    keys, path = _name(root, module)
-    found = Place(path, classes, module.training)
-    if keys is not None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[ids] = _Known(weakref.ref(root), weakref.ref(module), keys, found)
-    return found
+    module = running[-1]
+    return Place(_name(running[0], module), classes, module.training)
 
 
 _OPTIMIZED: Final = "OptimizedModule"
@@ -80,11 +54,6 @@ _found_in: weakref.WeakKeyDictionary[nn.Module, dict[int, _Named | weakref.ref[n
 _found_in = weakref.WeakKeyDictionary()
 
 
-#: Ids of running modules -> the innermost one's place. Covers all roots, as modules come and go.
-_known: dict[tuple[int, ...], _Known] = {}
-_MOST_KNOWN: Final = 1 << 14
-
-
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the modules in ``root``, each with the first of its names."""
     for _, path, module in _walk(root, (), "", set()):
@@ -106,8 +75,8 @@ def _walk(
             yield from _walk(child, (*keys, key), inner, seen)
 
 
-def _name(root: nn.Module, module: nn.Module) -> tuple[_Keys | None, str]:
-    """Returns how ``root`` holds ``module``, None if it does not, and its qualified name."""
+def _name(root: nn.Module, module: nn.Module) -> str:
+    """Returns the qualified name of ``module`` in ``root``, or that of its class if it is not inside."""
     for is_again in (False, True):
         known = _found_in.get(root)
         if known is None or is_again:
@@ -120,12 +89,12 @@ def _name(root: nn.Module, module: nn.Module) -> tuple[_Keys | None, str]:
         found = known.get(id(module))
         if isinstance(found, _Named):
             if found.module() is module and _is_at(root, found.keys, module):
-                return found.keys, found.path
+                return found.path
         elif found is not None and found() is module:
             break  # it is not inside, and the outermost module has not changed
     else:
         _found_in[root][id(module)] = weakref.ref(module)
-    return None, _class_name(type(module))
+    return _class_name(type(module))
 
 
 def _is_at(root: nn.Module, keys: _Keys, module: nn.Module) -> bool:
@@ -141,7 +110,6 @@ def _is_at(root: nn.Module, keys: _Keys, module: nn.Module) -> bool:
 def names_change(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     """Forgets names when ``module`` gets a submodule of this name."""
     _found_in.clear()
-    _known.clear()
 
 
 def _users_class_name(cls: type) -> str:

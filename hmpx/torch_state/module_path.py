@@ -140,12 +140,7 @@ def _running_modules() -> list[nn.Module]:
 def module_patches(
     draft: Draft, first_call_ended: Callable[[nn.Module], None]
 ) -> Iterator[Patch | ItemPatch]:
-    """Yields the patches that record running modules.
-
-    Args:
-        draft: A draft in which torch is without these patches.
-        first_call_ended: Called with the first outermost module with parameters, after its call.
-    """
+    """Yields the patches that record running modules."""
     has_ended = False
     without_parameters: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     call = draft.attribute(nn.Module, "__call__")

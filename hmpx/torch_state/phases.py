@@ -50,12 +50,7 @@ def phase() -> Phase:
 
 
 def as_recomputation(function: _F, *, after_first: bool) -> _F:
-    """Makes calls of a checkpoint's ``function`` count as recomputation.
-
-    Args:
-        function: The checkpointed function.
-        after_first: The first call is the forward.
-    """
+    """Makes calls of a checkpoint's ``function`` count as recomputation."""
     is_forward = after_first
 
     @functools.wraps(function)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -73,14 +72,7 @@ class Region:
         more: frozenset[str] = ON,
         less: frozenset[str] = ON,
     ) -> None:
-        """Creates the region; `open_region` opens it.
-
-        Args:
-            opener: The object that opens it.
-            off: The casts that are off in it. None: those off around it, plus ``more``, minus ``less``.
-            more: Casts to switch off.
-            less: Casts to switch on.
-        """
+        """Creates the region; `open_region` opens it."""
         self.opener, self.is_closed = opener, False
         self.outer = outer = innermost()
         self.beneath = _inherited() if outer is None else outer.beneath
@@ -265,29 +257,13 @@ def last_region(opener: object) -> Region | None:
     return next((r for r in reversed(opened) if not r.is_over()), None)
 
 
-@_gated
-def forget_lost_regions() -> None:
-    """Forgets regions of ended threads: a new thread may get the same number."""
-    alive = frozenset(
-        sys._current_frames()
-    )  # without frames: this one would refer to itself and its callers
-    for region in [r for r in _open if isinstance(r, Region) and r.thread not in alive]:
-        region.is_closed = True  # its thread can no longer leave it
-        del _open[region]
-    _set_gate()
-
-
-def _start_in_forked_child() -> None:
-    """Discards the lock, and the regions of threads that the forked child does not have."""
+def _renew_lock() -> None:
     global _gate_lock
-    _gate_lock = threading.RLock()
-    for region in [r for r in _open if isinstance(r, Region) and r.thread != threading.get_ident()]:
-        del _open[region]
-    _set_gate()
+    _gate_lock = threading.RLock()  # another thread may have held the old one
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_in_forked_child)
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _set_gate() -> None:

@@ -44,12 +44,7 @@ def is_compiled() -> bool:
 
 
 def traced_place(around: Sequence[nn.Module], state: object) -> Place:
-    """Returns the place that torch.compile has recorded, for this graph node or while it traces.
-
-    Args:
-        around: The modules that run around the graph.
-        state: An object with a ``key`` on which the graph depends: the place of its call.
-    """
+    """Returns the place that torch.compile has recorded, for this graph node or while it traces."""
     running, translators = _running_here(around, state)
     found = place_in(running)
     if translators and not torch.fx.traceback.get_current_meta():
@@ -62,10 +57,6 @@ def traced_modules(around: Sequence[nn.Module], state: object) -> list[nn.Module
     """Returns the modules whose place `traced_place` finds, outermost first.
 
     The graph is then valid for this outermost module only, not for others of its class.
-
-    Args:
-        around: As in `traced_place`.
-        state: Likewise; its ``root`` identifies the outermost module around the graph.
     """
     running, translators = _running_here(around, state)
     if running and translators and not torch.compiler.is_exporting():
@@ -151,12 +142,7 @@ def _source_of(state: object, output: Any) -> Any:
 
 
 def _guard_on(source: Any, attribute: str) -> None:
-    """Makes the graph that is being traced valid only while an attribute keeps its current value.
-
-    Args:
-        source: Dynamo's source of the attribute's owner; None if the graph creates it.
-        attribute: Name of an attribute that is a bool or a string.
-    """
+    """Makes the graph that is being traced valid only while an attribute keeps its current value."""
     if source is None:
         return
     attribute_source = needed_of_later(DYNAMO_SOURCES, "AttrSource")

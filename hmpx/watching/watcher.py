@@ -14,7 +14,6 @@ from torch.optim.optimizer import (
 )
 
 from .. import arguments, session
-from ..blocks import ends_surely, hooked
 from ..casting import Options
 from ..errors import NonFiniteError, OptionError, noted, shown
 from ..observers import LOGGER, Attached, OpCall
@@ -101,10 +100,8 @@ class Watch:
             with (
                 session.restore(*nothing) if is_needed else contextlib.nullcontext(),
                 Attached(self._observe, every_op=True, values=True) as self._attached,
-                hooked(
-                    (register_optimizer_step_pre_hook, self._before_optimizer),
-                    (register_optimizer_step_post_hook, self._pause_or_resume),
-                ),
+                register_optimizer_step_pre_hook(self._before_optimizer),
+                register_optimizer_step_post_hook(self._pause_or_resume),
                 uncompiled(),
             ):
                 self._notes.is_open = True
@@ -114,7 +111,6 @@ class Watch:
             self._attached = None
             self._notes.is_open = False
 
-    @ends_surely(None, lambda watch: watch._block and watch._block.close())
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from .calls import hands_over
-from .making import (
-    Maker,
-    make_choosing_wrapper,
-    make_wrapper,
-    make_wrapper_where_lacking,
-    only_looks_up,
-)
-from .observed import make_observed_wrapper
-from .retiring import (
-    in_force,
-    put_in_use,
-    references,
-    references_of_others,
-    retirements,
-    shared_where_lacking,
-    used_as_now,
-)
-
-__all__ = [
-    "Maker",
-    "hands_over",
-    "in_force",
-    "make_choosing_wrapper",
-    "make_observed_wrapper",
-    "make_wrapper",
-    "make_wrapper_where_lacking",
-    "only_looks_up",
-    "put_in_use",
-    "references",
-    "references_of_others",
-    "retirements",
-    "shared_where_lacking",
-    "used_as_now",
-]
+from .calls import hands_over as hands_over
+from .making import Maker as Maker
+from .making import make_choosing_wrapper as make_choosing_wrapper
+from .making import make_wrapper as make_wrapper
+from .making import make_wrapper_where_lacking as make_wrapper_where_lacking
+from .making import only_looks_up as only_looks_up
+from .observed import make_observed_wrapper as make_observed_wrapper
+from .retiring import in_force as in_force
+from .retiring import in_use as in_use
+from .retiring import references as references
+from .retiring import references_of_others as references_of_others
+from .retiring import retirements as retirements
+from .retiring import shared as shared

@@ -26,7 +26,7 @@ from ..torch_internals import (
 )
 from ..torch_state import TO_LOW, is_off, partly_off, switch, without_casts
 from .retiring import Control, in_slot
-from .running import runner, runs_plainly, statistics_of
+from .running import layered, runner, runs_plainly, statistics_of
 
 LOGGER: Final = logging.getLogger("hmpx")
 
@@ -40,20 +40,12 @@ def call_of(
     control: Control,
     narrowed: Callable[[], Callable[..., Any] | None] | None,
 ) -> tuple[Call, Call]:
-    """Returns the function that makes any call of a wrapper, and the one for calls that are cast for sure.
-
-    Args:
-        original: torch's function.
-        complete: ``original`` with fp32 fallbacks.
-        plan: The call site's.
-        control: The wrapper's.
-        narrowed: Returns the wrapper for the casts that are on; None if all are.
-    """
+    """Returns the function that makes any call of a wrapper, and the one for calls that are cast for sure."""
     is_overridable, is_named = plan.site.is_overridable, plan.decision.is_named
     casts_itself = plan.casts_itself
     cast_usual = None if casts_itself else usual_caster(plan)
     is_plain = runs_plainly(plan)
-    place, run = placer(plan), runner(plan, control)
+    place, run, computing = placer(plan), runner(plan, control), layered(plan, complete)
 
     def override_here(args: Args, kwargs: Kwargs) -> Any:
         return override(
@@ -67,12 +59,12 @@ def call_of(
         if cast is not None:
             if is_plain or not cast:
                 return complete(*(cast or args), **kwargs) if kwargs else complete(*(cast or args))
-            return run(complete, cast, kwargs, args, kwargs)
+            return run(computing, cast, kwargs, args, kwargs)
         if is_overridable and is_overridden(args, kwargs):
             return override_here(args, kwargs)
         if casts_itself:
-            return run(complete, args, kwargs, args, kwargs)
-        return run(complete, *cast_args(plan, args, kwargs), args, kwargs)
+            return run(computing, args, kwargs, args, kwargs)
+        return run(computing, *cast_args(plan, args, kwargs), args, kwargs)
 
     def call(args: Args, kwargs: Kwargs) -> Any:
         if control.forward is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +18,6 @@ from ..casting import (
     cast_dtypes,
     decided_by,
     floating_inputs,
-    given_inputs,
     is_emulated,
     is_on_device,
     is_widened,
@@ -36,9 +34,6 @@ from ..tensors import (
     Args,
     Kwargs,
     Named,
-    is_floating,
-    leaves,
-    map_tensors,
     tensors_in,
 )
 from ..torch_internals import disable_modes, transforms
@@ -64,8 +59,7 @@ class Description:
         dtype: As in `OpCall`.
         cast_policy: As in `OpCall`.
         reason: As in `OpCall`.
-        positions: Positions of the floating inputs among the call's tensors, in their order.
-        casts: Which of these are cast, and the size of their elements afterwards.
+        casts: Which of the floating inputs are cast, and the size of their elements afterwards.
     """
 
     input_dtypes: tuple[torch.dtype, ...]
@@ -74,7 +68,6 @@ class Description:
     dtype: torch.dtype | Named | None
     cast_policy: str
     reason: str
-    positions: tuple[int, ...] = ()
     casts: tuple[tuple[int, int], ...] = ()
 
 
@@ -84,39 +77,27 @@ class Descriptions:
     def __init__(self, plan: CallPlan) -> None:
         """Starts empty."""
         self._plan = plan
-        self._known: dict[Any, Description | None] = {}
+        self._known: dict[Any, Description] = {}
         self._autocast: dict[tuple[Description, torch.dtype], Description] = {}
 
     def find(
         self, args: Args, kwargs: Kwargs, *, is_on: bool
     ) -> tuple[Description, list[Tensor]] | None:
-        """Returns the description of a call, and its floating inputs; None if it has none.
-
-        Args:
-            args: The call's arguments, and
-            kwargs: those given by name.
-            is_on: Whether the program has left casts on.
-        """
-        kinds: list[Any] = [is_on]
-        tensors: list[Tensor] = []
-        is_plain = self._plan.emulation is None and _note_kinds(args, kinds, tensors)
-        if is_plain and kwargs:
-            kinds.extend(kwargs)
-            is_plain = _note_kinds(kwargs.values(), kinds, tensors)
+        """Returns the description of a call, and its floating inputs; None if it has none."""
+        plan, kinds = self._plan, list[Any]([is_on, *kwargs])
+        before = floating_inputs(plan, *decoded(plan, args, kwargs))
+        if not before:
+            return None
+        is_plain = plan.emulation is None and _note_kinds((*args, *kwargs.values()), kinds)
         if not is_plain or transforms() is not None:
-            return self._new(args, kwargs, is_on=is_on)
+            return describe(plan, before, args, kwargs, is_on=is_on), before
         key = tuple(kinds)
-        try:
-            found = self._known[key]
-        except KeyError:
-            with disable_modes():
-                new = self._new(args, kwargs, is_on=is_on)
+        if key not in self._known:
             if len(self._known) >= _MOST_KINDS:
                 self._known.clear()
-            found = self._known[key] = None if new is None else self._placed(new[0], args, kwargs)
-        if found is None:
-            return None
-        return found, [tensors[position] for position in found.positions]
+            with disable_modes():
+                self._known[key] = describe(plan, before, args, kwargs, is_on=is_on)
+        return self._known[key], before
 
     def as_run(self, found: Description, args: Args, kwargs: Kwargs, result: Any) -> Description:
         """Returns the description of a call made in a region of torch.autocast.
@@ -137,37 +118,6 @@ class Descriptions:
                 found, dtype=dtype, cast_policy=CastPolicy.PASS.name, reason=AUTOCAST
             )
         return self._autocast[key]
-
-    def _new(
-        self, args: Args, kwargs: Kwargs, *, is_on: bool
-    ) -> tuple[Description, list[Tensor]] | None:
-        plan = self._plan
-        before = floating_inputs(plan, *decoded(plan, args, kwargs))
-        return (describe(plan, before, args, kwargs, is_on=is_on), before) if before else None
-
-    def _placed(self, found: Description, args: Args, kwargs: Kwargs) -> Description:
-        """Returns a description with the positions of the floating inputs among all tensors."""
-        numbers = itertools.count()
-        tensors: list[Tensor] = []
-
-        def mark(tensor: Tensor) -> _Mark:
-            tensors.append(tensor)
-            return _Mark(next(numbers))
-
-        marked_args = tuple([map_tensors(value, mark) for value in args])
-        marked_kwargs = {name: map_tensors(value, mark) for name, value in kwargs.items()}
-        positions = tuple(
-            [
-                int(mark)
-                for mark in leaves(given_inputs(self._plan, marked_args, marked_kwargs))
-                if isinstance(mark, _Mark) and is_floating(tensors[mark])
-            ]
-        )
-        return dataclasses.replace(found, positions=positions)
-
-
-class _Mark(int):
-    """Stands for the tensor with this number."""
 
 
 def describe(
@@ -217,18 +167,17 @@ def _dtype(plan: CallPlan, inputs: list[Tensor], args: Args, kwargs: Kwargs) -> 
     return target_dtype(plan, args, kwargs)
 
 
-def _note_kinds(values: Any, kinds: list[Any], tensors: list[Tensor]) -> bool:
-    """Collects the properties of values that a description depends on, and tensors; False if unknown."""
+def _note_kinds(values: Any, kinds: list[Any]) -> bool:
+    """Collects the properties of values that a description depends on; False if unknown."""
     for value in values:
         cls = type(value)
         if cls in PLAIN_TENSORS:
             if value.is_nested:
                 return False
-            tensors.append(value)
             kinds += (value.dtype, value.layout, value.device, value.dim() > 0)
         elif isinstance(value, SEQUENCES):
             kinds += (cls, len(value))
-            if not _note_kinds(value, kinds, tensors):
+            if not _note_kinds(value, kinds):
                 return False
         elif isinstance(value, Tensor):
             return False

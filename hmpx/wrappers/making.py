@@ -156,15 +156,7 @@ def make_choosing_wrapper(
     low_dtype: LowType,
     make: Maker,
 ) -> Callable[..., Any]:
-    """Returns a wrapper of ``original`` whose calls are decided by ``rules``.
-
-    Args:
-        original: torch's function.
-        plan: The call site's, with the decision of the lists.
-        rules: In the order in which they are called.
-        low_dtype: For decisions that name none.
-        make: Creates the wrappers to which calls go.
-    """
+    """Returns a wrapper of ``original`` whose calls are decided by ``rules``."""
     complete = completed(original, plan)
     # Also keyed by the reason, which the log shows and equality ignores.
     followed: dict[tuple[Decision, str], Callable[..., Any]] = {}

@@ -50,13 +50,28 @@ _MOST_CALLS: Final = 256
 def make_observed_wrapper(
     original: Callable[..., Any], plan: CallPlan, attached: tuple[Attached, ...]
 ) -> Callable[..., Any]:
-    """Returns a wrapper that runs calls like `make_wrapper`'s, and reports each call to observers.
+    """Returns a wrapper that runs calls like `make_wrapper`'s, and reports each call to observers."""
+    made: list[Callable[..., Any]] = []
 
-    Args:
-        original: torch's function.
-        plan: The call site's.
-        attached: The observers.
-    """
+    def observed() -> Callable[..., Any]:
+        if not made:  # few of torch's functions are called while it is observed
+            made.append(_observed(original, plan, attached))
+        return made[0]
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if control.forward is not None:
+            return control.forward(*args, **kwargs)
+        return observed()(*args, **kwargs)
+
+    run_when_traced(observed)
+    control = Control()
+    return named_after(original, wrapper, plan.site.name, control)
+
+
+def _observed(
+    original: Callable[..., Any], plan: CallPlan, attached: tuple[Attached, ...]
+) -> Callable[..., Any]:
+    """Returns the function that makes and reports the calls of an observed wrapper."""
     complete = completed(original, plan)
     with_tensors = any(each.tensors for each in attached)
     for_every_op = tuple([each for each in attached if each.every_op])
@@ -68,9 +83,7 @@ def make_observed_wrapper(
     told = _by_kind(attached) if is_listed else told_where_off
     descriptions = Descriptions(plan)
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if control.forward is not None:
-            return control.forward(*args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
         if PAUSED and observers <= PAUSED:
             return inner(*args, **kwargs)
         is_traced = is_dynamo_compiling()
@@ -185,12 +198,10 @@ def make_observed_wrapper(
                     each.tell(call, tensors if tensors is None else _own(tensors))
 
     run_when_traced(tell)
-    narrowed = narrower(
-        original, plan, lambda others: make_observed_wrapper(original, others, attached)
-    )
-    inner, control = make_wrapper(original, plan) or complete, Control()
+    narrowed = narrower(original, plan, lambda others: _observed(original, others, attached))
+    inner = make_wrapper(original, plan) or complete
     cast_here = functools.partial(_amid_call, cast_where_on, plan)
-    return named_after(original, wrapper, plan.site.name, control)
+    return run
 
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -251,15 +262,7 @@ def _tensors(
     args: Args,
     kwargs: Kwargs,
 ) -> CallTensors:
-    """Returns the tensors of a call before it runs, without its result.
-
-    Args:
-        plan: The call site's.
-        complete: Torch's function, with fallbacks.
-        inner: The wrapper without observers.
-        args: Positional arguments, and
-        kwargs: those given by name.
-    """
+    """Returns the tensors of a call before it runs, without its result."""
     options = dataclasses.replace(plan.options, reuse_casts=False)
     state = (
         state_of_random_numbers(args)

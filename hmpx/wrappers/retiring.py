@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .. import patches
-from ..compute import Lacking
+from ..casting import CallPlan
 from ..patching import Change, Patch
 
 #: Dotted name of a slot -> the wrapper in it, and the wrapped function.
@@ -28,16 +28,20 @@ class Control:
         legalizes: Calls may be legalized.
         looks_at_all: Even calls whose inputs need no cast don't go straight to torch's function.
         may_apply: Whether a product of two matrices may be legalized, judged by their sizes alone.
+        names: The wrapper's module and name in use, and those once it is retired.
+        alone: Count of references to the wrapper when only hmpx held it.
+        others: References by others when the last conversion took it.
     """
 
-    __slots__ = ("forward", "legalizes", "looks_at_all", "may_apply")
+    __slots__ = ("alone", "forward", "legalizes", "looks_at_all", "may_apply", "names", "others")
 
-    def __init__(self, *, legalizes: bool = False, looks_at_all: bool = False) -> None:
+    def __init__(self, *, legalizes: bool = False) -> None:
         """Starts in use."""
         self.forward: Callable[..., Any] | None = None
-        self.legalizes = legalizes
-        self.looks_at_all = looks_at_all or legalizes
+        self.legalizes = self.looks_at_all = legalizes
         self.may_apply: Callable[[Any, Any], bool] = lambda a, b: True
+        self.names: list[tuple[str, str]] = []
+        self.alone = self.others = 0
 
     def settle(self) -> None:
         """Ends the legalization of calls."""
@@ -47,14 +51,7 @@ class Control:
 def named_after(
     original: Callable[..., Any], wrapper: Callable[..., Any], site: str, control: Control
 ) -> Callable[..., Any]:
-    """Gives ``wrapper`` an importable name, so that it can be pickled.
-
-    Args:
-        original: torch's function.
-        wrapper: Its wrapper.
-        site: Dotted name of the slot.
-        control: The wrapper's.
-    """
+    """Gives ``wrapper`` an importable name, so that it can be pickled."""
     module, _, name = site.rpartition(".")
     if module == "torch.Tensor":
         module, name = "torch", f"Tensor.{name}"
@@ -93,11 +90,11 @@ class Retirement:
 
     Attributes:
         wrapper: The wrapper.
-        value: Its new module and name, and the function that gets its calls.
+        value: Whether it is retired.
     """
 
     wrapper: Callable[..., Any]
-    value: tuple[str, str, Callable[..., Any] | None]
+    value: bool = True
     is_foreign = False
     stays_idle = True
 
@@ -111,94 +108,63 @@ class Retirement:
         """The slot's name."""
         return str(vars(self.wrapper)["__hmpx_site__"])
 
-    def read(self) -> tuple[str, str, Callable[..., Any] | None]:
-        """Returns the present value."""
-        wrapper = self.wrapper
+    def read(self) -> bool:
+        """Returns whether it is retired now."""
+        return vars(self.wrapper)["__hmpx_control__"].forward is not None
+
+    def write(self, value: bool) -> None:
+        """Retires the wrapper, or puts it in use."""
+        wrapper, site = self.wrapper, self.where
         control: Control = vars(wrapper)["__hmpx_control__"]
-        return wrapper.__module__, wrapper.__qualname__, control.forward
+        original = vars(wrapper)["__wrapped__"]
+        if not control.names:
+            in_use = wrapper.__module__, wrapper.__qualname__
+            control.names = [in_use, patches.retired_name(wrapper, site)]
 
-    def write(self, value: tuple[str, str, Callable[..., Any] | None]) -> None:
-        """Sets the value."""
-        control: Control = vars(self.wrapper)["__hmpx_control__"]
-        self.wrapper.__module__, self.wrapper.__qualname__, forward = value
-        control.forward, control.looks_at_all = forward, forward is not None or control.legalizes
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return in_slot(site, original)(*args, **kwargs)
 
-
-def used_as_now(wrapper: Callable[..., Any]) -> Retirement:
-    """Returns the patch that restores the present state of ``wrapper``."""
-    return Retirement(wrapper, Retirement(wrapper, ("", "", None)).read())
-
-
-def _retirement(wrapper: Callable[..., Any]) -> Retirement:
-    site, original = vars(wrapper)["__hmpx_site__"], vars(wrapper)["__wrapped__"]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return in_slot(site, original)(*args, **kwargs)
-
-    return Retirement(wrapper, (*patches.retired_name(wrapper, site), forward))
+        wrapper.__module__, wrapper.__qualname__ = control.names[value]
+        control.forward = forward if value else None
+        control.looks_at_all = value or control.legalizes
 
 
 def retirements(
     wrappers: Iterable[Callable[..., Any]], kept: Collection[Callable[..., Any]]
 ) -> list[Change]:
     """Returns the patches that retire ``wrappers`` except those in ``kept``."""
-    in_use = set(map(id, kept))
-    return [
-        vars(each).get("__hmpx_retirement__") or _retirement(each)
-        for each in wrappers
-        if id(each) not in in_use
-    ]
+    used = set(map(id, kept))
+    return [Retirement(each) for each in wrappers if id(each) not in used]
+
+
+def in_use(wrappers: Iterable[Callable[..., Any]]) -> list[Change]:
+    """Returns the patches that put wrappers in use. Apply them before a wrapper is in a slot."""
+    return [Retirement(each, False) for each in wrappers]
 
 
 # --- wrappers that conversions share -----------------------------------------------------------
 
-# Wrappers that cast nothing and only add fallbacks depend on these keys alone, and are half of all
-# wrappers of a conversion.
-
-#: ``id`` of torch's function, op, call site, whether it looks up -> the wrapper, torch's function, the
-#: kernels that it lacks, and the count of references to the wrapper while it was unused.
-_shared: Final[
-    dict[tuple[int, str, str, bool], tuple[Callable[..., Any], object, Lacking | None, int]]
-] = {}
+#: ``id`` of torch's function, and plan -> the wrapper; None if the function needs none.
+_shared: Final[dict[tuple[int, CallPlan], Callable[..., Any] | None]] = {}
 
 #: A limit, since programs may keep putting new functions in torch's slots.
-_MOST: Final = 1000
+_MOST: Final = 5000
 
 
-def shared_where_lacking(
-    original: Callable[..., Any],
-    op: str,
-    site: str,
-    lacking: Lacking | None,
-    make: Callable[[], Callable[..., Any] | None],
-    *,
-    looks_up: bool = False,
+def shared(
+    original: Callable[..., Any], plan: CallPlan, make: Callable[[], Callable[..., Any] | None]
 ) -> Callable[..., Any] | None:
-    """Returns the wrapper of a function that is never cast; reuses one of an earlier conversion.
-
-    Args:
-        original: torch's function.
-        op: Op name.
-        site: Dotted name of the slot.
-        lacking: The kernels that it lacks; None for none.
-        make: As `making.make_wrapper_where_lacking`.
-        looks_up: Large calls may use lookup tables.
-    """
-    key = id(original), op, site, looks_up
-    found = _shared.get(key)
-    if found is not None and found[2] is lacking:
-        vars(found[0])["__hmpx_kept__"] = references((found[0],))[0] - found[3]
-        return found[0]
-    wrapper = make()
-    if wrapper is not None:
-        wrapper.__hmpx_retirement__ = _retirement(wrapper)  # type: ignore[attr-defined]
-        wrapper.__hmpx_use__ = used_as_now(wrapper)  # type: ignore[attr-defined]
+    """Returns the wrapper of ``original`` by ``plan`` from ``make``, or that of an earlier conversion."""
+    key = id(original), plan
+    if key not in _shared:
         if len(_shared) >= _MOST:
             _shared.clear()
-        (count,) = references(
-            (wrapper,)
-        )  # the local name stands for the reference that `_shared` holds
-        _shared[key] = wrapper, original, lacking, count
+        _shared[key] = make()
+    wrapper = _shared[key]
+    if wrapper is not None:
+        control: Control = vars(wrapper)["__hmpx_control__"]
+        control.alone = control.alone or sys.getrefcount(wrapper)
+        control.others = sys.getrefcount(wrapper) - control.alone
     return wrapper
 
 
@@ -208,21 +174,5 @@ def references(objects: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def references_of_others(wrappers: Iterable[Callable[..., Any]]) -> list[int]:
-    """Returns the reference count of each before the conversion that is being drafted."""
-    return [vars(each).get("__hmpx_kept__", 0) for each in wrappers]
-
-
-def put_in_use(
-    wrappers: Iterable[Callable[..., Any]], in_use: Collection[Callable[..., Any]]
-) -> list[Change]:
-    """Returns the patches that put wrappers of earlier conversions back in use.
-
-    Apply them before a wrapper is in a slot.
-
-    Args:
-        wrappers: A conversion's wrappers.
-        in_use: Wrappers already in use.
-    """
-    known = set(map(id, in_use))
-    found = [vars(each).get("__hmpx_use__") for each in wrappers if id(each) not in known]
-    return [patch for patch in found if patch is not None]
+    """Returns how many references to each others had before the conversion that is being drafted."""
+    return [vars(each)["__hmpx_control__"].others for each in wrappers]

@@ -1,8 +1,7 @@
 """The layers around torch's function that run a call after casting, created once per call site.
 
-From the inside out: the function itself, atomic or a norm's; legalized or emulated; composed; with
-running statistics hidden. Layers pass five arguments: one object for them would cost 0.4 us a
-call, 2 to 4 % of a small legalized product.
+From the inside out: the function itself, atomic, a norm's or rounding into ``out``, from `layered`; legalized or
+emulated; composed; with running statistics hidden.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from ..compute import (
     selected,
 )
 from ..policy import INPUT, CastPolicy
-from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs, is_low
+from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ..torch_state import is_below_dispatcher, without_casts
 from .retiring import Control
 
@@ -62,25 +61,35 @@ Runner = Callable[[Callable[..., Any], Args, Kwargs, Args, Kwargs], Any]
 
 
 def runner(plan: CallPlan, control: Control) -> Runner:
-    """Returns the function that runs the op once its inputs are cast, or casts them if ``plan`` says so."""
-    run: Runner = _run_plainly
-    if plan.site.is_python:
-        run = _rounding_last(plan, _run_atomically) if plan.rounds_last else _run_atomically
-    elif plan.facts.norm_parameters:
-        run = functools.partial(_run_norm, plan)
-    if plan.is_fp32 and not plan.facts.promotes:  # else torch's kernel rounds into it once
-        run = _rounding_into_out(plan, run)
+    """Returns the function that runs the op once its inputs are cast, or casts them if ``plan`` says so.
+
+    It gets the function from `layered`.
+    """
+    run: Runner = keeping_parameters(plan) if plan.keeps_parameters else _run_plainly
     if plan.emulation is not None:
-        run = _emulated(plan, run)
-    else:
-        native = keeping_parameters(plan, run) if plan.keeps_parameters else run
-        run = _legalized(plan, run, native, control) if plan.legalizes else native
-        if plan.composes:
-            run = _composed(plan, run)
+        run = _emulated(plan)
+    elif plan.legalizes:
+        run = _legalized(plan, run, control)
+    if plan.composes:
+        run = _composed(plan, run)
     statistics = statistics_of(plan)
     if statistics is not None:
         run = _beside(statistics, plan, run)
     return _selecting(plan, run) if plan.selects else run
+
+
+def layered(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``function`` with what its kind of op needs wherever it runs."""
+    site = plan.site
+    if site.is_python:
+        function = without_casts()(function)  # ops inside it are not cast again
+        if plan.rounds_last:
+            function = rounding_last(function, site.parameters.names, plan.device_types)
+    elif plan.facts.norm_parameters:
+        function = _for_onnx(plan, function)
+    if plan.is_fp32 and not plan.facts.promotes:  # else torch's kernel rounds into it once
+        function = _rounding_into_out(plan, function)
+    return function
 
 
 def runs_plainly(plan: CallPlan) -> bool:
@@ -98,9 +107,8 @@ def runs_plainly(plan: CallPlan) -> bool:
     )
 
 
-def keeping_parameters(plan: CallPlan, run: Runner | None = None) -> Runner:
+def keeping_parameters(plan: CallPlan) -> Runner:
     """Returns a runner of torch's kernels in which autograd keeps no casts of parameters."""
-    run = _run_plainly if run is None else run
     is_choosy = plan.options.keep_weight_casts == "auto"
 
     def run_native(
@@ -111,11 +119,8 @@ def keeping_parameters(plan: CallPlan, run: Runner | None = None) -> Runner:
                 if cast is not before and getattr(cast, "nbytes", _LARGE) >= _LARGE:
                     break
             else:
-                return run(function, args, kwargs, given, named)
-        if run is _run_plainly:
-            return compute.keeping_parameters(is_choosy, function, args, kwargs, given, named)
-        inner = functools.partial(_run_with, run, function, given, named)
-        return compute.keeping_parameters(is_choosy, inner, args, kwargs, given, named)
+                return function(*args, **kwargs)
+        return compute.keeping_parameters(is_choosy, function, args, kwargs, given, named)
 
     return run_native
 
@@ -155,8 +160,8 @@ def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
     return run_beside
 
 
-def _legalized(plan: CallPlan, run: Runner, native: Runner, control: Control) -> Runner:
-    """Returns a runner of legalized calls: ``run`` in fp32, with rounded inputs and outputs.
+def _legalized(plan: CallPlan, native: Runner, control: Control) -> Runner:
+    """Returns a runner of legalized calls, in fp32 with rounded inputs and outputs.
 
     Others go to ``native``. With ``plan.rounds_late`` it casts the inputs, unless the call takes them uncast.
     """
@@ -173,6 +178,7 @@ def _legalized(plan: CallPlan, run: Runner, native: Runner, control: Control) ->
     )
     control.may_apply = legalization.may_apply
     legalizer = Legalizer(op, plan.facts.kind, mode)
+    is_layer = not (plan.site.is_python or plan.facts.norm_parameters)
     has_own = has_own_products if op == "linear" else has_own_gradients
     is_on_several, is_fast, rounds_late = len(device_types) > 1, mode == "fast", plan.rounds_late
     cast_usual = usual_caster(plan) if rounds_late else None
@@ -207,9 +213,7 @@ def _legalized(plan: CallPlan, run: Runner, native: Runner, control: Control) ->
             return native(function, args, kwargs, given, named)
         inputs, dtype = found
         note_legalized()
-        if run is not _run_plainly:
-            function = functools.partial(_run_with, run, function, given, named)
-        elif not kwargs:
+        if is_layer and not kwargs:
             result = legalizer.compute_layer(function, inputs, args, dtype, is_cast=is_cast)
             if result is not None:
                 return result
@@ -258,7 +262,7 @@ def _to_be_cast(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
     return [a for a, b in zip(given, cast, strict=True) if a is not b]
 
 
-def _emulated(plan: CallPlan, run: Runner) -> Runner:
+def _emulated(plan: CallPlan) -> Runner:
     """Returns a runner of the op in a number format."""
 
     def run_emulated(
@@ -272,9 +276,8 @@ def _emulated(plan: CallPlan, run: Runner) -> Runner:
                 names_dtype(args, kwargs) and not plan.lowerings
             )  # its output has the requested dtype
         ):
-            return run(function, args, kwargs, given, named)
-        inner = functools.partial(_run_with, run, function, given, named)
-        return emulation.compute(inner, args, kwargs, given)
+            return function(*args, **kwargs)
+        return emulation.compute(function, args, kwargs, given)
 
     emulation: Any = plan.emulation
     return run_emulated
@@ -357,38 +360,34 @@ def _selecting(plan: CallPlan, run: Runner) -> Runner:
     return run_selecting
 
 
-def _rounding_last(plan: CallPlan, run: Runner) -> Runner:
-    """Returns a runner of a Python function that computes in fp32 for any ``dtype=``."""
-    names, device_types = plan.site.parameters.names, plan.device_types
-    position = names.index("dtype")
+def _rounding_into_out(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function of an op that computes in fp32 round once into an ``out=`` of any dtype."""
+    is_quick, callee = not plan.site.is_python, callee_of(function, plan)
 
-    def run_rounding_last(
-        function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
-    ) -> Any:
-        if len(args) <= position and not is_low(kwargs.get("dtype")):
-            return run(function, args, kwargs, given, named)
-        inner = functools.partial(_run_with, run, function, given, named)
-        return rounding_last(inner, names, device_types)(*args, **kwargs)
-
-    return run_rounding_last
-
-
-def _rounding_into_out(plan: CallPlan, run: Runner) -> Runner:
-    """Returns a runner of an op that computes in fp32 for any dtype of its ``out=``."""
-    is_quick = not plan.site.is_python
-
-    def run_into_out(
-        function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
-    ) -> Any:
+    def into_out(*args: Any, **kwargs: Any) -> Any:
         if is_quick and "out" not in kwargs:
-            return run(function, args, kwargs, given, named)
-        rounds = rounds_into_out(plan, args, kwargs)
-        if not rounds or target_dtype(plan, args, kwargs) is None:
-            return run(function, args, kwargs, given, named)
-        inner = functools.partial(_run_with, run, function, given, named)
-        return in_fp32(callee_of(inner, plan), args, kwargs, torch.float32)
+            return function(*args, **kwargs)
+        if not rounds_into_out(plan, args, kwargs) or target_dtype(plan, args, kwargs) is None:
+            return function(*args, **kwargs)
+        return in_fp32(callee, args, kwargs, torch.float32)
 
-    return run_into_out
+    return into_out
+
+
+def _for_onnx(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a norm run in fp32 during export to ONNX, which rejects fp32 weights alongside bf16.
+
+    The kernels that accept them also compute in fp32, and round the same result.
+    """
+
+    def norm(*args: Any, **kwargs: Any) -> Any:
+        if is_onnx_made():
+            dtype = floating_inputs(plan, args, kwargs)[0].dtype
+            if dtype in LOW_DTYPES:
+                return computed_in_fp32(function, args, kwargs, dtype)
+        return function(*args, **kwargs)
+
+    return norm
 
 
 def callee_of(function: Callable[..., Any], plan: CallPlan) -> Callee:
@@ -409,33 +408,6 @@ def callee_of(function: Callable[..., Any], plan: CallPlan) -> Callee:
 def _run_plainly(
     function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
 ) -> Any:
-    return function(*args, **kwargs)
-
-
-def _run_atomically(
-    function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
-) -> Any:
-    """Runs a Python function; ops inside it are not cast again."""
-    with without_casts():
-        return function(*args, **kwargs)
-
-
-def _run_norm(  # noqa: PLR0917  # all there is to one call
-    plan: CallPlan,
-    function: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    given: Args,
-    named: Kwargs,
-) -> Any:
-    """Runs a norm; in fp32 during export to ONNX, which rejects fp32 weights alongside bf16.
-
-    The kernels that accept them also compute in fp32, and round the same result.
-    """
-    if is_onnx_made():
-        dtype = floating_inputs(plan, args, kwargs)[0].dtype
-        if dtype in LOW_DTYPES:
-            return computed_in_fp32(function, args, kwargs, dtype)
     return function(*args, **kwargs)
 
 

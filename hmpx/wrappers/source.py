@@ -103,14 +103,7 @@ _IF_MISSING: Final = """
 
 
 def make_generated(plan: CallPlan, **parameters: Any) -> Callable[..., Any]:
-    """Returns the wrapper for ``plan``.
-
-    Args:
-        plan: The call site's.
-        parameters: Those of `_PARAMETERS` except ``casts``: torch's function; the functions for any call and for
-            calls that are cast for sure; the runner of torch's kernels; the fallback for a missing kernel; the
-            predicate whether torch itself computes in fp32.
-    """
+    """Returns the wrapper for ``plan``."""
     casts = tuple(casts_of(plan).values())
     wrapper: Callable[..., Any] = _compiled(source_of(plan))(casts=casts, **parameters)
     return wrapper

@@ -1,6 +1,6 @@
 """Breaks one part of torch after the other, and sees what hmpx does without it.
 
-    python tests/torch_internals/worker.py absent|strange NAME ...
+    python tests/torch_internals/worker.py NAME ...
 
 Prints a JSON object: name -> error, warnings, and whether results are those with the part. hmpx is
 imported in children only, which are forked, so that torch is imported once.
@@ -26,31 +26,15 @@ import torch.utils.checkpoint
 import torch.utils._device  # isort: skip
 
 
-class Strange:
-    """Stands for a part of torch that has become another: whatever is done with it, it is itself."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns itself."""
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-
-def break_part(name: str, how: str) -> None:
-    """Takes a part away from torch, or puts something strange there."""
+def break_part(name: str) -> None:
+    """Takes a part away from torch."""
     parts = name.split(".")
     count = next(n for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in sys.modules)
     owner: Any = sys.modules[".".join(parts[:count])]
     for attribute in parts[count:-1]:
         owner = getattr(owner, attribute)
-    if how == "absent":
-        sys.modules.pop(name, None)
-        delattr(owner, parts[-1])
-    else:
-        setattr(owner, parts[-1], Strange())
+    sys.modules.pop(name, None)
+    delattr(owner, parts[-1])
 
 
 #: Where hmpx is; to look for it does not import it.
@@ -85,10 +69,10 @@ def results() -> list[torch.Tensor]:
     return [tensor.detach() for tensor in found] + [p.grad for p in model.parameters()]
 
 
-def outcome(name: str, how: str) -> dict[str, Any]:
+def outcome(name: str) -> dict[str, Any]:
     """Returns what hmpx does without a part; with all of them if ``name`` is ``""``."""
     if name:
-        break_part(name, how)
+        break_part(name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -117,13 +101,13 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
     return ""
 
 
-def in_child(name: str, how: str) -> dict[str, Any]:
+def in_child(name: str) -> dict[str, Any]:
     """Returns `outcome`, of a forked child."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         with os.fdopen(writing, "w") as pipe:
-            pipe.write(json.dumps(outcome(name, how)))
+            pipe.write(json.dumps(outcome(name)))
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
@@ -134,13 +118,12 @@ def in_child(name: str, how: str) -> dict[str, Any]:
 
 def main() -> None:
     """Prints the outcomes."""
-    how, *names = sys.argv[1:]
-    expected = in_child("", how)
+    expected = in_child("")
     if expected["error"]:
         sys.exit(expected["error"])
     report = {}
-    for name in names:
-        report[name] = found = in_child(name, how)
+    for name in sys.argv[1:]:
+        report[name] = found = in_child(name)
         if not found["error"]:
             found["difference"] = difference(found, expected)
     print(json.dumps(report))
