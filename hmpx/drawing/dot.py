@@ -14,8 +14,8 @@ from .graph import LEAVES, Edge, Node
 
 #: Type -> the colours of its nodes and edges; colour-blind readers can distinguish them.
 COLOURS: Final[Mapping[str, tuple[str, str]]] = {
-    "fp32": ("#cfe0f5", "#5b84b8"),
-    "bf16": ("#fbd9a5", "#c47f17"),
+    "bf16": ("#cfe0f5", "#5b84b8"),  # blue, as in reports and on terminals
+    "fp32": ("#fbd9a5", "#c47f17"),
     "fp16": ("#f6bfc6", "#b8475a"),
     "fp64": ("#d9d2ec", "#6f5aa8"),
 }

@@ -55,7 +55,7 @@ def tune(
 
     Args:
         model: The model: a module, or a function that calls some.
-        inputs: A batch, or a list of batches. A tuple holds positional arguments, a mapping named ones;
+        inputs: A batch, or a list of batches, also with ``measure``: they show which ops the model calls. A tuple holds positional arguments, a mapping named ones;
             anything else is a single argument. With several batches, the error is a limit for 95 % of
             further batches of their kind. The last quarter only checks the set at the end.
         loss_fn: The loss: ``loss_fn(output)``, or ``loss_fn(output, batch)``. Effects are then those on
@@ -88,7 +88,8 @@ def tune(
         seed: Seed of random numbers in the model.
         budget: Most evaluations. Once spent, the best set so far is returned.
         journal: A file of results, from which an interrupted search continues.
-        progress: Whether to show progress on a terminal, if `rich` is installed. It is always logged at
+        progress: Whether to show progress: on a terminal by `rich` if installed, else as a line to stderr
+            every ten seconds. It is always logged at
             level INFO.
 
     Returns:

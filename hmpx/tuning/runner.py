@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,9 +245,26 @@ class Journal:
 # --- progress ----------------------------------------------------------------------------------------
 
 
+#: Between two lines of progress without a terminal.
+_PAUSE_S: Final = 10.0
+
+
+def _occasionally() -> Callable[[str], None]:
+    """Returns a function that prints a line to stderr if the last one is long ago."""
+    last_s = time.monotonic()
+
+    def update(line: str) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= _PAUSE_S:
+            last_s = time.monotonic()
+            sys.stderr.write(f"tune: {line}\n")
+
+    return update
+
+
 @contextlib.contextmanager
 def progress(*, is_shown: bool) -> Iterator[Callable[[str], None]]:
-    """Yields a function that logs a line, and shows it in a notebook or on a terminal with `rich`."""
+    """Yields a function that logs a line and shows it: in a notebook, by `rich`, or every few seconds."""
     with contextlib.ExitStack() as stack:
         update: Callable[[str], object] = str
         ipython: Any = sys.modules.get("IPython")
@@ -257,6 +275,8 @@ def progress(*, is_shown: bool) -> Iterator[Callable[[str], None]]:
         elif is_shown and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
             console = importlib.import_module("rich.console").Console(stderr=True)
             update = stack.enter_context(console.status("tune")).update
+        elif is_shown:
+            update = _occasionally()
 
         def show(line: str) -> None:
             LOGGER.info("%s", line)
