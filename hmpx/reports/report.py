@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, TextIO, TypeVar, get_type_hints
 
-from ..errors import OptionError, said_by, shown
+from ..errors import OptionError, brief, said_by, shown
 from . import report_page, text
 from .cells import is_measured
 from .files import Written, written
@@ -110,6 +110,8 @@ class Report(Views):
     about: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
     error_location: str = field(default="", repr=False)
+
+    __repr__ = brief
 
     def report(self) -> Report:
         """Returns this report."""

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..errors import lined
+from ..errors import brief, lined
 from ..places import located
 from ..tensors import short_name
 from ..torch_state import Phase
@@ -98,6 +98,8 @@ class Offence:
     ranges: tuple[Range, ...] = ()
     remedy: str = ""
     parameter: str = ""
+
+    __repr__ = brief
 
     def __str__(self) -> str:
         lines = [f"{self._verdict()} in step {self.step}, {self.phase}"]

@@ -205,7 +205,7 @@ def test_a_record_says_where_the_model_calls_the_op() -> None:
     many = Report(tuple(row(location=f"model.py:{line}") for line in range(50)))
     assert "    and 30 more" in str(hmpx.explain("softmax", many)).splitlines()
     assert "600 calls" in str(hmpx.explain("softma?", many))
-    with pytest.raises(OptionError, match=r"record must be what hmpx\.record gives, not 3"):
+    with pytest.raises(OptionError, match=r"record must be an hmpx.record or its report, not 3"):
         hmpx.explain("softmax", 3)  # type: ignore[arg-type]
 
 
