@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from .errors import (
     BenchError,
     CheckpointError,
+    ContractError,
     FreezeError,
     HmpxError,
     HmpxWarning,
@@ -28,11 +29,14 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import formats
+    from .accuracy import contents
     from .benchmarking import Bench, bench
     from .comparing import Comparison, compare
+    from .contracts import Breach, expect
     from .drawing import Drawing, draw
     from .explaining import Explanation, Explanations, explain
     from .freezing import Frozen, Weight, freeze
+    from .linting import Finding, Lint, lint
     from .planning import Plan, plan
     from .recording import record
     from .tuning import Tuned, tune
@@ -42,11 +46,14 @@ else:  # not needed by a program's first op
         __name__,
         {
             "formats": "",
+            "accuracy": "contents",
             "benchmarking": "Bench bench",
             "comparing": "Comparison compare",
+            "contracts": "Breach expect",
             "drawing": "Drawing draw",
             "explaining": "Explanation Explanations explain",
             "freezing": "Frozen Weight freeze",
+            "linting": "Finding Lint lint",
             "planning": "Plan plan",
             "recording": "record",
             "tuning": "Tuned tune",
@@ -66,19 +73,23 @@ __all__ = [
     "Attached",
     "Bench",
     "BenchError",
+    "Breach",
     "Call",
     "CallTensors",
     "CastPolicy",
     "CheckpointError",
     "Comparison",
+    "ContractError",
     "Decision",
     "Drawing",
     "Explanation",
     "Explanations",
+    "Finding",
     "FreezeError",
     "Frozen",
     "HmpxError",
     "HmpxWarning",
+    "Lint",
     "NonFiniteError",
     "Offence",
     "OpCall",
@@ -98,13 +109,16 @@ __all__ = [
     "bench",
     "casts_enabled",
     "compare",
+    "contents",
     "convert",
     "disable_casts",
     "draw",
+    "expect",
     "explain",
     "formats",
     "freeze",
     "is_converted",
+    "lint",
     "load_policy",
     "plan",
     "record",

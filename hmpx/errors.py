@@ -75,6 +75,22 @@ class NonFiniteError(HmpxError):
         return type(self), (self.offence,)
 
 
+class ContractError(HmpxError):
+    """A program does not have the precision that a contract expects.
+
+    Attributes:
+        breach: The `Breach`.
+    """
+
+    def __init__(self, breach: Any) -> None:
+        """Uses the breach's text as the message."""
+        super().__init__(str(breach))
+        self.breach = breach
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.breach,)
+
+
 class HmpxWarning(UserWarning):
     """Part of the user's input was ignored, and hmpx went on without it."""
 

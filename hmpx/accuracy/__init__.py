@@ -1,8 +1,10 @@
-"""Accuracy: the error of rounding a tensor to number formats, as figures, a table and a picture."""
+"""Accuracy: the error of rounding to number formats, and effective precision."""
 
 from __future__ import annotations
 
+from .effective import contents
 from .measuring import ErrorStatistics, ErrorTable, error, table
+from .origins import Origins
 from .picture import plot
 
-__all__ = ["ErrorStatistics", "ErrorTable", "error", "plot", "table"]
+__all__ = ["ErrorStatistics", "ErrorTable", "Origins", "contents", "error", "plot", "table"]

@@ -13,11 +13,25 @@ from typing import Final, NoReturn
 
 from .. import __version__
 from ..errors import HmpxError, HmpxWarning, suggestion
-from . import bench, check, completion, doctor, lists, ops, output, plan, report, run, tune
+from . import (
+    bench,
+    check,
+    completion,
+    diff,
+    doctor,
+    lint,
+    lists,
+    ops,
+    output,
+    plan,
+    report,
+    run,
+    tune,
+)
 
 #: In the order of ``hmpx --help``.
 _COMMANDS: Final = (
-    run, report, bench, plan, tune, check, lists, ops, doctor, completion,
+    run, report, bench, plan, tune, check, lint, diff, lists, ops, doctor, completion,
 )  # fmt: skip
 
 

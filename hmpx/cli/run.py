@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from .. import gaudi, policy, session
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
+from ..contracts import expect
 from ..errors import short
 from ..tensors import parse_device_types
 from ..watching import watch
@@ -57,6 +58,7 @@ examples:
   hmpx run --policy policy.yaml train.py
   hmpx run --report report.html train.py
   hmpx run --watch raise train.py
+  hmpx run --no-convert --expect contract.yaml train.py
   hmpx run --habana-shim train_on_gaudi.py --device hpu
   torchrun --nproc-per-node 2 -m hmpx run train.py""",
     )
@@ -87,6 +89,12 @@ examples:
     )
     option(
         parser,
+        "--expect FILE",
+        "a contract: the first call or tensor without the precision that it says is an error",
+    )
+    option(parser, "--no-convert", "leave torch as it is, for --expect over torch.autocast")
+    option(
+        parser,
         "--habana-shim",
         'stand in for habana_frameworks where it isn\'t installed: tensors on "hpu" go to cuda, or else to '
         "the cpu; casts begin with the script's hmp.convert(...)",
@@ -111,13 +119,14 @@ def run(options: argparse.Namespace) -> int:
     scripts.put_first_on_path(scripts.directory_of(name, options.is_module))
     given = _run_options(options)
     has_shim = options.habana_shim and _install_shim(options, given)
-    if not options.habana_shim:
+    contract = expect(options.expect) if options.expect else contextlib.nullcontext()
+    if not options.habana_shim and not options.no_convert:
         output.with_warnings_shown(session.convert, **given)
     end_following = gaudi.follow()
     uncaught = None
     watched = watch(options.watch) if options.watch else contextlib.nullcontext()
     try:
-        with watched, run_report.recorded(report_path, replaces=bool(options.report)):
+        with contract, watched, run_report.recorded(report_path, replaces=bool(options.report)):
             scripts.execute(name, options.is_module)
     except ScriptError:
         end_following()

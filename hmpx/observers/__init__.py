@@ -9,6 +9,7 @@ from .attached import Observer as Observer
 from .attached import TensorObserver as TensorObserver
 from .attached import ValueObserver as ValueObserver
 from .attached import attach as attach
+from .kernels import Kernels as Kernels
 from .log import LOGGER as LOGGER
 from .log import announce_conversion as announce_conversion
 from .log import announcing as announcing

@@ -38,6 +38,7 @@ class Attached:
         every_op: Whether it also gets ops that the policy leaves alone.
         values: Whether it is a `ValueObserver`.
         times: Whether it gets the duration of calls. Each call then waits for its accelerator.
+        kernels: Whether it gets the dtypes that kernels computed in.
 
     Example:
         >>> attached = hmpx.attach(lambda call: print(call.op))
@@ -52,6 +53,7 @@ class Attached:
     every_op: bool = False
     values: bool = False
     times: bool = False
+    kernels: bool = False
 
     def tell(self, call: OpCall, tensors: CallTensors | None) -> None:
         """Passes a call on to the observer."""

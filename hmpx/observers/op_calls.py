@@ -50,6 +50,8 @@ class OpCall:
         seconds: Duration of the call, with its casts; None if no observer needs times.
         legalized: Whether it computed in fp32 and rounded: legalized, in a number format, or because a
             kernel is missing.
+        kernels: Dtypes of the floating inputs of the kernels that computed the call, below torch.autocast;
+            () if no observer needs them.
 
     Example:
         >>> def show(call):
@@ -75,6 +77,12 @@ class OpCall:
     phase: Phase = "forward"
     seconds: float | None = None
     legalized: bool = False
+    kernels: tuple[torch.dtype, ...] = ()
+
+    @property
+    def computed(self) -> tuple[torch.dtype | Named, ...]:
+        """What the call computed in: the low type if it was legalized, else the dtypes of its kernels."""
+        return (self.dtype,) if self.legalized and self.dtype is not None else self.kernels
 
 
 @dataclass(frozen=True, slots=True, eq=False)

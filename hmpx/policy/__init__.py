@@ -26,6 +26,7 @@ from .faults import check_files as check_files
 from .lists import directory as directory
 from .lists import of_libraries as of_libraries
 from .lists import read_list as read_list
+from .lists import read_text as read_text
 from .lists import set_names as set_names
 from .loading import load_policy as load_policy
 from .loading import made_policy as made_policy
@@ -34,12 +35,17 @@ from .op_lists import LIST_KINDS as LIST_KINDS
 from .op_lists import PolicySource as PolicySource
 from .op_lists import is_policy_file as is_policy_file
 from .policy import Policy as Policy
+from .sections import CONDITIONS as CONDITIONS
+from .sections import Section as Section
+from .sections import matches as matches
 
 if TYPE_CHECKING:
+    from . import nodes as nodes
+    from .files import Reader as Reader
     from .files import read_policy_file as read_policy_file
     from .texts import policy_line as policy_line
 else:  # YAML files and tables for people
     __getattr__ = shown_later(
         __name__,
-        {"files": "read_policy_file", "texts": "policy_line"},
+        {"nodes": "", "files": "Reader read_policy_file", "texts": "policy_line"},
     )

@@ -16,7 +16,7 @@ from ..errors import OpListError, OptionError, PolicyFileError, short, shown, su
 from ..number_formats import OVERFLOWS, ROUNDING_MODES, Format
 from . import nodes
 from .decisions import LowType, parse_format, parse_low_type
-from .lists import from_lines, read_text, set_names
+from .lists import from_lines, read_text, set_names, shipped_set
 from .op_lists import (
     DEFAULT_SET,
     KEYS,
@@ -214,9 +214,12 @@ class _Reader:
         name = self.text(key, node)
         if name == "none":
             return None
+        try:
+            if shipped_set(name):
+                return name
+        except OptionError as error:
+            raise self.error(node, error) from None
         known = set_names()
-        if name in known:
-            return name
         folder = os.fspath(self._folder / name)
         if os.path.isdir(folder):  # noqa: PTH112  # it takes any text
             return folder
@@ -372,3 +375,7 @@ _GAUDI_KEYS: Final[_Readers] = {
         lambda reader, key, node: None,
     ),
 }
+
+
+#: Reads other files of this kind: contracts.
+Reader = _Reader

@@ -30,12 +30,13 @@ def parse(
     *,
     is_shipped: bool = False,
     faults: list[OpListError] | None = None,
+    version: tuple[int, int] | None = None,
 ) -> OpList:
     """Returns the list in ``text``, called ``source`` in messages; ``faults`` collects errors of lines."""
     lines = text.removeprefix("\ufeff").splitlines()
     contents = (line.partition("#")[0].strip() for line in lines)
     numbered = ((each, f"{source}:{n}") for n, each in enumerate(contents, 1) if each)
-    return from_lines(numbered, kind, is_shipped=is_shipped, faults=faults)
+    return from_lines(numbered, kind, is_shipped=is_shipped, faults=faults, version=version)
 
 
 def from_lines(
@@ -44,9 +45,10 @@ def from_lines(
     *,
     is_shipped: bool = False,
     faults: list[OpListError] | None = None,
+    version: tuple[int, int] | None = None,
 ) -> OpList:
     """Like `parse`, for lines that are each given with their ``file:line``."""
-    reading = _Reading(kind, is_shipped)
+    reading = _Reading(kind, is_shipped, version or torch_version())
     for line, where in lines:
         try:
             reading.add(line, where)
@@ -60,8 +62,8 @@ def from_lines(
 class _Reading:
     """A list while it is read, line by line; the time for a line does not grow with the list."""
 
-    def __init__(self, kind: str, is_shipped: bool) -> None:
-        self._kind = kind
+    def __init__(self, kind: str, is_shipped: bool, version: tuple[int, int]) -> None:
+        self._kind, self._version = kind, version
         self.list = OpList({}, is_shipped=is_shipped)
         self._own: dict[str, Entry] = {}  # those that are not from an ``@`` line
         self._where: dict[str, str] = {}  # name as written -> the last line with it
@@ -69,7 +71,7 @@ class _Reading:
     def add(self, line: str, where: str) -> None:
         """Adds a line without its comment."""
         if ";" in line:
-            line = _applying(line, where)
+            line = _applying(line, where, self._version)
             if not line:
                 return
         entry = _parse_line(line, where, self._kind)
@@ -106,12 +108,14 @@ class _Reading:
 
     def _include(self, name: str, where: str) -> None:
         names = set_names()
-        if name not in names:
+        if shipped_set(name) is None:
             raise OpListError(
                 f"{where}: there is no shipped set {shown(name)} ({', '.join(names)})"
                 f"{suggestion(name, names)}"
             )
-        included = read_set(name).get("low" if self._kind == "fp16" else self._kind)
+        pinned = f"{name}@{self._version[0]}.{self._version[1]}"
+        is_pinned = self._version != torch_version() and _PINNED.fullmatch(pinned)
+        included = read_set(pinned if is_pinned else name).get("low" if self._kind == "fp16" else self._kind)
         if included is None:
             raise OpListError(f"{where}: the shipped set {name!r} has no {self._kind} list")
         self.list.ops |= {n: e for n, e in included.ops.items() if n not in self._own}
@@ -139,8 +143,8 @@ class _Reading:
 # --- one line ----------------------------------------------------------------------------------
 
 
-def _applying(line: str, where: str) -> str:
-    """Returns a line without its ``; torch >= 2.14``; ``""`` if the condition does not hold."""
+def _applying(line: str, where: str, version: tuple[int, int]) -> str:
+    """Returns a line without its ``; torch >= 2.14``; ``""`` if it does not hold for ``version``."""
     content, _, condition = line.partition(";")
     found = _CONDITION.fullmatch(condition.strip())
     if found is None:
@@ -148,7 +152,7 @@ def _applying(line: str, where: str) -> str:
             f"{where}: after a semicolon expected a version such as 'torch >= 2.14' or 'torch < 2.14', "
             f"found {shown(condition.strip())}"
         )
-    is_newer = torch_version() >= (int(found["major"]), int(found["minor"]))
+    is_newer = version >= (int(found["major"]), int(found["minor"]))
     return content.strip() if is_newer is (found["sign"] == ">=") else ""
 
 
@@ -237,11 +241,44 @@ def read_text(path: str, what: str, error: type[HmpxError]) -> str:
         raise error(f"{where}: can't be read: {reason}") from fault
 
 
+#: A set that torch.autocast has had in some version of torch, and the versions that are known.
+_PINNED: Final = re.compile(r"(autocast-(?:cpu|cuda|mps|xpu))@(\d{1,3})\.(\d{1,3})", re.ASCII)
+_OLDEST, _NEWEST = (2, 6), (2, 14)
+
+
+def shipped_set(name: str) -> tuple[str, tuple[int, int]] | None:
+    """Returns a shipped set's directory and the torch version that its lines are read for; None for others.
+
+    The version is the installed one, or that of ``"autocast-cuda@2.11"``.
+
+    Raises:
+        OptionError: The lists of that version are not known.
+    """
+    if name in set_names():
+        return name, torch_version()
+    found = _PINNED.fullmatch(name)
+    if found is None:
+        return None
+    version = int(found[2]), int(found[3])
+    if not _OLDEST <= version <= _NEWEST:
+        raise OptionError(
+            f"lists {shown(name)}: the lists of torch {_OLDEST[0]}.{_OLDEST[1]} to "
+            f"{_NEWEST[0]}.{_NEWEST[1]} are known"
+        )
+    return found[1], version
+
+
 @functools.cache
-def read_shipped(name: str, kind: str = "low") -> OpList:
-    """Returns a shipped list by its path under ``lists/``, without ``.txt``: ``"hmp/bf16"``."""
+def read_shipped(name: str, kind: str = "low", version: tuple[int, int] | None = None) -> OpList:
+    """Returns a shipped list by its path under ``lists/``, without ``.txt``: ``"hmp/bf16"``.
+
+    Lines are read for a torch ``version``; None is the installed one.
+    """
     text = (directory() / f"{name}.txt").read_text("utf-8")
-    return parse(text, f"{SHIPPED}{name}.txt", kind, is_shipped=True)
+    found = parse(text, f"{SHIPPED}{name}.txt", kind, is_shipped=True, version=version)
+    if version not in (None, torch_version()):
+        found.unknown.clear()  # ops that only that torch has
+    return found
 
 
 def of_libraries() -> OpList:
@@ -252,26 +289,27 @@ def of_libraries() -> OpList:
 def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) -> dict[str, OpList]:
     """Returns kind -> list for a shipped set, also for float16 as the low type, or for a directory of lists."""
     name = arguments.path("lists", lists)
-    names = set_names()
-    is_shipped = name in names
-    folder = directory() / name if is_shipped else Path(name)
+    shipped = shipped_set(name)
+    folder = directory() / shipped[0] if shipped else Path(name)
     found = {}
     for kind in KINDS.values():
-        half = kind.float16_file_name if is_shipped and low_dtype is torch.float16 else None
+        half = kind.float16_file_name if shipped and low_dtype is torch.float16 else None
         file_name = next(
             (f for f in (half, kind.file_name) if f and os.path.isfile(folder / f)),  # noqa: PTH113  # of any text
             None,
         )
-        if file_name is not None and is_shipped:
-            found[kind.name] = read_shipped(f"{name}/{Path(file_name).stem}", kind.name)
+        if file_name is not None and shipped:
+            path = f"{shipped[0]}/{Path(file_name).stem}"
+            found[kind.name] = read_shipped(path, kind.name, shipped[1])
         elif file_name is not None:
             found[kind.name] = read_list(folder / file_name, kind.name)
     if not found:
+        names = set_names()
         raise OptionError(
             f"lists={shown(name)} is neither a shipped set ({', '.join(names)}) nor a directory "
             f"with {' or '.join(FILE_NAMES.values())}{suggestion(name, names)}"
         )
     missing = [kind for kind in KINDS.values() if kind.stand_in and kind.name not in found]
-    if is_shipped:
+    if shipped:
         return found
     return found | {kind.name: read_shipped(kind.stand_in, kind.name) for kind in missing}

@@ -18,7 +18,7 @@ from ..errors import OptionError, PolicyFileError, shown, suggestion, warn
 from ..number_formats import is_format
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
 from .faults import report
-from .lists import from_lines, of_libraries, read_list, read_set, read_shipped, set_names
+from .lists import from_lines, of_libraries, read_list, read_set, read_shipped, shipped_set
 from .op_lists import DEFAULT_SET, Listed, OpList, PolicySource, is_policy_file, listed, resolve
 from .policy import Policy
 from .sections import Section
@@ -158,7 +158,7 @@ def _from_lists(
 ) -> Policy:
     """Returns the policy of the files at ``paths``, by kind; the set of lists supplies the other kinds."""
     own = {kind: read_list(path, kind) for kind, path in paths.items() if path}
-    if not own and lists in set_names():
+    if not own and shipped_set(lists):
         return Policy(_shipped(lists, low_dtype, strict=strict), low_dtype)
     given, replaced = listed(own, low_dtype), {*own}
     if "fp16" in own and low_dtype is torch.float16:

@@ -32,7 +32,8 @@ def _is_wild(pattern: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _matches(key: str, pattern: str, name: str) -> bool:
+def matches(key: str, pattern: str, name: str) -> bool:
+    """Whether a ``module`` or ``module_regex`` matches the whole of a qualified name."""
     if key == "module" and not _is_wild(pattern):
         return pattern == name
     return regex_of(key, pattern).fullmatch(name) is not None
@@ -69,7 +70,7 @@ def _of_first(ask: Callable[[Any, Call, int], bool]) -> Callable[[Any, Call], bo
 def _of_names(key: str) -> Callable[[Any, Call], bool]:
     """Returns a predicate: the call is in a module with a matching qualified name, or inside one."""
     return lambda patterns, call: any(
-        _matches(key, pattern, name) for name in _around(call.module) for pattern in patterns
+        matches(key, pattern, name) for name in _around(call.module) for pattern in patterns
     )
 
 
@@ -217,7 +218,7 @@ def unmatched(sections: Iterable[Section], paths: Iterable[str]) -> list[str]:
     def is_matched(key: str, pattern: str) -> bool:
         if key == "module" and not _is_wild(pattern):
             return pattern in paths
-        return any(_matches(key, pattern, path) for path in paths)
+        return any(matches(key, pattern, path) for path in paths)
 
     return [
         f"{section.where}: {key} {pattern!r}"

@@ -7,6 +7,7 @@ from .converting import check_names as check_names
 from .converting import checked_policy as checked_policy
 from .converting import convert as convert
 from .converting import is_converted as is_converted
+from .converting import observable as observable
 from .converting import refuse_where_off as refuse_where_off
 from .converting import restore as restore
 from .converting import revert as revert

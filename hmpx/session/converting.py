@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -206,6 +207,12 @@ def _put_in_force(
     session = left_one(session) or session
     switch_to(session)
     return session
+
+
+def observable() -> AbstractContextManager[object]:
+    """Lets observers see calls in a block: wraps torch without a cast, unless it is converted."""
+    nothing = Policy.from_ops(), frozenset[str](), Options(), False
+    return contextlib.nullcontext() if is_converted() else restore(*nothing)
 
 
 @exclusive

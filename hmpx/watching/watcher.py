@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final, Literal
@@ -14,10 +13,8 @@ from torch.optim.optimizer import (
 )
 
 from .. import arguments, session
-from ..casting import Options
 from ..errors import NonFiniteError, OptionError, noted, shown
 from ..observers import LOGGER, Attached, OpCall
-from ..policy import Policy
 from ..torch_internals import uncompiled
 from .culprit import Judge, offence_of
 from .notes import Notes
@@ -94,11 +91,9 @@ class Watch:
 
     def _observing(self) -> Generator[None, None, None]:
         """Observes from the generator's first step until it is closed."""
-        nothing = Policy.from_ops(), frozenset[str](), Options(), False
-        is_needed = not session.is_converted()
         try:
             with (
-                session.restore(*nothing) if is_needed else contextlib.nullcontext(),
+                session.observable(),
                 Attached(self._observe, every_op=True, values=True) as self._attached,
                 register_optimizer_step_pre_hook(self._before_optimizer),
                 register_optimizer_step_post_hook(self._pause_or_resume),

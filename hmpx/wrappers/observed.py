@@ -16,7 +16,7 @@ import torch
 
 from ..casting import CallPlan, cast_args, floating_inputs, written
 from ..compute import COMPUTED
-from ..observers import PAUSED, Attached, CallTensors, OpCall, user_location
+from ..observers import PAUSED, Attached, CallTensors, Kernels, OpCall, user_location
 from ..ops import facts
 from ..policy import CastPolicy
 from ..tensors import PLAIN_TENSORS, Args, Kwargs, map_tensors, tensors_in
@@ -76,6 +76,7 @@ def _observed(
     with_tensors = any(each.tensors for each in attached)
     for_every_op = tuple([each for each in attached if each.every_op])
     is_timed = any(each.times for each in attached)
+    reads_kernels = any(each.kernels for each in attached)
     observers = frozenset(attached)
     is_listed = plan.decision.cast_policy is not CastPolicy.PASS
     is_cast = plan.site.op in facts("converting")
@@ -104,7 +105,7 @@ def _observed(
                 return inner(*args, **kwargs)  # there is nothing to decide
             found = describe(plan, before, args, kwargs, is_on=is_on)
             result = inner(*args, **kwargs)
-            tell(found, _dtypes_of(result), 0, None, None, None, is_on, False)
+            tell(found, _dtypes_of(result), 0, None, None, None, is_on, False, ())
             return result
         known = descriptions.find(args, kwargs, is_on=is_on)
         # Conversions during a call are hmpx's own, which a mode passes to their names.
@@ -122,7 +123,12 @@ def _observed(
         was_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, False
         try:
             _here.is_in_call = True
-            result = inner(*args, **kwargs)
+            if reads_kernels and not is_graph_made():
+                with Kernels() as kernels:
+                    result = inner(*args, **kwargs)
+                dtypes = kernels.dtypes
+            else:
+                result, dtypes = inner(*args, **kwargs), ()
         finally:
             _here.is_in_call = was_in_call
             is_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, was_legalized
@@ -135,7 +141,8 @@ def _observed(
         if tensors is not None:
             tensors = dataclasses.replace(tensors, result=result)
         values = (before, args, kwargs, result) if for_every_op else None
-        tell(found, _dtypes_of(result), cast_bytes, seconds, tensors, values, is_on, is_legalized)
+        outputs = _dtypes_of(result)
+        tell(found, outputs, cast_bytes, seconds, tensors, values, is_on, is_legalized, dtypes)
         return result
 
     calls: dict[Any, OpCall] = {}
@@ -145,11 +152,13 @@ def _observed(
         output_dtypes: tuple[torch.dtype, ...],
         cast_bytes: int,
         seconds: float | None,
+        *,
         is_legalized: bool,
+        kernels: tuple[torch.dtype, ...],
     ) -> OpCall:
         path, location, here = place().path, user_location(), phase()
         # In a loop all is the same; a cached call takes a third of the time.
-        key = found, output_dtypes, cast_bytes, path, location, here, is_legalized
+        key = found, output_dtypes, cast_bytes, path, location, here, is_legalized, kernels
         if seconds is None and key in calls:
             return calls[key]
         call = OpCall(
@@ -169,6 +178,7 @@ def _observed(
             phase=here,
             seconds=seconds,
             legalized=is_legalized or not isinstance(found.dtype, (torch.dtype, type(None))),
+            kernels=kernels,
         )
         if seconds is None:
             if len(calls) >= _MOST_CALLS:
@@ -185,8 +195,11 @@ def _observed(
         values: tuple[list[torch.Tensor], Args, Kwargs, Any] | None,
         is_on: bool,
         is_legalized: bool,
+        kernels: tuple[torch.dtype, ...],
     ) -> None:
-        call = called(found, output_dtypes, cast_bytes, seconds, is_legalized)
+        call = called(
+            found, output_dtypes, cast_bytes, seconds, is_legalized=is_legalized, kernels=kernels
+        )
         with_values, others = told if is_on else told_where_off
         if values is not None:
             for each in with_values:

@@ -1,0 +1,111 @@
+"""Effective precision: the narrowest dtype that a tensor's values came from.
+
+An fp32 tensor whose values all end in 16 zero bits was bf16 before: a dtype tells of the container, not of
+its contents.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+from ..torch_state import without_casts
+
+#: Values in a row. All rows are OR-ed into one that stays in the cache, so that memory is read once.
+_ROW: Final = 1 << 15
+
+#: Values of the sample that tells rounded values from integers and small sets.
+_SAMPLE: Final = 512
+
+#: Fewer distinct magnitudes are constants, masks or a small set: no evidence of rounding.
+_FEWEST: Final = 16
+
+#: The bits of an fp32 value that are zero if it was bf16, and if it was fp16.
+_BELOW_BF16: Final = (1 << 16) - 1
+_BELOW_FP16: Final = (1 << 13) - 1
+
+
+def contents(tensor: Tensor) -> torch.dtype | None:
+    """Returns the narrowest dtype that holds each value of ``tensor`` exactly.
+
+    The dtype is float32, float16 or bfloat16 (which is preferred to float16 where both fit), or the tensor's
+    own. n random fp32 values pass for bfloat16 with a probability of ``2 ** (-16 * n)``. Where values are no
+    evidence of rounding, the answer is None: where there are at most 16 distinct magnitudes (zeros,
+    constants, masks, one-hot rows), or all are small integers times a power of two (positions, counters,
+    images).
+
+    Reads the values once; stops at the first part that tells them from low precision.
+
+    Args:
+        tensor: Any shape and device; float32 or float64. Other floating dtypes are returned as they are.
+
+    Raises:
+        OptionError: ``tensor`` is not a floating-point tensor.
+
+    Example:
+        >>> x = torch.linspace(0, 1, 100)
+        >>> hmpx.contents(x), hmpx.contents(x.bfloat16().float())
+        (torch.float32, torch.bfloat16)
+    """
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise OptionError(f"contents takes a floating-point tensor, not {_named(tensor)}")
+    if tensor.dtype not in (torch.float32, torch.float64):
+        return tensor.dtype
+    with without_casts(), torch.no_grad():
+        values = tensor.detach().reshape(-1)
+        sample = values[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]
+        if tensor.dtype is torch.float64:
+            if not (_holds(torch.float32, sample) and _holds(torch.float32, values)):
+                return torch.float64
+            sample, values = sample.float(), values.float()
+        if _any_bits(sample) & _BELOW_FP16 or (bits := _any_bits(values)) & _BELOW_FP16:
+            return torch.float32
+        if not bits & _BELOW_BF16:
+            return torch.bfloat16 if _is_evidence(sample, 8) else None
+        if not _holds(torch.float16, values):
+            return torch.float32
+        return torch.float16 if _is_evidence(sample, 11) else None
+
+
+def _any_bits(values: Tensor) -> int:
+    """Returns the bits that are one in any of the fp32 values."""
+    bits = values.view(torch.int32)
+    rows = bits[: len(bits) // _ROW * _ROW].view(-1, _ROW)
+    if len(rows) > 1:
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total |= row
+        bits = torch.cat([total, bits[rows.numel() :]])
+    while len(bits) > 1:
+        half = bits[: (len(bits) + 1) // 2].clone()
+        half[: len(bits) // 2] |= bits[len(half) :]
+        bits = half
+    return int(bits) if len(bits) else 0
+
+
+def _holds(dtype: torch.dtype, values: Tensor) -> bool:
+    """Whether ``dtype`` holds all values."""
+    return all(
+        bool(((part.to(dtype).to(part.dtype) == part) | part.isnan()).all())
+        for part in torch.split(values, _ROW)
+    )
+
+
+def _is_evidence(sample: Tensor, bits: int) -> bool:
+    """Whether values that a significand of ``bits`` bits holds are likely to be rounded ones."""
+    magnitudes = sample[sample.isfinite()].double().abs()
+    magnitudes = torch.unique(magnitudes[magnitudes > 0])
+    if len(magnitudes) <= _FEWEST:
+        return False
+    mantissa, exponent = torch.frexp(magnitudes)
+    whole = (mantissa * 2**24).long()
+    step = torch.ldexp((whole & -whole).double(), exponent - 24).min()
+    least, largest = magnitudes[0], magnitudes[-1]
+    return bool(largest > 2**bits * step or largest < 4 * least)
+
+
+def _named(value: object) -> str:
+    return f"{value.dtype}" if isinstance(value, Tensor) else type(value).__name__

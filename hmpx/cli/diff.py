@@ -1,0 +1,173 @@
+"""``hmpx diff``: the ops, and the calls of a program, that two policies decide otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ..errors import OptionError, short
+from ..places import located
+from ..policy import Decision, Policy, is_policy_file, load_policy
+from ..reports import Report, Row, read_json, short_dtype
+from ..tensors import default_device_types, short_name
+from . import output
+from .options import add_command
+
+#: Ops whose inputs are of one kind, so that two dtypes among them are a fault or a cast.
+_SIBLINGS: Final = frozenset({"scaled_dot_product_attention", "cat", "concat", "stack"})
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of ``hmpx diff``."""
+    parser = add_command(
+        commands,
+        "diff",
+        run,
+        help="show what two policies decide otherwise, for all ops or for a program",
+        usage="hmpx diff A B [-- SCRIPT [ARGS...]]",
+        description="A and B are sets of lists, such as hmpx or autocast-cuda@2.11 (torch.autocast's lists in\n"
+        "that version of torch), torch.autocast for those of the installed one, directories of lists, or\n"
+        "policy files. With a SCRIPT, it runs once under each.",
+        epilog="""\
+exit status:
+  0 no difference; 1 differences; 2 wrong arguments, or the script failed
+
+examples:
+  hmpx diff autocast-cuda@2.11 autocast-cuda@2.12
+  hmpx diff torch.autocast policy.yaml -- train.py --steps 10""",
+    )
+    parser.add_argument("before", metavar="A")
+    parser.add_argument("after", metavar="B")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the differences; status 1 if there are any."""
+    names = options.before, options.after
+    before, after = [load_policy(**_arguments(name)) for name in names]
+    program = [each for each in options.program if each != "--"] if options.program else []
+    if not program:
+        lines = [*_of_ops(before, after, names)]
+    else:
+        reports = [_recorded(name, program) for name in names]
+        lines = [*_of_calls(*reports)]
+    return output.show(lines or ["no difference"], status=1 if lines else 0)
+
+
+def _arguments(name: str) -> dict[str, Any]:
+    """Returns the arguments of `load_policy` for a name on the command line."""
+    if name == "torch.autocast":
+        device = next(iter(default_device_types()), "cpu")
+        return {"lists": f"autocast-{device}"}
+    return {"policy": name} if is_policy_file(name) else {"lists": name}
+
+
+# --- ops -----------------------------------------------------------------------------------------
+
+
+def _of_ops(before: Policy, after: Policy, names: tuple[str, str]) -> Iterator[str]:
+    ops = sorted({*before.decisions, *after.decisions})
+    rows = [
+        (op, one, two)
+        for op in ops
+        if (one := _said(before.decisions.get(op))) != (two := _said(after.decisions.get(op)))
+    ]
+    if rows:
+        yield from output.table([("op", *names), *rows], lambda row: (None, None))
+    for name, policy in zip(names, (before, after), strict=True):
+        if policy.sections:
+            yield f"{name} has {output.counted(len(policy.sections), 'section')}; compare them with a program"
+
+
+def _said(decision: Decision | None) -> str:
+    """Returns what a decision does, without its reason."""
+    if decision is None:
+        return "PASS"
+    dtype = f" {short_name(decision.dtype)}" if decision.dtype is not None else ""
+    return f"{decision.cast_policy.name}{dtype}"
+
+
+# --- a program -------------------------------------------------------------------------------------
+
+
+def _recorded(name: str, program: list[str]) -> Report:
+    """Runs the program under a policy, in a process of its own, and returns its report."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.fspath(Path(folder) / "report.json")
+        (key, value), *_ = _arguments(name).items()
+        command = [
+            sys.executable,
+            "-m",
+            "hmpx",
+            "run",
+            f"--{key}",
+            value,
+            "--report",
+            path,
+            *program,
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
+        if done.returncode or not Path(path).is_file():
+            last = (done.stderr.strip().splitlines() or ["it wrote no report"])[-1]
+            raise OptionError(f"{short(program[0])} failed under {name}: {last}")
+        return read_json(path)
+
+
+class _Place(NamedTuple):
+    """What identifies a call in both runs."""
+
+    op: str
+    module: str
+    location: str
+    phase: str
+
+
+def _by_place(report: Report) -> dict[_Place, Row]:
+    return {
+        _Place(row.op, row.module, located(row.location), row.phase): row for row in report.rows
+    }
+
+
+def _of_calls(before: Report, after: Report) -> Iterator[str]:
+    one, two = _by_place(before), _by_place(after)
+    places = [place for place in one if place in two]
+    changed = [place for place in places if _outcome(one[place]) != _outcome(two[place])]
+    rows = [
+        (place.op, place.module, place.location, _outcome(one[place]), _outcome(two[place]))
+        for place in changed
+    ]
+    if rows:
+        title = ("op", "module", "line", "before", "after")
+        yield from output.table([title, *rows], lambda row: [None] * 4)
+        calls = sum(two[place].calls for place in changed)
+        yield f"{output.counted(calls, 'call')} at {output.counted(len(rows), 'place')} compute otherwise"
+    yield from _consequences(one, two)
+    for only, place in [("A", each) for each in one if each not in two] + [
+        ("B", each) for each in two if each not in one
+    ]:
+        yield f"only under {only}: {place.op} in {place.module or 'no module'} at {place.location}"
+
+
+def _outcome(row: Row) -> str:
+    return f"{short_dtype(row.dtype)} -> {', '.join(map(short_dtype, row.output_dtypes))}"
+
+
+def _consequences(one: Mapping[_Place, Row], two: Mapping[_Place, Row]) -> Iterator[str]:
+    for place, row in two.items():
+        dtypes = {*row.input_dtypes}
+        was = {*one[place].input_dtypes} if place in one else set()
+        if place.op in _SIBLINGS and len(dtypes) > 1 and len(was) == 1:
+            module = f" in {place.module}" if place.module else ""
+            listed = " and ".join(sorted(map(short_dtype, dtypes)))
+            yield f"mixed siblings: {place.op}{module} at {place.location} gets {listed}"
+    sizes = [sum(row.bytes for row in rows.values()) for rows in (one, two)]
+    if sizes[0] != sizes[1]:
+        yield f"bytes read and written by ops: {sizes[0]:,} before, {sizes[1]:,} after"

@@ -1,0 +1,148 @@
+"""Findings of `lint`, and their formats: text, JSON, SARIF, GitHub annotations."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..places import located
+from ..version import __version__
+
+#: Code -> its name, and what it finds.
+RULES: Final = {
+    "HP101": ("late upcast", "an fp32 op on values that were rounded before"),
+    "HP102": ("rounded integers", "whole numbers beyond what the low type counts"),
+    "HP103": ("cancellation", "a difference much smaller than its rounded inputs"),
+    "HP104": ("long sum", "more terms than the type that adds them holds"),
+    "HP105": ("silent fp32", "a low stream that a smaller fp32 tensor made fp32"),
+    "HP106": (
+        "useless island",
+        "an fp32 op between two roundings that gives the bits of the low op",
+    ),
+    "HP107": ("stuck weights", "updates too small for low-precision parameters"),
+    "HP108": ("mixed siblings", "inputs of one kind in two dtypes"),
+    "HP109": ("range", "values near the largest or below the least normal number"),
+    "HP110": ("unscaled fp16", "a backward through float16 without a loss scaler"),
+    "HP111": ("made low", "fp32 tensors whose values were rounded when they were made"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding.
+
+    Attributes:
+        code: ``"HP101"``.
+        op: Op name; the tensor's name for parameters.
+        module: Qualified name of the module; ``""`` outside of modules.
+        location: ``"train.py:40"``; ``""`` for tensors by name.
+        evidence: The values that prove it.
+        effect: Relative error of the call, or the share of values or bytes that it costs.
+        remedied: The same with the remedy; None where it was not tried.
+        remedy: A line of a list or policy, or what to change in the program.
+        calls: Number of calls.
+    """
+
+    code: str
+    op: str
+    module: str
+    location: str
+    evidence: str
+    effect: float
+    remedied: float | None
+    remedy: str
+    calls: int = 1
+
+    @property
+    def name(self) -> str:
+        """``"late upcast"``."""
+        return RULES[self.code][0]
+
+    def __str__(self) -> str:
+        where = located(self.location) or self.module or self.op
+        inside = f" in {self.module}" if self.module else ""
+        tried = "" if self.remedied is None else f"; {self.remedied:.2g} with: {self.remedy}"
+        hint = f"; remedy: {self.remedy}" if self.remedied is None and self.remedy else tried
+        return (
+            f"{where}: {self.code} {self.name}: {self.op}{inside}: {self.evidence}; "
+            f"effect {self.effect:.2g}{hint}"
+        )
+
+    @property
+    def key(self) -> str:
+        """Identifies it in a baseline: without line numbers, which edits move."""
+        return f"{self.code} {self.op} {self.module} {_file(self.location)}".strip()
+
+
+def _file(location: str) -> str:
+    return located(location).rpartition(":")[0]
+
+
+_IGNORED: Final = re.compile(r"#\s*hmpx:\s*ignore(?:\[([A-Z0-9, ]+)\])?")
+
+
+def is_ignored(finding: Finding) -> bool:
+    """Whether the program's line says ``# hmpx: ignore[HP103]``, or ``# hmpx: ignore`` for all codes."""
+    path, _, line = finding.location.rpartition(":")
+    lines = _lines(path) if path else ()
+    text = lines[int(line) - 1] if line.isdigit() and int(line) <= len(lines) else ""
+    found = _IGNORED.search(text)
+    return found is not None and (
+        found[1] is None or finding.code in [each.strip() for each in found[1].split(",")]
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _lines(path: str) -> tuple[str, ...]:
+    try:
+        return tuple(Path(path).read_text("utf-8", "replace").splitlines())
+    except OSError:  # typed code, or a file that is gone
+        return ()
+
+
+def as_json(findings: Iterable[Finding]) -> str:
+    """Returns a JSON list of objects with the fields of `Finding`."""
+    return json.dumps([asdict(each) for each in findings], indent=2)
+
+
+def as_github(findings: Iterable[Finding]) -> str:
+    """Returns a workflow command for each finding, which GitHub shows at its line."""
+    lines = []
+    for each in findings:
+        path, _, line = located(each.location).rpartition(":")
+        place = f" file={path},line={line}," if path else " "
+        message = str(each).replace("%", "%25").replace("\n", "%0A")
+        lines.append(f"::warning{place}title={each.code} {each.name}::{message}")
+    return "\n".join(lines)
+
+
+def as_sarif(findings: Iterable[Finding]) -> str:
+    """Returns SARIF 2.1.0."""
+    driver = {
+        "name": "hmpx",
+        "version": __version__,
+        "rules": [
+            {"id": code, "name": name, "shortDescription": {"text": text}}
+            for code, (name, text) in RULES.items()
+        ],
+    }
+    results = [
+        {"ruleId": each.code, "level": "warning", "message": {"text": str(each)}, **_region(each)}
+        for each in findings
+    ]
+    run = {"tool": {"driver": driver}, "results": results}
+    schema = "https://json.schemastore.org/sarif-2.1.0.json"
+    return json.dumps({"$schema": schema, "version": "2.1.0", "runs": [run]}, indent=2)
+
+
+def _region(finding: Finding) -> dict[str, Any]:
+    path, _, line = located(finding.location).rpartition(":")
+    if not path:
+        return {}
+    region = {"artifactLocation": {"uri": path}, "region": {"startLine": int(line)}}
+    return {"locations": [{"physicalLocation": region}]}

@@ -1,0 +1,233 @@
+"""`lint`: a block whose calls are checked by the rules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .. import arguments
+from ..accuracy import Origins, contents
+from ..blocks import ends_surely, hooked
+from ..errors import OptionError
+from ..observers import Attached, OpCall
+from ..patches import SCALERS
+from ..session import observable
+from ..tensors import LOW_DTYPES, short_name
+from ..torch_internals import is_graph_made, uncompiled
+from ..torch_state import spot, without_casts
+from .findings import RULES, Finding, is_ignored
+from .rules import IntegerCasts, findings_of
+from .trace import Seen, Trace
+
+
+class Lint:
+    """A context manager returned by `lint`; iterates over its findings.
+
+    Example:
+        >>> with hmpx.lint() as findings:
+        ...     t = torch.arange(1000).to(torch.bfloat16)
+        >>> [each.code for each in findings]
+        ['HP102']
+    """
+
+    def __init__(self, every: int, select: frozenset[str]) -> None:
+        """Is called by `lint` only."""
+        self._every, self._select = every, select
+        self._found: dict[tuple[str, ...], Finding] = {}
+        self._origins, self._trace = Origins(), Trace()
+        self._models: dict[int, nn.Module] = {}
+        self._step = 0
+        self._fp16: OpCall | None = None
+        self._before: list[tuple[str, Tensor, Tensor]] = []
+        self._attached: Attached | None = None
+        self._block: Generator[None, None, None] | None = None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The findings so far, by code, the largest effect first; without those ignored in the program."""
+        found = [each for each in self._found.values() if not is_ignored(each)]
+        return tuple(sorted(found, key=lambda each: (each.code, -each.effect)))
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.findings)) or "no findings"
+
+    def __repr__(self) -> str:
+        return f"<hmpx.Lint: {len(self)} findings in {self._step + 1} steps>"
+
+    # --- the block -------------------------------------------------------------------------------
+
+    def __enter__(self) -> Lint:
+        if self._block is not None:
+            raise OptionError("this lint was entered before; make a new one with hmpx.lint()")
+        self._block = self._observing()
+        try:
+            next(self._block)
+            return self
+        except BaseException:
+            self._block.close()
+            raise
+
+    def _observing(self) -> Generator[None, None, None]:
+        self._attached = Attached(self._check_call, every_op=True, values=True, kernels=True)
+        SCALERS.clear()
+        with (
+            observable(),
+            self._attached,
+            hooked(
+                (register_module_forward_pre_hook, self._note_model),
+                (register_optimizer_step_pre_hook, self._before_step),
+                (register_optimizer_step_post_hook, self._after_step),
+            ),
+            uncompiled(),
+            IntegerCasts(self._add),
+        ):
+            yield
+
+    @ends_surely(None, lambda block: block._block and block._block.close())
+    def __exit__(self, *exc_info: object) -> None:
+        if self._block is not None:
+            self._block.close()
+        self._check_scaling()
+        for model in self._models.values():
+            self._check_made(model)
+        self._trace, self._origins, self._before = Trace(), Origins(), []
+
+    def _add(self, findings: Iterable[Finding]) -> None:
+        for each in findings:
+            if each.code not in self._select:
+                continue
+            key = each.code, each.op, each.module, each.location
+            known = self._found.get(key)
+            worst = each if known is None or each.effect > known.effect else known
+            self._found[key] = replace(worst, calls=known.calls + 1 if known else 1)
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def _check_call(
+        self,
+        call: OpCall,
+        inputs: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        /,
+    ) -> None:
+        if torch.compiler.is_compiling() or is_graph_made():
+            return
+        seen = Seen(call, inputs, args, kwargs, result)
+        if call.phase == "forward" and any(each.requires_grad for each in seen.outputs):
+            is_fp16 = any(each.dtype is torch.float16 for each in seen.outputs)
+            self._fp16 = call if is_fp16 and self._fp16 is None else self._fp16
+        with without_casts():
+            self._origins.note(call, inputs, result)
+            self._add(findings_of(seen, self._trace, self._origins))
+        self._trace.add(seen)
+
+    # --- models and steps --------------------------------------------------------------------------
+
+    def _note_model(self, module: nn.Module, args: Any) -> None:
+        if module is spot()[0]:
+            self._models[id(module)] = module
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._check_scaling()
+        if self._step % self._every:
+            return
+        names = {
+            id(each): name
+            for model in self._models.values()
+            for name, each in model.named_parameters()
+        }
+        with without_casts(), torch.no_grad():
+            self._before = [
+                (names.get(id(each), "a parameter"), each, each.detach().clone())
+                for group in optimizer.param_groups
+                for each in group["params"]
+                if each.dtype in LOW_DTYPES and each.grad is not None
+            ]
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """HP107: low-precision parameters that a step can't move."""
+        with without_casts(), torch.no_grad():
+            for name, tensor, before in self._before:
+                moves = tensor.grad != 0 if tensor.grad is not None else torch.tensor(False)
+                count = moves.sum().item()
+                share = ((tensor == before) & moves).sum().item() / count if count else 0.0
+                if share > 0.5:
+                    evidence = f"{share:.0%} of the {short_name(tensor.dtype)} values did not move"
+                    remedy = "keep float32 parameters and convert instead, or round stochastically"
+                    self._add([Finding("HP107", name, "", "", evidence, share, 0.0, remedy)])
+        self._before = []
+        self._step += 1
+        if self._attached is not None:
+            pauses = self._step % self._every != 0
+            self._attached.pause() if pauses else self._attached.resume()
+
+    def _check_scaling(self) -> None:
+        """HP110: a backward through float16 without a loss scaler."""
+        call, self._fp16 = self._fp16, None
+        if call is None or any(each.is_enabled() for each in list(SCALERS)):
+            return
+        has_gradients = any(
+            each.grad is not None for model in self._models.values() for each in model.parameters()
+        )
+        if has_gradients:
+            evidence = "gradients came through float16 without a loss scaler"
+            remedy = "scale the loss with torch.amp.GradScaler, or use bfloat16"
+            self._add(
+                [Finding("HP110", call.op, call.module, call.location, evidence, 1.0, None, remedy)]
+            )
+
+    def _check_made(self, model: nn.Module) -> None:
+        """HP111: fp32 parameters and buffers whose contents are low."""
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if tensor.dtype is torch.float32 and (found := contents(tensor)) in LOW_DTYPES:
+                evidence = f"{short_name(found)} values in float32"
+                remedy = "make it in float32, or load it from a float32 checkpoint"
+                self._add([Finding("HP111", name, "", "", evidence, 1.0, None, remedy)])
+
+
+def lint(*, every: int = 20, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> Lint:
+    """Finds calls of the block that lose precision or time, without changing a result.
+
+    Works with and without a conversion, also over torch.autocast. Effects are measured in float64 beside
+    the program; a finding about values is reported only if its effect is more than five times what one
+    rounding explains, and more than four times that of the remedy. ``# hmpx: ignore[HP103]`` on a line of
+    the program leaves it out. Keeps the arguments of the last 64 calls alive.
+
+    Args:
+        every: Checks every so many steps of optimizers, from the first on; a checked step is much slower.
+        select: Codes to check; default: all.
+        ignore: Codes to leave out.
+
+    Raises:
+        OptionError: An unknown code, or ``every`` is not a positive whole number.
+
+    Example:
+        >>> with hmpx.lint() as findings:
+        ...     x = torch.linspace(0, 9, 64).bfloat16()
+        ...     y = (x * 8).float().softmax(0)
+        >>> print(findings.findings[0].code, findings.findings[0].op)
+        HP101 softmax
+    """
+    chosen = arguments.texts("select", select) or [*RULES]
+    left_out = arguments.texts("ignore", ignore)
+    for each in (*chosen, *left_out):
+        arguments.choice("a code", each, RULES)
+    return Lint(arguments.whole("every", every, 1), frozenset(chosen) - frozenset(left_out))

@@ -1,0 +1,135 @@
+"""Recent calls of a program, and their results recomputed in float64."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..observers import OpCall
+from ..ops import facts
+from ..tensors import LOW_DTYPES, floating_in, map_tensors
+from ..torch_state import without_casts
+
+CONVERTING: Final = frozenset(facts("converting"))
+
+#: Calls kept with their arguments.
+_MOST_CALLS: Final = 64
+
+
+@dataclass(eq=False)
+class Seen:
+    """A call with its arguments and its result.
+
+    Attributes:
+        call: The call.
+        inputs: Its floating inputs, before casts.
+        args: All positional arguments, and
+        kwargs: those given by name.
+        result: Its result.
+    """
+
+    call: OpCall
+    inputs: list[Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    outputs: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Collects the floating results."""
+        self.outputs = floating_in([self.result])
+
+    @property
+    def low(self) -> torch.dtype | None:
+        """The low dtype that the call computed in; None for others."""
+        return next(
+            (each for each in (self.call.dtype, *self.call.kernels) if each in LOW_DTYPES), None
+        )
+
+    @property
+    def writes(self) -> bool:
+        """Whether the result is one of the inputs."""
+        return any(each is given for each in self.outputs for given in self.inputs)
+
+    def run(self, replace: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
+        """Reruns torch's function on floating inputs replaced by ``replace``.
+
+        Arguments that are low dtypes become float64.
+
+        Returns:
+            The floating results; None if the call writes to its inputs, draws random numbers or fails.
+        """
+        if self.writes or self.call.op in facts("random"):
+            return None
+
+        def given(value: Any) -> Any:
+            if isinstance(value, torch.dtype) and value.is_floating_point:
+                return torch.float64
+            return map_tensors(value, lambda each: replace(each) if _is_real(each) else each)
+
+        kwargs = {name: given(value) for name, value in self.kwargs.items()}
+        try:
+            with without_casts(), torch.autocast(self.call.device_type or "cpu", enabled=False):
+                return floating_in([self.call.function(*map(given, self.args), **kwargs)])
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):  # no such kernel
+            return None
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point()
+
+
+class Trace:
+    """The last calls."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._calls: deque[Seen] = deque(maxlen=_MOST_CALLS)
+        self._made: MutableMapping[Tensor, weakref.ref[Seen]] = WeakTensorKeyDictionary()
+
+    def add(self, seen: Seen) -> None:
+        """Keeps a call."""
+        self._calls.append(seen)
+        for each in seen.outputs:
+            self._made[each] = weakref.ref(seen)
+
+    def maker(self, tensor: Tensor) -> Seen | None:
+        """Returns the kept call that computed the values of ``tensor``, before conversions and views."""
+        for _ in range(_MOST_CALLS):
+            found = self._made.get(tensor)
+            seen = found() if found is not None else None
+            if seen is None:
+                if tensor._base is None:
+                    return None
+                tensor = tensor._base
+            elif seen.call.op in CONVERTING and seen.inputs:
+                tensor = seen.inputs[0]
+            else:
+                return seen
+        return None
+
+    def exact(self, tensor: Tensor, *, round_inputs: bool = False) -> Tensor | None:
+        """Returns the values of ``tensor`` as its maker computes them in float64.
+
+        Args:
+            tensor: A result of a kept call, converted or not; not a view.
+            round_inputs: Whether the maker's inputs are rounded to the dtype that it computed in.
+        """
+        maker = self.maker(tensor)
+        if maker is None or not maker.outputs or maker.outputs[0].shape != tensor.shape:
+            return None
+
+        def given(each: Tensor) -> Tensor:
+            if round_inputs and maker.low is not None:
+                each = each.to(maker.low)
+            return each.detach().double()
+
+        found = maker.run(given)
+        return found[0].detach() if found else None

@@ -1,0 +1,56 @@
+"""``hmpx diff``: the ops and the calls that two policies decide otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hmpx.cli.entry import main
+
+#: Queries and keys are normalized, values are not.
+ATTENTION = """
+import torch
+from torch import nn
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm = nn.RMSNorm(16)
+    def forward(self, x):
+        q, k = self.norm(self.q(x)), self.norm(self.k(x))
+        return nn.functional.scaled_dot_product_attention(q, k, self.v(x))
+Attention()(torch.randn(1, 2, 4, 16))
+"""
+
+
+def test_two_versions_of_torchs_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "autocast-cuda@2.11", "autocast-cuda@2.12"]) == 1
+    assert capsys.readouterr().out.split() == [
+        *("op", "autocast-cuda@2.11", "autocast-cuda@2.12"), *("rms_norm", "FIRST", "FP32", "fp32"),
+    ]  # fmt: skip
+    assert main(["diff", "hmpx", "hmpx"]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    assert main(["diff", "hmpx", "hmp@2.11"]) == 2
+    assert "neither a shipped set" in capsys.readouterr().err
+
+
+def test_a_program_whose_attention_gets_two_dtypes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("attend.py").write_text(ATTENTION)
+    assert main(["diff", "autocast-cuda@2.11", "autocast-cuda@2.12", "--", "attend.py"]) == 1
+    shown = capsys.readouterr().out
+    assert "rms_norm  norm    attend.py:10  fp32 -> bf16  fp32 -> fp32" in shown
+    assert (
+        "mixed siblings: scaled_dot_product_attention at attend.py:11 gets bf16 and fp32" in shown
+    )
+    assert "bytes read and written by ops: " in shown
+
+
+def test_a_program_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit('no data')")
+    assert main(["diff", "hmpx", "lean", "--", str(script)]) == 2
+    assert "failed under hmpx: no data" in capsys.readouterr().err

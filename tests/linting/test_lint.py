@@ -1,0 +1,184 @@
+"""`hmpx.lint`: each rule finds its program, and is silent about the mended one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hmpx
+from tests.upstream_bugs import BUGS, Bug, drawn
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LOW = drawn(64, 128).to(BF16)
+
+
+def codes(run: Callable[[], object]) -> list[str]:
+    with hmpx.lint() as findings:
+        run()
+    return [each.code for each in findings]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.run.__name__)
+def test_bugs_of_other_projects_are_found_until_they_are_fixed(bug: Bug) -> None:
+    assert bug.code in codes(lambda: bug.run(False))
+    assert not codes(lambda: bug.run(True))
+
+
+def softmax_of_scores(dtype: torch.dtype) -> None:
+    scores = LOW.to(dtype) @ (LOW.to(dtype).T * 4)
+    scores.float().softmax(-1)
+
+
+def timestep_type_promotion(is_low: bool) -> None:
+    torch.arange(990, 1000) * (torch.ones(10).to(BF16) if is_low else torch.ones(10))
+
+
+def range_made_low(dtype: torch.dtype) -> None:
+    torch.arange(5000, dtype=dtype)
+
+
+def variance_by_difference(dtype: torch.dtype) -> None:
+    x = (drawn(64, 256) + 100).to(dtype)
+    (x * x).mean(-1) - x.mean(-1) * x.mean(-1)
+
+
+def running_sum(dtype: torch.dtype) -> None:
+    total, one = torch.zeros(8, dtype=dtype), torch.ones(8, dtype=dtype)
+    for _ in range(600):
+        total += one
+
+
+def scaled_stream(dtype: torch.dtype) -> None:
+    LOW.exp() * nn.Parameter(torch.full((128,), 1.1, dtype=dtype))
+
+
+def masked_stream(dtype: torch.dtype) -> None:
+    LOW.exp() + torch.zeros(1, 128, dtype=dtype)
+
+
+def island(is_wide: bool) -> None:
+    y = LOW.exp()
+    F.relu(y.float()).to(BF16) if is_wide else F.relu(y)
+
+
+def trained(dtype: torch.dtype) -> None:
+    model = nn.Linear(16, 16).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model(drawn(4, 16).to(dtype)).sum().backward()
+    optimizer.step()
+
+
+def joined(dtype: torch.dtype) -> None:
+    torch.cat([LOW.exp(), LOW.to(dtype)])
+
+
+def attended(dtype: torch.dtype) -> None:
+    q = drawn(1, 2, 8, 16)
+    with torch.autocast("cpu", BF16):
+        torch.stack([q.to(BF16), q.to(dtype)])
+
+
+def near_the_end(scale: float) -> None:
+    torch.full((10,), 300.0).to(FP16) * scale
+
+
+def subnormal(scale: float) -> None:
+    drawn(1000).to(FP16) * scale
+
+
+def unscaled(dtype: torch.dtype) -> None:
+    nn.Linear(16, 16).to(dtype)(drawn(4, 16).to(dtype)).sum().backward()
+
+
+def rounded_weights(is_rounded: bool) -> None:
+    layer = nn.Linear(64, 16)
+    if is_rounded:
+        layer.weight.data = layer.weight.data.to(BF16).float()
+    layer(drawn(2, 64))
+
+
+@pytest.mark.parametrize(
+    ("program", "wrong", "right", "code"),
+    [
+        (softmax_of_scores, BF16, torch.float32, "HP101"),
+        (timestep_type_promotion, True, False, "HP102"),
+        (range_made_low, BF16, torch.float32, "HP102"),
+        (variance_by_difference, BF16, torch.float32, "HP103"),
+        (running_sum, BF16, torch.float32, "HP104"),
+        (scaled_stream, torch.float32, BF16, "HP105"),
+        (masked_stream, torch.float32, BF16, "HP105"),
+        (island, True, False, "HP106"),
+        (trained, BF16, torch.float32, "HP107"),
+        (joined, torch.float32, BF16, "HP108"),
+        (attended, torch.float32, BF16, "HP108"),
+        (near_the_end, 100.0, 2.0, "HP109"),
+        (subnormal, 1e-5, 1.0, "HP109"),
+        (unscaled, FP16, BF16, "HP110"),
+        (rounded_weights, True, False, "HP111"),
+    ],
+)  # fmt: skip
+def test_each_rule_alarms_until_the_program_is_mended(
+    program: Callable[[object], object], wrong: object, right: object, code: str
+) -> None:
+    found = codes(lambda: program(wrong))
+    assert found
+    assert {*found} == {code}
+    assert not codes(lambda: program(right))
+
+
+def test_a_finding_has_the_place_the_proof_the_measured_effect_and_a_tried_remedy() -> None:
+    with hmpx.lint() as findings:
+        softmax_of_scores(BF16)
+    (found,) = findings
+    assert found.location.startswith(__file__)
+    assert "rounded in matmul (" in found.evidence
+    assert found.effect > 0.01 > 4 * found.remedied
+    assert found.remedy == "matmul output=float32"
+    assert f"HP101 late upcast: softmax: {found.evidence}" in str(findings)
+
+
+def test_lines_of_the_program_can_ignore_codes() -> None:
+    with hmpx.lint() as findings:
+        torch.arange(3000, dtype=BF16)  # hmpx: ignore[HP102]
+        torch.arange(3000, dtype=BF16)  # hmpx: ignore
+        torch.arange(3000, dtype=BF16)  # hmpx: ignore[HP101]
+    assert len(findings) == 1
+    with hmpx.lint(ignore=["HP102"]) as ignoring, hmpx.lint(select=["HP101"]) as selecting:
+        torch.arange(3000, dtype=BF16)
+    assert not len(ignoring)
+    assert not len(selecting)
+    with pytest.raises(hmpx.OptionError, match="HP999"):
+        hmpx.lint(select=["HP999"])
+
+
+def test_steps_between_the_checked_ones_are_not_looked_at() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hmpx.lint(every=3) as findings:
+        for _ in range(7):
+            torch.ones(300).cumsum(0).to(BF16)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    (found,) = findings
+    assert (found.code, found.calls) == ("HP102", 3)
+
+
+def test_results_and_gradients_keep_their_bits() -> None:
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(0.5), nn.Linear(32, 8)
+        )
+        with torch.autocast("cpu"):
+            result = model(drawn(4, 32))
+        F.cross_entropy(result, torch.arange(4)).backward()
+        return [result, *[each.grad for each in model.parameters() if each.grad is not None]]
+
+    plain = run()
+    with hmpx.lint():
+        observed = run()
+    assert all(map(torch.equal, plain, observed))
