@@ -1,4 +1,4 @@
-"""``hmpx check``: checks op lists and policy files."""
+"""``hmpx check``: checks op lists, policy files and contracts; compares two checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 from typing import Any, Final
 
-from .. import policy
+from .. import contracts, policy
 from ..errors import OptionError, short
 from . import output
 from .options import add_command, option
@@ -19,10 +19,12 @@ def add_parser(commands: Any) -> None:
         commands,
         "check",
         run,
-        help="find the faults of op lists and policy files",
-        usage="hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILE_OR_DIR...]",
-        description="Prints every fault of op lists and policy files as FILE:LINE: MESSAGE: names that"
-        "\ntorch does not know, repeated lines, ops that are in two lists, unknown keys.",
+        help="find the faults of op lists, policy files and contracts",
+        usage="hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILE_OR_DIR...]\n"
+        "       hmpx check --state BEFORE AFTER",
+        description="Prints every fault of op lists, policy files and contracts as FILE:LINE: MESSAGE: names"
+        "\nthat torch does not know, repeated lines, ops that are in two lists, unknown keys. With --state,"
+        "\nthe tensors of two checkpoints whose shape, dtype or precision differs.",
         epilog="""\
 exit status:
   0 no fault; 1 faults; 2 wrong arguments
@@ -30,7 +32,8 @@ exit status:
 examples:
   hmpx check my_bf16.txt my_fp32.txt
   hmpx check my_lists
-  hmpx check policy.yaml gaudi_config.json""",
+  hmpx check policy.yaml gaudi_config.json contract.yaml
+  hmpx check --state trained.safetensors served.safetensors""",
     )
     parser.add_argument(
         "files",
@@ -43,11 +46,21 @@ examples:
     for kind in ("bf16", "fp16", "fp32"):
         text = f"an op list for {kind}, whatever its name; may be repeated"
         option(parser, f"--{kind} FILE", text, action="append", default=[])
+    option(parser, "--state FILE", "two files of tensors, .safetensors or of torch.save", nargs=2)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the errors in the given files; status 1 if there are any."""
+    if options.state:
+        found = contracts.differences(*map(contracts.read_state, options.state))
+        return output.show(found or ["no differences"], status=1 if found else 0)
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
+    kept = [each for each in options.files if contracts.is_contract(each)]
+    lines = sum(len(contracts.read(each)) for each in kept)
+    options.files = [each for each in options.files if each not in kept]
+    if kept and not (options.files or options.bf16 or options.fp16 or options.fp32):
+        checked = f"{output.counted(len(kept), 'contract')}, {output.counted(lines, 'line')}"
+        return output.show([f"{checked}: no faults"])
     files["low"] += options.bf16
     files["fp16"] += options.fp16
     files["fp32"] += options.fp32

@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from .expecting import Breach, expect
+from .lines import is_contract, read
+from .states import differences, read_state
 
-__all__ = ["Breach", "expect"]
+__all__ = ["Breach", "differences", "expect", "is_contract", "read", "read_state"]

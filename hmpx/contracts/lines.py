@@ -87,6 +87,14 @@ class Line:
         return any(matches("module", glob, name) for glob in globs)
 
 
+def is_contract(path: str | os.PathLike[str]) -> bool:
+    """Whether a file looks like a contract: YAML with a line that begins with ``expect:``."""
+    name = os.fspath(path)
+    if not name.endswith((".yaml", ".yml")) or not os.path.isfile(name):  # noqa: PTH113  # any text
+        return False
+    return any(line.startswith("expect:") for line in Path(name).read_text("utf-8").splitlines())
+
+
 def read(contract: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Line, ...]:
     """Returns the lines of a contract: a YAML file, or a mapping with its keys.
 
