@@ -41,26 +41,32 @@ def contract_of(
     lines: list[dict[str, Any]] = []
     for op in dict.fromkeys([op for op, _ in returned]):
         modules = [module for name, module in returned if name == op]
-        found = [
-            _texts(compute=computed[op, module], output=returned[op, module]) for module in modules
-        ]
-        if all(each == found[0] for each in found) or "" in modules:
-            merged = _texts(
-                compute=_union([computed[op, module] for module in modules]),
-                output=_union([returned[op, module] for module in modules]),
+        found = {
+            outer: _texts(
+                # A line about a module is about the modules inside it, too.
+                compute=_union([computed[op, each] for each in modules if _is_inside(each, outer)]),
+                output=_union([returned[op, each] for each in modules if _is_inside(each, outer)]),
             )
-            lines += [{"op": op, **merged}] if merged else []
+            for outer in ["", *modules]
+        }
+        first = found[modules[0]]
+        if "" in modules or all(found[each] == first for each in modules):
+            lines += [{"op": op, **found[""]}] if found[""] else []
         else:
             lines += [
-                {"module": _literal(module), "op": op, **each}
-                for module, each in zip(modules, found, strict=True)
-                if each
+                {"module": _literal(module), "op": op, **found[module]}
+                for module in modules
+                if found[module]
             ]
     return {"expect": [*lines, *_of_tensors(model)]}
 
 
 def _union(several: list[_Dtypes]) -> _Dtypes:
     return {dtype: None for each in several for dtype in each}
+
+
+def _is_inside(module: str, outer: str) -> bool:
+    return not outer or f"{module}.".startswith(f"{outer}.")
 
 
 def _texts(**found: _Dtypes) -> dict[str, Any]:
