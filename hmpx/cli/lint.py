@@ -47,7 +47,7 @@ examples:
     option(parser, "--select CODES", "check these codes only: HP101,HP103", default="")
     option(parser, "--ignore CODES", "leave these codes out", default="")
     option(
-        parser, "--every N", "check every N-th optimizer step; default: 20", type=int, default=20
+        parser, "--every N", "check every N-th optimizer step; default: 50", type=int, default=50
     )
     option(parser, "--baseline FILE", "known findings, which are not shown")
     option(parser, "--write-baseline", "write the findings to --baseline instead of showing them")

@@ -203,7 +203,7 @@ class Lint:
                 self._add([Finding("HP111", name, "", "", evidence, 1.0, None, remedy)])
 
 
-def lint(*, every: int = 20, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> Lint:
+def lint(*, every: int = 50, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> Lint:
     """Finds calls of the block that lose precision or time, without changing a result.
 
     Works with and without a conversion, also over torch.autocast. Effects are measured in float64 beside
