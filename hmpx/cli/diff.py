@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import OptionError, short
 from ..places import located
 from ..policy import Decision, Policy, is_policy_file, load_policy
-from ..reports import Report, Row, read_json, short_dtype
+from ..reports import Report, Row, Table, read_json, short_dtype
 from ..tensors import default_device_types, short_name
 from . import output
 from .options import add_command
@@ -79,7 +79,7 @@ def _of_ops(before: Policy, after: Policy, names: tuple[str, str]) -> Iterator[s
         if (one := _said(before.decisions.get(op))) != (two := _said(after.decisions.get(op)))
     ]
     if rows:
-        yield from output.table([("op", *names), *rows], lambda row: (None, None))
+        yield from Table.of(["op", *names], rows).lines(sys.maxsize)
     for name, policy in zip(names, (before, after), strict=True):
         if policy.sections:
             yield f"{name} has {output.counted(len(policy.sections), 'section')}; compare them with a program"
@@ -145,8 +145,8 @@ def _of_calls(before: Report, after: Report) -> Iterator[str]:
         for place in changed
     ]
     if rows:
-        title = ("op", "module", "line", "before", "after")
-        yield from output.table([title, *rows], lambda row: [None] * 4)
+        titles = ["op", "module", "line", "before", "after"]
+        yield from Table.of(titles, rows).lines(sys.maxsize)
         calls = sum(two[place].calls for place in changed)
         yield f"{output.counted(calls, 'call')} at {output.counted(len(rows), 'place')} compute otherwise"
     yield from _consequences(one, two)

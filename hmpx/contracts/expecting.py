@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import arguments, session
 from ..accuracy import Origins
-from ..blocks import ends_surely, hooked
 from ..errors import ContractError, OptionError, shown
 from ..observers import Attached, OpCall, user_location
 from ..ops import facts
@@ -146,19 +145,14 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
             block.enter_context(
                 Attached(self._check_call, every_op=True, values=True, kernels="compute" in wanted)
             )
-            block.enter_context(
-                hooked(
-                    (register_module_forward_pre_hook, self._note_model),
-                    (register_module_forward_hook, self._check_module),
-                    (register_optimizer_step_post_hook, self._check_optimizer),
-                )
-            )
+            block.enter_context(register_module_forward_pre_hook(self._note_model))
+            block.enter_context(register_module_forward_hook(self._check_module))
+            block.enter_context(register_optimizer_step_post_hook(self._check_optimizer))
             if "saved" in wanted:
                 block.enter_context(saved_tensors_hooks(self._check_saved, lambda tensor: tensor))
             block.enter_context(uncompiled())
             yield
 
-    @ends_surely(None, lambda block: block._block and block._block.close())
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._block is not None:
             self._block.close()

@@ -17,7 +17,6 @@ from torch.optim.optimizer import (
 
 from .. import arguments
 from ..accuracy import Origins, contents
-from ..blocks import ends_surely, hooked
 from ..errors import OptionError
 from ..observers import Attached, OpCall
 from ..patches import SCALERS
@@ -89,17 +88,14 @@ class Lint:
         with (
             observable(),
             self._attached,
-            hooked(
-                (register_module_forward_pre_hook, self._note_model),
-                (register_optimizer_step_pre_hook, self._before_step),
-                (register_optimizer_step_post_hook, self._after_step),
-            ),
+            register_module_forward_pre_hook(self._note_model),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
             uncompiled(),
             IntegerCasts(self._add),
         ):
             yield
 
-    @ends_surely(None, lambda block: block._block and block._block.close())
     def __exit__(self, *exc_info: object) -> None:
         if self._block is not None:
             self._block.close()

@@ -115,7 +115,9 @@ class _Reading:
             )
         pinned = f"{name}@{self._version[0]}.{self._version[1]}"
         is_pinned = self._version != torch_version() and _PINNED.fullmatch(pinned)
-        included = read_set(pinned if is_pinned else name).get("low" if self._kind == "fp16" else self._kind)
+        included = read_set(pinned if is_pinned else name).get(
+            "low" if self._kind == "fp16" else self._kind
+        )
         if included is None:
             raise OpListError(f"{where}: the shipped set {name!r} has no {self._kind} list")
         self.list.ops |= {n: e for n, e in included.ops.items() if n not in self._own}
