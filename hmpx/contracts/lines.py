@@ -13,7 +13,17 @@ import yaml
 
 from .. import ops
 from ..errors import PolicyFileError
-from ..policy import CONDITIONS, Call, Reader, Section, matches, nodes, read_text
+from ..policy import (
+    CONDITIONS,
+    DICT,
+    Call,
+    Reader,
+    Section,
+    matches,
+    of_mapping,
+    of_yaml,
+    read_text,
+)
 from ..tensors import long_name
 
 #: Key -> what it says of a call, or of a tensor. In the order in which contracts are written.
@@ -102,10 +112,10 @@ def read(contract: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Line, ..
         PolicyFileError: It can't be read, or is not a contract.
     """
     if isinstance(contract, Mapping):
-        return _lines(Reader(nodes.DICT, Path()), nodes.of_mapping(contract))
+        return _lines(Reader(DICT, Path()), of_mapping(contract))
     path = os.fspath(contract)
     text = read_text(path, "a contract", PolicyFileError)
-    node = nodes.of_yaml(text, path)
+    node = of_yaml(text, path)
     if node is None:
         raise PolicyFileError(f"{path}: empty; a contract has a list under 'expect:'")
     return _lines(Reader(path, Path(path).parent), node)
