@@ -153,7 +153,7 @@ def test_results_and_gradients_keep_their_bits() -> None:
     [
         ("", "empty; a contract has a list under 'expect:'"),
         ("expect: []", ":1: a contract without lines; list them under 'expect:'"),
-        ("expct: []", ":1: unknown key 'expct' of a contract; did you mean 'expect'?"),
+        ("expects: []", ":1: unknown key 'expects' of a contract; did you mean 'expect'?"),
         ("expect:\n- op: sofmax\n  compute: float32", ":2: unknown op 'sofmax'; did you mean 'softmax'?"),
         ("expect:\n- op: softmax", ":2: this line expects nothing; give it compute or output or contents or saved or gradient"),
         ("expect:\n- tensor: a\n  output: float32", ":2: a line about tensors has no output; it has contents and gradient"),
