@@ -309,7 +309,7 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chekc", "x.txt"], "there is no command 'chekc'; did you mean 'check'?"),
+        (["checks", "x.txt"], "there is no command 'checks'; did you mean 'check'?"),
         (["train.py"], "there is no command 'train.py'; did you mean `hmpx run train.py`?"),
         (
             ["explain", "mm"],
