@@ -132,6 +132,7 @@ def tuned(task: Task, judged: Judged, low_type: str) -> Line:
         metric=lambda low, fp32: change(task, low, fp32),
         tolerance=TOLERANCE,
         low_precision_type=low_type,
+        legalize="always",  # "auto" goes by timings
         budget=_BUDGET,
         progress=False,
     )
@@ -141,7 +142,7 @@ def tuned(task: Task, judged: Judged, low_type: str) -> Line:
         batch = task.batch(seed)
         with torch.no_grad():
             fp32 = judged(**batch)
-            with hmpx.convert(**best.lists):
+            with hmpx.convert(**best.lists, legalize="always"):
                 fresh.append(change(task, judged(**batch), fp32))
     _write(task, low_type, best)
     return {

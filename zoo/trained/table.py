@@ -100,19 +100,20 @@ def _tuned(models: Models) -> Iterator[str]:
 
 
 def _held(models: Models) -> str:
-    """Returns on how many fresh batches the sets hold."""
-    sets = [
-        line["fresh"] for lines in models.values() for line in lines.values() if "fresh" in line
+    """Returns on how many fresh batches the sets hold that change anything."""
+    found = [
+        line for lines in models.values() for line in lines.values() if any(line.get("fresh", ()))
     ]
-    changing = [fresh for fresh in sets if any(fresh)]
 
-    def share(sets: Sequence[Sequence[float]]) -> str:
-        batches = [each for fresh in sets for each in fresh]
-        return f"{sum(each <= 0.01 for each in batches)} of {len(batches)} fresh batches"
+    def share(lines: Sequence[Line]) -> str:
+        fresh = [each for line in lines for each in line["fresh"]]
+        return f"{sum(each <= 0.01 for each in fresh)} of {len(fresh)} fresh batches"
 
+    limited = [line for line in found if "batches" in line]
+    others = [line for line in found if "batches" not in line]
     return (
-        f"The {len(sets)} sets hold on {share(sets)}; the {len(changing)} that change anything, "
-        f"on {share(changing)}."
+        f"Of the sets that change anything, the {len(limited)} by the limit hold on {share(limited)}, "
+        f"the {len(others)} by the mean on {share(others)}."
     )
 
 
