@@ -26,6 +26,9 @@ _TIMES: Final = 4.0
 #: Values read where reading all would be slow.
 _SAMPLE: Final = 1 << 16
 
+#: No position or counter is greater; masks are.
+_MOST_COUNTED: Final = 2.0**40
+
 Rule = Callable[[Seen, Trace, Origins], Iterator[Finding]]
 
 
@@ -190,7 +193,7 @@ def _rounded(
 ) -> list[Finding]:
     """Returns a finding if the values are integers, and some of them change in ``low``."""
     values = tensor.detach().reshape(-1)[:_SAMPLE].double()
-    values = values[values.isfinite()]
+    values = values[values.abs() < _MOST_COUNTED]
     if not values.numel() or not (values == values.round()).all():
         return []
     changed = (values.to(low).double() != values).double().mean().item()
@@ -333,7 +336,7 @@ def out_of_range(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding
         if each.dtype not in LOW_DTYPES or not each.numel():
             continue
         limits, values = torch.finfo(each.dtype), each.detach().reshape(-1)[:_SAMPLE].double().abs()
-        values = values[values.isfinite() & (values > 0)]
+        values = values[(values < limits.max) & (values > 0)]  # masks are the largest number
         if not values.numel():
             continue
         largest, tiny = values.max().item(), (values < limits.tiny).double().mean().item()

@@ -130,6 +130,16 @@ def test_each_rule_alarms_until_the_program_is_mended(
     assert not codes(lambda: program(right))
 
 
+def test_masks_are_no_findings() -> None:
+    least = torch.finfo(torch.float32).min
+    mask = torch.where(drawn(8, 8) > 0, 0.0, least)
+    with torch.autocast("cpu"):
+        found = codes(lambda: LOW[:8, :8] + mask) + codes(
+            lambda: LOW.masked_fill(LOW > 0, torch.finfo(BF16).max)
+        )
+    assert not {"HP102", "HP109"} & {*found}
+
+
 def test_a_finding_has_the_place_the_proof_the_measured_effect_and_a_tried_remedy() -> None:
     with hmpx.lint() as findings:
         softmax_of_scores(BF16)
