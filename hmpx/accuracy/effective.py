@@ -58,14 +58,14 @@ def contents(tensor: Tensor) -> torch.dtype | None:
         values = tensor.detach().reshape(-1)
         sample = values[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]
         if tensor.dtype is torch.float64:
-            if not (_holds(torch.float32, sample) and _holds(torch.float32, values)):
+            if not (_is_fp32(sample) and _is_fp32(values)):
                 return torch.float64
             sample, values = sample.float(), values.float()
         if _any_bits(sample) & _BELOW_FP16 or (bits := _any_bits(values)) & _BELOW_FP16:
             return torch.float32
         if not bits & _BELOW_BF16:
             return torch.bfloat16 if _is_evidence(sample, 8) else None
-        if not _holds(torch.float16, values):
+        if not _is_fp16(values):
             return torch.float32
         return torch.float16 if _is_evidence(sample, 11) else None
 
@@ -86,12 +86,20 @@ def _any_bits(values: Tensor) -> int:
     return int(bits) if len(bits) else 0
 
 
-def _holds(dtype: torch.dtype, values: Tensor) -> bool:
-    """Whether ``dtype`` holds all values."""
-    return all(
-        bool(((part.to(dtype).to(part.dtype) == part) | part.isnan()).all())
-        for part in torch.split(values, _ROW)
-    )
+def _is_fp32(values: Tensor) -> bool:
+    """Whether float32 holds all float64 values."""
+    parts = torch.split(values, _ROW)
+    return all(bool(((each.float() == each) | each.isnan()).all()) for each in parts)
+
+
+def _is_fp16(values: Tensor) -> bool:
+    """Whether float16 holds all fp32 values with its number of significant bits."""
+    for each in torch.split(values, _ROW):
+        steps = each.abs().mul_(2.0**24)  # of the least subnormal number
+        is_held = (steps == steps.trunc()) & (steps <= 65504 * 2.0**24)
+        if not (is_held | ~each.isfinite()).all():
+            return False
+    return True
 
 
 def _is_evidence(sample: Tensor, bits: int) -> bool:
