@@ -202,7 +202,7 @@ class Lint:
 def lint(*, every: int = 50, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> Lint:
     """Finds calls of the block that lose precision or time, without changing a result.
 
-    Works with and without a conversion, also over torch.autocast. Effects are measured in float64 beside
+    Works with and without a conversion, also over torch.autocast. Effects are measured in float64 next to
     the program; a finding about values is reported only if its effect is more than five times what one
     rounding explains, and more than four times that of the remedy. ``# hmpx: ignore[HP103]`` on a line of
     the program leaves it out. Keeps the arguments of the last 64 calls alive.

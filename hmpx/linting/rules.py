@@ -206,7 +206,7 @@ def _rounded(
     return [Finding("HP102", *at, evidence, changed, 0.0, remedy)]
 
 
-#: Ops that compute with integers beside low tensors; others take integers as indices.
+#: Ops that compute with integers and low tensors; others take integers as indices.
 _ARITHMETIC: Final = CONVERTING | _DIFFERENCES | {"mul", "rmul", "imul", "truediv", "div", "pow"}
 
 

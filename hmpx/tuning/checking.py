@@ -206,6 +206,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
     Terminates them, and kills those that don't end in time; another Ctrl-C kills at once.
     """
+    if not hasattr(os, "killpg"):  # on Windows
+        process.kill()
+        return
     try:
         _signal(process, signal.SIGTERM)
     finally:

@@ -39,9 +39,9 @@ def verdict(tuned: Tuned) -> str:
     is_wider = any(bare(each) != each and not is_following(each) for each in tuned.kept)
     said = (
         f"{count} of {len(tuned.candidates)} candidates stay "
-        f"{'in wider types' if is_wider else 'in fp32'} beside {low}"
+        f"{'in wider types' if is_wider else 'in fp32'} under {low}"
         if count
-        else f"Nothing has to stay in fp32 beside {low}"
+        else f"Nothing has to stay in fp32 under {low}"
     )
     if tuned.follows:
         said += f", {len(tuned.follows)} of them in calls that are given fp32"

@@ -64,7 +64,7 @@ def test_the_exit_status_decides(
     command = check(tmp_path, [("", "softmax"), ("", "sub"), ("", "add")])
     assert main(["tune", "--check", command, "--output", "lists"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("3 of 8 candidates stay in fp32 beside bfloat16: the check passes;")
+    assert said.startswith("3 of 8 candidates stay in fp32 under bfloat16: the check passes;")
     assert "without it the check fails" in said
     policy = hmpx.load_policy(lists="lists")
     assert {op for op in OPS if policy[op].cast_policy is hmpx.DENY} == {"add", "softmax", "sub"}

@@ -198,7 +198,7 @@ def test_reports(tmp_path: Path) -> None:
 def test_tune(tmp_path: Path) -> None:
     """The lists that it writes pass what `hmpx check` checks."""
     output = run_example("tune.py", "--tolerance", "0.005", "--to", "lists", cwd=tmp_path)
-    assert "candidates stay in fp32 beside bfloat16" in output
+    assert "candidates stay in fp32 under bfloat16" in output
     assert "On inputs that the search has not seen" in output
     files = {
         kind: (str(tmp_path / f"lists/{name}.txt"),)

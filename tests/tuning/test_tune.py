@@ -63,7 +63,7 @@ def test_a_journal_and_what_is_written(tmp_path: Path, caplog: pytest.LogCapture
     page = (tmp_path / "lists" / "report.html").read_text()
     assert "Candidates by effect" in page
     assert "tolerance" in page
-    assert str(best).startswith("2 of 7 candidates stay in fp32 beside bfloat16: relative_l2 error")
+    assert str(best).startswith("2 of 7 candidates stay in fp32 under bfloat16: relative_l2 error")
     assert "add" in best._repr_html_()
     with pytest.raises(hmpx.OptionError, match="can't write"):
         best.write(journal)
