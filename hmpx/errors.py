@@ -205,5 +205,5 @@ def suggestion(
     """
     spelled = name.strip().lower().replace("-", "_").replace(" ", "_")
     near = [spellings[spelled]] if spellings and spelled in spellings else []
-    near = near or difflib.get_close_matches(name[:_MOST_CHARACTERS], candidates, 1, 0.7)
+    near = near or difflib.get_close_matches(name[:_MOST_CHARACTERS], candidates, 1, 0.65)
     return f"; did you mean {near[0]!r}?" if near else ""

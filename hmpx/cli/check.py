@@ -31,7 +31,7 @@ exit status:
 
 examples:
   hmpx check my_bf16.txt my_fp32.txt
-  hmpx check my_lists
+  hmpx check lists
   hmpx check policy.yaml gaudi_config.json contract.yaml
   hmpx check --state trained.safetensors served.safetensors""",
     )

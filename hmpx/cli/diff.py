@@ -86,7 +86,7 @@ def _of_ops(before: Policy, after: Policy, names: tuple[str, str]) -> Iterator[s
 
 
 def _said(decision: Decision | None) -> str:
-    """Returns what a decision does, without its reason."""
+    """Returns a decision's policy and dtype, without its reason."""
     if decision is None:
         return "PASS"
     dtype = f" {short_name(decision.dtype)}" if decision.dtype is not None else ""

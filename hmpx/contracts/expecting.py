@@ -49,6 +49,13 @@ class Breach:
         expected: ``"float32"``.
         found: ``"bfloat16"``.
         lost: Where contents first lost precision: ``"in linear of up (train.py:31)"``.
+
+    Example:
+        >>> contract = {"expect": [{"op": "softmax", "output": "float32"}]}
+        >>> with hmpx.expect(contract, mode="collect") as seen:
+        ...     y = torch.ones(2, 2, dtype=torch.bfloat16).softmax(-1)
+        >>> seen.breaches[0].key, seen.breaches[0].found
+        ('output', 'bfloat16')
     """
 
     line: str

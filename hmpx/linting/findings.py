@@ -46,6 +46,12 @@ class Finding:
         remedied: The same with the remedy; None where it was not tried.
         remedy: A line of a list or policy, or what to change in the program.
         calls: Number of calls.
+
+    Example:
+        >>> with hmpx.lint() as findings:
+        ...     t = torch.arange(1000).to(torch.bfloat16)
+        >>> findings.findings[0].name
+        'rounded integers'
     """
 
     code: str

@@ -218,7 +218,7 @@ def lint(*, every: int = 50, select: Iterable[str] = (), ignore: Iterable[str] =
     Example:
         >>> with hmpx.lint() as findings:
         ...     x = torch.linspace(0, 9, 64).bfloat16()
-        ...     y = (x * 8).float().softmax(0)
+        ...     y = (x * x).float().softmax(0)
         >>> print(findings.findings[0].code, findings.findings[0].op)
         HP101 softmax
     """

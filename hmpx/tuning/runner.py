@@ -183,7 +183,7 @@ class Journal:
     def __init__(self, path: str, header: Mapping[str, Any]) -> None:
         """Opens the journal, or starts a new one; drops a last line that a kill has cut short.
 
-        An empty path is no file. A file of another search, or a damaged one, is an error and stays unchanged.
+        An empty path means no file. A file of another search, or a damaged one, is an error and stays unchanged.
         """
         self._path, self._known = path, dict[str, Any]()
         if not path:

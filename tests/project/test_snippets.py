@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import hmpx
 from hmpx import policy
 from hmpx.cli import entry
 from hmpx.reports import Report
@@ -97,7 +98,7 @@ def test_outputs_are_shown() -> None:
 # --- commands ------------------------------------------------------------------------------------
 
 #: Commands of hmpx that take long, write outside of the directory or ask about the machine at length.
-PARSED_ONLY = {"bench", "tune", "kernels"}
+PARSED_ONLY = {"bench", "tune", "lint"}
 
 #: Programs that are no part of the project; what follows them is for a person to try.
 OTHERS = {"git", "mkdocs", "pre-commit", "source"}
@@ -177,7 +178,7 @@ def extras() -> set[str]:
 def run_hmpx(words: list[str], output: str, folder: Path) -> None:
     """Runs a command in a directory where the files are that it names."""
     words = words[: min(words.index(each) if each in words else len(words) for each in (">", ">>"))]
-    if words[0] in PARSED_ONLY:
+    if words[0] in PARSED_ONLY or {"--", "--state"} & {*words}:  # programs and checkpoints
         assert entry.parser().parse_args(words)
         return
     if words[0] == "check" and output:  # the faults that are shown
@@ -185,7 +186,7 @@ def run_hmpx(words: list[str], output: str, folder: Path) -> None:
         (folder / "my_fp32.txt").write_text("softmax\n")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     run = forks.run("-m", "hmpx", *words, cwd=folder, env=environment)
-    is_fault = words[0] == "check" and bool(output)
+    is_fault = words[0] == "diff" or (words[0] == "check" and bool(output))
     assert run.returncode == is_fault, run.stdout + run.stderr
     if output and words[0] != "doctor":  # of another machine
         assert (run.stdout + run.stderr).splitlines() == output.splitlines()
@@ -219,6 +220,11 @@ def test_lists_and_policy_files_have_no_faults(block: markdown.Block, folder: Pa
         (repository,) = yaml.safe_load(block.text)["repos"]
         offered = {hook["id"] for hook in hooks}
         assert {hook["id"] for hook in repository["hooks"]} <= offered
+        return
+    if "\nexpect:\n" in f"\n{block.text}":
+        import yaml
+
+        assert hmpx.expect(yaml.safe_load(block.text)).breaches == []
         return
     is_policy = block.language in {"yaml", "json"}
     kind = "policy" if is_policy else "low"
