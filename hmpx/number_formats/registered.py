@@ -10,7 +10,7 @@ import torch
 
 from .. import arguments
 from ..arguments import is_a
-from ..errors import OptionError, shown, suggestion
+from ..errors import OptionError, cut, shown, suggestion
 from ..registry import Registry, exclusive
 from .families import (
     FORMATS,
@@ -167,7 +167,7 @@ def register(format: Format, code: int | None = None) -> None:
         if name in _SHIPPED:
             raise OptionError(f"format {name} comes with hmpx; choose another name")
         raise OptionError(
-            f"format {name} is already registered, and differs: {shown(formats[name])}; "
+            f"format {name} is already registered, and differs: {cut(repr(formats[name]))}; "
             "choose another name or unregister it first"
         )
     if code is not None and codes.get(code, name) != name:

@@ -303,8 +303,8 @@ def converting() -> Callable[[], None]:
         (lambda: lambda: (yield), {}, "returns a generator, which has run nothing yet"),
         (lambda: SHARED, {}, "fp32 and hmpx never train the same model"),
         (lambda: 1 / 0, {}, "can't be made: ZeroDivisionError: .*, at"),
-        (lambda: hmpx.convert(device_types={"cpu"}).revert, {}, r"leave hmpx\.convert\(\) out"),
-        (converting, {}, r"leave hmpx\.convert\(\) out"),
+        (lambda: hmpx.convert(device_types={"cpu"}).revert, {}, r"leave out hmpx\.convert\(\)"),
+        (converting, {}, r"leave out hmpx\.convert\(\)"),
         (training, {"variants": ["frozen"]}, "make.. must return the model"),
     ],
     ids=[
@@ -332,7 +332,7 @@ def test_it_needs_torch_as_it_is() -> None:
     [
         (hmpx.disable_casts, "inside of hmpx.disable_casts"),
         (lambda: torch.autocast("cpu"), "or a region of torch.autocast"),
-        (hmpx.record, "an observer is attached"),
+        (hmpx.record, r"an observer such as hmpx\.record\(\) or hmpx\.watch\(\) is attached"),
     ],
     ids=["off", "autocast", "observed"],
 )

@@ -498,7 +498,7 @@ def test_weights_are_frozen_to_codes(format: str, dtype: torch.dtype) -> None:
         same_or_nan(copy.deepcopy(model)(normal(5, 8)), expected)
         same_or_nan(torch.export.export(model, (normal(5, 8),)).module()(normal(5, 8)), expected)
         with pytest.raises(hmpx.FreezeError, match="can't be trained"):
-            model.train()
+            model.train()(normal(5, 8))
         frozen.undo()
     same_or_nan(dict(model.state_dict()), before)
     assert model.first.weight.requires_grad

@@ -440,7 +440,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "superscript": ("sections:\n- ndim: !!int ²\n  low: [mm]\n",
         "p.yaml:2: ndim must be a whole number, not '²'"),
     "endless number": (f"sections:\n- min_numel: {'9' * 5000}\n  low: [mm]\n",
-        f"p.yaml:2: min_numel must be a whole number, not '{'9' * 80}'... (5,000 characters)"),
+        f"p.yaml:2: min_numel must be a whole number, not '{'9' * 37}...{'9' * 38}'"),
     "numbers crossed": ("sections:\n- min_numel: 9\n  max_numel: 8\n  low: [mm]\n",
         "p.yaml:2: min_numel 9 is above max_numel 8"),
     "phase": ("sections:\n- phase: evl\n  low: [mm]\n",
