@@ -245,21 +245,27 @@ def torch_is_left_untouched() -> Iterator[None]:
 
 
 @pytest.fixture
-def has_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares no wrappers with other tests: wrappers know for good which devices are fast."""
+    monkeypatch.setattr("hmpx.wrappers.retiring._shared", {})
+
+
+@pytest.fixture
+def has_low_precision(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute fast in low precision, so that the default legalizes nothing."""
     fast = Capability(reported=True, inference=1.0, training=1.0)
     monkeypatch.setattr(legalization, "known_capability", lambda *question: fast)
 
 
 @pytest.fixture
-def lacks_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def lacks_low_precision(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute slowly in low precision, whatever this machine does."""
     slow = Capability(reported=False, inference=50.0, training=50.0)
     monkeypatch.setattr(legalization, "known_capability", lambda *question: slow)
 
 
 @pytest.fixture
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def slow_machine(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has measurements find every op slow in low precision, so that the default legalizes all."""
     slow = Capability(reported=None, inference=9.0, training=9.0)
     capability.forget()

@@ -28,7 +28,7 @@ LOW = (BF16, FP16)
 
 
 @pytest.fixture
-def forgotten() -> Iterator[None]:
+def forgotten(fresh_wrappers: None) -> Iterator[None]:
     """Nothing is known at the beginning, and what a test made up isn't at its end."""
     capability.forget()
     yield

@@ -548,6 +548,7 @@ class Wide(nn.Module):
         return self.last(F.relu(self.first(hidden))) + hidden @ self.table.t()
 
 
+@pytest.mark.usefixtures("fresh_wrappers")
 @pytest.mark.parametrize("example_tokens", [1, 16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_results_are_equal_under_fast_whatever_the_size_of_a_call(

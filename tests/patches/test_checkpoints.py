@@ -153,7 +153,9 @@ def step(run: Run) -> list[Tensor]:
 
 
 @pytest.fixture(params=MODES, ids=str)
-def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def mode(
+    request: pytest.FixtureRequest, fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     """One mode of legalization on one kind of device."""
     name, speed = request.param
     monkeypatch.setattr(legalization, "known_capability", lambda *question: SPEEDS[speed])
@@ -278,6 +280,7 @@ def test_a_backward_after_revert_of_what_was_not_cast(use_reentrant: bool) -> No
     assert x.grad.dtype is FP32
 
 
+@pytest.mark.usefixtures("fresh_wrappers")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_compiled_block_in_a_reentrant_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward's graph and the recomputation's are two: both have what training has."""
