@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import torch
 from torch import fx, nn
 
 from ..patching import ABSENT, Draft, Patch
@@ -58,6 +59,8 @@ def _node_patches(draft: Draft, replacements: Mapping[int, Callable[..., Any]]) 
         for address, wrapper in replacements.items()
         if isinstance(vars(wrapper)["__wrapped__"], _FUNCTIONS)
     }
+    full = draft.attribute(torch, "full")  # as patched: it clamps numbers
+    wrappers[id(unwrapped(full))] = full
     get, put = NODE_TARGET.__get__, NODE_TARGET.__set__
     key = draft.attribute(NODE_TABLE, NODE_KEY)
     find, init = draft.attribute(fx.Graph, "find_nodes"), draft.attribute(fx.Node, "__init__")
