@@ -963,7 +963,7 @@ HARMFUL: dict[str, tuple[Callable[[nn.Module], Any], str, set[str]]] = {
         {"last.weight", "first.bias", "table"},
     ),
     "pruned": (
-        lambda model: prune.l1_unstructured(model.first, "weight", 0.5),
+        hmpx.disable_casts()(lambda model: prune.l1_unstructured(model.first, "weight", 0.5)),
         r"'first\.weight' is no longer a parameter or buffer of its module; put",
         {"last.weight", "table"},
     ),
