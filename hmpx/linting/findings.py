@@ -39,7 +39,8 @@ class Finding:
     Attributes:
         code: ``"HP101"``.
         op: Op name; the tensor's name for parameters.
-        module: Qualified name of the module; ``""`` outside of modules.
+        module: Qualified name of the module, of several the one with the largest effect; ``""`` outside of
+            modules.
         location: ``"train.py:40"``; ``""`` for tensors by name.
         evidence: The values that prove it.
         effect: Relative error of the call, or the share of values or bytes that it costs.
@@ -72,6 +73,7 @@ class Finding:
     def __str__(self) -> str:
         where = located(self.location) or self.module or self.op
         inside = f" in {self.module}" if self.module else ""
+        inside += f" ({self.calls:,} calls)" if self.calls > 1 else ""
         tried = "" if self.remedied is None else f"; {self.remedied:.2g} with: {self.remedy}"
         hint = f"; remedy: {self.remedy}" if self.remedied is None and self.remedy else tried
         return (

@@ -108,7 +108,7 @@ class Lint:
         for each in findings:
             if each.code not in self._select:
                 continue
-            key = each.code, each.op, each.module, each.location
+            key = each.code, each.op, each.location  # once for all layers of a kind
             known = self._found.get(key)
             worst = each if known is None or each.effect > known.effect else known
             self._found[key] = replace(worst, calls=known.calls + 1 if known else 1)

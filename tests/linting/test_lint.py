@@ -130,6 +130,19 @@ def test_each_rule_alarms_until_the_program_is_mended(
     assert not codes(lambda: program(right))
 
 
+def test_layers_of_a_kind_are_one_finding() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.arange(5000, dtype=BF16)
+            return x
+
+    with hmpx.lint() as findings:
+        nn.Sequential(Layer(), Layer(), Layer())(torch.ones(2))
+    (found,) = findings
+    assert (found.module, found.calls) == ("0", 3)
+    assert "arange in 0 (3 calls): " in str(found)
+
+
 def test_masks_are_no_findings() -> None:
     least = torch.finfo(torch.float32).min
     mask = torch.where(drawn(8, 8) > 0, 0.0, least)
