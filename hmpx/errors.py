@@ -205,5 +205,6 @@ def suggestion(
     """
     spelled = name.strip().lower().replace("-", "_").replace(" ", "_")
     near = [spellings[spelled]] if spellings and spelled in spellings else []
-    near = near or difflib.get_close_matches(name[:_MOST_CHARACTERS], candidates, 1, 0.65)
+    likeness = 0.65 if len(name) > 2 else 0.7
+    near = near or difflib.get_close_matches(name[:_MOST_CHARACTERS], candidates, 1, likeness)
     return f"; did you mean {near[0]!r}?" if near else ""
