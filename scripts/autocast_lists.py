@@ -86,7 +86,7 @@ def any_argument(type_name: str, dtypes: Iterator[torch.dtype]) -> Any:
 
 
 def first_casts(schema: Any, dtypes: tuple[torch.dtype, torch.dtype]) -> set[torch.dtype]:
-    """Returns what torch.autocast casts inputs of these dtypes, in turn, to."""
+    """Returns the dtypes to which torch.autocast casts alternating inputs of these dtypes."""
     overload = getattr(getattr(torch.ops.aten, schema.name[6:]), schema.overload_name or "default")
     alternating = itertools.cycle(dtypes)
     args = [any_argument(str(a.type), alternating) for a in schema.arguments if not a.kwarg_only]

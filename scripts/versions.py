@@ -37,9 +37,9 @@ HEAD = """\
 # Versions of torch
 
 What the gate's tests give with each version, as `python scripts/versions.py` ran them; don't edit.
-hmpx relies on parts of torch that torch does not document. It tries them when it is imported: with a
-torch that has changed one, `convert()` says what it does without, or refuses. `hmpx doctor --torch`
-tries all of them, those of torch.compile too.
+hmpx relies on parts of torch that torch does not document. It looks them up when it is imported: with
+a torch that lacks one, `convert()` says what it does without, or refuses. `hmpx doctor --torch` looks
+up all of them, those of torch.compile too.
 
 | torch | Python | date | passed | failed | skipped |
 |---|---|---|---|---|---|

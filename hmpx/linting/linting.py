@@ -168,7 +168,7 @@ class Lint:
                 if share > 0.5:
                     evidence = f"{share:.0%} of the {short_name(tensor.dtype)} values did not move"
                     remedy = "keep float32 parameters and convert instead, or round stochastically"
-                    self._add([Finding("HP107", name, "", "", evidence, share, 0.0, remedy)])
+                    self._add([Finding("HP107", name, "", "", evidence, share, None, remedy)])
         self._before = []
         self._step += 1
         if self._attached is not None:
@@ -208,7 +208,7 @@ def lint(*, every: int = 50, select: Iterable[str] = (), ignore: Iterable[str] =
     the program leaves it out. Keeps the arguments of the last 64 calls alive.
 
     Args:
-        every: Checks every so many steps of optimizers, from the first on; a checked step is much slower.
+        every: Checks one optimizer step in ``every``, beginning with the first. A checked step is much slower.
         select: Codes to check; default: all.
         ignore: Codes to leave out.
 

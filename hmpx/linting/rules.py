@@ -203,7 +203,7 @@ def _rounded(
         f"{changed:.0%} of the whole numbers up to {values.abs().max().item():,.0f} change in "
         f"{short_name(low)}, which counts to {round(2 / torch.finfo(low).eps):,}"
     )
-    return [Finding("HP102", *at, evidence, changed, 0.0, remedy)]
+    return [Finding("HP102", *at, evidence, changed, None, remedy)]
 
 
 #: Ops that compute with integers and low tensors; others take integers as indices.
@@ -251,7 +251,7 @@ def _stalled(seen: Seen, low: torch.dtype) -> Iterator[Finding]:
     share = is_small.double().mean().item() if is_small.numel() else 0.0
     if share > 0.5:
         evidence = f"{share:.0%} of the terms are at most half an ulp of the {short_name(low)} sum"
-        yield Finding("HP104", *_at(seen), evidence, share, 0.0, "keep the sum in float32")
+        yield Finding("HP104", *_at(seen), evidence, share, None, "keep the sum in float32")
 
 
 # --- HP105, HP106 and HP108: dtypes ------------------------------------------------------------------
@@ -279,7 +279,7 @@ def silent_fp32(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]
         f"{what} in float32 made a {short_name(lows[0].dtype)} stream of shape {tuple(output.shape)} float32: "
         f"{output.numel() * 2:,} bytes more"
     )
-    yield Finding("HP105", *_at(seen), evidence, 1.0, 0.0, f"{_line(seen)} in the bf16 list")
+    yield Finding("HP105", *_at(seen), evidence, 1.0, None, f"{_line(seen)} in the bf16 list")
 
 
 def useless_island(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MOST_FIXES: Final = 5
 MOST_GROUPS: Final = 20
 
-#: What is coloured on a terminal: a pattern, and its style.
+#: Pattern -> the style of its matches on a terminal.
 _STYLES: Final = (
     (r"\A.+(?:\n.+)*", "bold"),
     (r"^the run ended with: .*", "bold red"),

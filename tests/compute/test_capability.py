@@ -249,7 +249,7 @@ def test_the_first_question_may_come_anywhere(context: str) -> None:
 
 
 def cuda_says(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
-    """Has functions of torch.cuda give these answers; has what is no answer take their place."""
+    """Replaces functions of torch.cuda by these answers, or by these functions."""
     for name, answer in answers.items():
         is_plain = isinstance(answer, bool | int | tuple)
         monkeypatch.setattr(torch.cuda, name, (lambda a=answer: a) if is_plain else answer)

@@ -195,7 +195,7 @@ def row(**changes: object) -> Row:
 
 
 def test_a_record_says_where_the_model_calls_the_op() -> None:
-    """Gradients are no calls of the model's."""
+    """Gradients do not count as calls of the model."""
     report = Report((row(), row(op="mm"), row(phase="backward")))
     found = explained("softmax", record=report)
     assert found.calls == (row(),)
