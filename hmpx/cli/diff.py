@@ -9,18 +9,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import OptionError, short
+from ..linting import SIBLINGS
 from ..places import located
 from ..policy import Decision, Policy, is_policy_file, load_policy
 from ..reports import Report, Row, Table, read_json, short_dtype
 from ..tensors import default_device_types, short_name
 from . import output
 from .options import add_command
-
-#: Ops whose inputs are of one kind, so that two dtypes among them are a fault or a cast.
-_SIBLINGS: Final = frozenset({"scaled_dot_product_attention", "cat", "concat", "stack"})
 
 
 def add_parser(commands: Any) -> None:
@@ -164,7 +162,7 @@ def _consequences(one: Mapping[_Place, Row], two: Mapping[_Place, Row]) -> Itera
     for place, row in two.items():
         dtypes = {*row.input_dtypes}
         was = {*one[place].input_dtypes} if place in one else set()
-        if place.op in _SIBLINGS and len(dtypes) > 1 and len(was) == 1:
+        if place.op in SIBLINGS and len(dtypes) > 1 and len(was) == 1:
             module = f" in {place.module}" if place.module else ""
             listed = " and ".join(sorted(map(short_dtype, dtypes)))
             yield f"mixed siblings: {place.op}{module} at {place.location} gets {listed}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -130,22 +130,13 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         self._known: set[tuple[str, ...]] = set()
         self._names: dict[int, str] = {}  # id of a parameter -> its name
         self._models: dict[int, nn.Module] = {}
-        self._block: Generator[None, None, None] | None = None
+        self._block: contextlib.ExitStack | None = None
 
     # --- the block -------------------------------------------------------------------------------
 
     def __enter__(self) -> expect:
         if self._block is not None:
             raise OptionError("this contract was entered before; make a new one with hmpx.expect()")
-        self._block = self._observing()
-        try:
-            next(self._block)
-            return self
-        except BaseException:
-            self._block.close()
-            raise
-
-    def _observing(self) -> Generator[None, None, None]:
         wanted = {key for line in self._lines if line.is_about_calls for key in line.expected}
         with contextlib.ExitStack() as block:
             block.enter_context(session.observable())
@@ -158,7 +149,8 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
             if "saved" in wanted:
                 block.enter_context(saved_tensors_hooks(self._check_saved, lambda tensor: tensor))
             block.enter_context(uncompiled())
-            yield
+            self._block = block.pop_all()
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._block is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,7 @@ class Lint:
         self._fp16: OpCall | None = None
         self._before: list[tuple[str, Tensor, Tensor]] = []
         self._attached: Attached | None = None
-        self._block: Generator[None, None, None] | None = None
+        self._block: contextlib.ExitStack | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -74,27 +75,18 @@ class Lint:
     def __enter__(self) -> Lint:
         if self._block is not None:
             raise OptionError("this lint was entered before; make a new one with hmpx.lint()")
-        self._block = self._observing()
-        try:
-            next(self._block)
-            return self
-        except BaseException:
-            self._block.close()
-            raise
-
-    def _observing(self) -> Generator[None, None, None]:
         self._attached = Attached(self._check_call, every_op=True, values=True, kernels=True)
         SCALERS.clear()
-        with (
-            observable(),
-            self._attached,
-            register_module_forward_pre_hook(self._note_model),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-            uncompiled(),
-            IntegerCasts(self._add),
-        ):
-            yield
+        with contextlib.ExitStack() as block:
+            block.enter_context(observable())
+            block.enter_context(self._attached)
+            block.enter_context(register_module_forward_pre_hook(self._note_model))
+            block.enter_context(register_optimizer_step_pre_hook(self._before_step))
+            block.enter_context(register_optimizer_step_post_hook(self._after_step))
+            block.enter_context(uncompiled())
+            block.enter_context(IntegerCasts(self._add))
+            self._block = block.pop_all()
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._block is not None:

@@ -313,7 +313,7 @@ def _low_run(seen: Seen, low: torch.dtype) -> list[Tensor] | None:
 
 
 #: Ops whose tensors are of one kind: query, key and value, or the parts of one tensor.
-_SIBLINGS: Final = frozenset(
+SIBLINGS: Final = frozenset(
     {"scaled_dot_product_attention", "cat", "concat", "stack", "hstack", "vstack"}
 )
 
@@ -321,7 +321,7 @@ _SIBLINGS: Final = frozenset(
 def mixed_siblings(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP108: parts of one thing in two dtypes."""
     dtypes = dict.fromkeys([each.dtype for each in seen.inputs if each.dim()])
-    if seen.call.op not in _SIBLINGS or len(dtypes) < 2:
+    if seen.call.op not in SIBLINGS or len(dtypes) < 2:
         return
     evidence = f"its inputs are {' and '.join(map(short_name, dtypes))}"
     yield Finding("HP108", *_at(seen), evidence, 1.0, None, "cast where the stray one is made")

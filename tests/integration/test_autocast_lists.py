@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import re
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch._dynamo  # imported by torch itself at some first calls, which woul
 import torch._inductor
 from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx.ops.sites import NAMESPACES
@@ -37,14 +35,8 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 KINDS = ("bf16", "fp32", "widest")
 
-#: The header's macros -> the list that holds what they name.
-MACROS = {
-    "AT_FORALL_LOWER_PRECISION_FP": "bf16",
-    "AT_FORALL_FP32": "fp32",
-    "AT_FORALL_FP32_SET_OPT_DTYPE": "fp32",
-    "AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE": "fp32",
-    "AT_FORALL_PROMOTE": "widest",
-}
+#: Asks the installed torch; it also wrote what each torch registers.
+ASKED = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "autocast_lists.py"))
 
 #: Ops in torch.autocast's policy that no Python callable reaches, so that no list can hold them.
 UNCALLABLE = {
@@ -95,91 +87,23 @@ def assert_same_names(expected: dict[str, set[str]], device_type: str) -> None:
 
 
 @pytest.mark.skipif(
-    not HEADER.is_file() or next(iter(MACROS)) not in HEADER.read_text(),
+    not HEADER.is_file() or next(iter(ASKED["MACROS"])) not in HEADER.read_text(),
     reason="this torch ships without the header, or with one that does not list the ops",
 )
 def test_cuda_lists_are_those_of_the_header() -> None:
     """Each macro's ops are in the list of its kind, and the lists hold no others."""
-    expected: dict[str, set[str]] = {kind: set() for kind in KINDS}
-    for macro, body in re.findall(
-        r"^#define (AT_FORALL_\w+)\(_\)((?:.*\\\n)*.*)$", HEADER.read_text(), re.MULTILINE
-    ):
-        if macro in MACROS:
-            expected[MACROS[macro]] |= set(re.findall(r"\b_\((?:ADD_NS\()?(\w+)", body))
+    found = ASKED["of_header"]()
+    expected: dict[str, set[str]] = {kind: found[kind.replace("bf16", "low")] for kind in KINDS}
     assert all(expected.values())
     assert_same_names(expected, "cuda")
 
 
-class CastsFirst(TorchDispatchMode):
-    """Collects the dtypes that inputs are cast to before anything else runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-        self.is_done = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and not self.is_done:
-            self.dtypes.add(kwargs["dtype"])
-        else:
-            self.is_done = True
-        return func(*args, **kwargs)
-
-
-def any_argument(type_name: str, dtypes: Iterator[torch.dtype]) -> Any:
-    """Returns some value of a schema's type; its shape need not suit the op."""
-    if type_name.startswith("Optional"):
-        return None
-    if type_name == "Tensor":
-        return torch.ones(2, 2, 2, dtype=next(dtypes))
-    if type_name.startswith("List"):
-        item = type_name.removeprefix("List[").removesuffix("]")
-        return [any_argument(item, dtypes) for _ in range(3)]
-    return {"int": 1, "float": 0.5, "number": 1, "bool": False, "str": "valid"}[type_name]
-
-
-def first_casts(schema: Any, dtypes: tuple[torch.dtype, torch.dtype]) -> set[torch.dtype]:
-    """Returns what torch.autocast casts inputs of these dtypes, in turn, to."""
-    overload = getattr(getattr(torch.ops.aten, schema.name[6:]), schema.overload_name or "default")
-    alternating = itertools.cycle(dtypes)
-    args = [any_argument(str(a.type), alternating) for a in schema.arguments if not a.kwarg_only]
-    # Autocast casts before the kernel looks at the shapes, which it then may refuse.
-    refusal = contextlib.suppress(RuntimeError, IndexError, NotImplementedError, ValueError)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), CastsFirst() as casts, refusal:
-        overload(*args)
-    return casts.dtypes
-
-
-def kind_by_behaviour(schema: Any) -> str:
-    """Returns the list in which an op belongs by what torch.autocast does with its inputs."""
-    fp32, bf16 = torch.float32, torch.bfloat16
-    if bf16 in first_casts(schema, (fp32, fp32)):
-        return "bf16"
-    if fp32 in first_casts(schema, (bf16, bf16)):
-        return "fp32"
-    return "widest" if fp32 in first_casts(schema, (fp32, bf16)) else ""
-
-
-def registered_for_cpu() -> Iterator[Any]:
-    """Yields the schemas of the ops that have a kernel for torch.autocast on the CPU."""
-    for schema in torch._C._jit_get_all_schemas():
-        overload = f"{schema.name}.{schema.overload_name}".removesuffix(".")
-        if schema.name.startswith("aten::") and schema.name[6:] not in UNCALLABLE:
-            with contextlib.suppress(RuntimeError):  # an op of TorchScript's interpreter
-                if torch._C._dispatch_has_kernel_for_dispatch_key(overload, "AutocastCPU"):
-                    yield schema
-
-
 def test_cpu_lists_are_what_the_dispatcher_has() -> None:
     """Each op registered for torch.autocast on the CPU is in the list that its casts ask for."""
-    expected: dict[str, set[str]] = {kind: set() for kind in ("", *KINDS)}
-    for schema in registered_for_cpu():
-        expected[kind_by_behaviour(schema)].add(schema.name[6:])
+    found = ASKED["of_cpu"]()
+    expected: dict[str, set[str]] = {kind: found[kind.replace("bf16", "low")] for kind in KINDS}
     # Of some overloads no arguments are made here that reach the casts.
-    assert not expected[""] - set.union(*(expected[kind] for kind in KINDS))
+    assert not found[""] - set.union(*expected.values())
     assert_same_names(expected, "cpu")
 
 
