@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
+from ..tensors import PLAIN_TENSORS
+from ..torch_internals import is_graph_made, is_jit_tracing, transforms
 from ..torch_state import without_casts
 
 #: Values in a row. All rows are OR-ed into one that stays in the cache, so that memory is read once.
@@ -52,6 +54,8 @@ def contents(tensor: Tensor) -> torch.dtype | None:
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise OptionError(f"contents takes a floating-point tensor, not {_named(tensor)}")
+    if not is_readable(tensor):
+        raise OptionError(f"contents takes a plain, strided tensor, not a {_kind(tensor)} one")
     if tensor.dtype not in (torch.float32, torch.float64):
         return tensor.dtype
     with without_casts(), torch.no_grad():
@@ -68,6 +72,23 @@ def contents(tensor: Tensor) -> torch.dtype | None:
         if not _is_fp16(values):
             return torch.float32
         return torch.float16 if _is_evidence(sample, 11) else None
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has real values that can be read: plain, strided, and not on the meta device."""
+    return (
+        type(tensor) in PLAIN_TENSORS
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_nested
+        and tensor.is_floating_point()
+    )
+
+
+def may_read() -> bool:
+    """Whether observers may read values: no graph is traced, and no transform of torch.func runs."""
+    is_traced = torch.compiler.is_compiling() or is_graph_made() or is_jit_tracing()
+    return not is_traced and transforms() is None
 
 
 def _any_bits(values: Tensor) -> int:
@@ -113,6 +134,12 @@ def _is_evidence(sample: Tensor, bits: int) -> bool:
     step = torch.ldexp((whole & -whole).double(), exponent - 24).min()
     least, largest = magnitudes[0], magnitudes[-1]
     return bool(largest > 2**bits * step or largest < 4 * least)
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    return "meta" if tensor.device.type == "meta" else type(tensor).__name__
 
 
 def _named(value: object) -> str:

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..observers import OpCall
 from ..places import located
 from ..tensors import LOW_DTYPES, tensors_in
-from .effective import contents
+from .effective import contents, is_readable
 
 
 class Origins:
@@ -27,7 +27,12 @@ class Origins:
         self._known = WeakTensorKeyDictionary()
 
     def contents(self, tensor: Tensor) -> torch.dtype | None:
-        """Returns `contents` of ``tensor``, computed once as long as nothing writes to it."""
+        """Returns `contents` of ``tensor``, computed once as long as nothing writes to it.
+
+        None, too, for tensors whose values can't be read.
+        """
+        if not is_readable(tensor):
+            return None
         version = None if tensor.is_inference() else tensor._version
         known = self._known.get(tensor)
         if known is None or known[0] != version or version is None:

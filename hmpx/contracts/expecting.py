@@ -18,14 +18,14 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import arguments, session
-from ..accuracy import Origins
+from ..accuracy import Origins, is_readable, may_read
 from ..errors import ContractError, OptionError, shown
 from ..observers import Attached, OpCall, user_location
 from ..ops import facts
 from ..places import located
 from ..policy import Call
 from ..tensors import LOW_DTYPES, floating_in, long_name, node_of, tensors_in
-from ..torch_internals import is_graph_made, uncompiled
+from ..torch_internals import uncompiled
 from ..torch_state import place, spot
 from .lines import KEYS, Line, read, written
 from .writing import as_yaml, contract_of
@@ -194,7 +194,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         result: Any,
         /,
     ) -> None:
-        if torch.compiler.is_compiling() or is_graph_made():
+        if not may_read():
             return
         seen = _call(call.op, inputs)
         if any("contents" in line.expected for line in self._lines):
@@ -242,7 +242,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
             node.register_prehook(check)
 
     def _check_saved(self, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and not is_graph_made():
+        if tensor.is_floating_point() and may_read():
             call, location = _call("", [tensor]), user_location()
             for line in self._lines:
                 if "saved" in line.expected and not line.ops and line.section.holds_for(call):
@@ -253,7 +253,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
     # --- modules and their tensors -----------------------------------------------------------------
 
     def _note_model(self, module: nn.Module, args: Any) -> None:
-        if module is spot()[0] and id(module) not in self._models:
+        if module is spot()[0] and id(module) not in self._models and may_read():
             self._models[id(module)] = module
             self._check_tensors(module)
 
@@ -274,7 +274,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         self._names.update({id(each): name for name, each in named.items()})
         for name, tensor in named.items():
             for line in self._lines:
-                if line.is_about(name) and not line.optimizer and tensor.is_floating_point():
+                if line.is_about(name) and not line.optimizer and is_readable(tensor):
                     self._check_tensor(line, name, tensor)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -317,6 +317,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
 def _call(op: str, inputs: list[Tensor]) -> Call:
     """Returns a call in the running module, as conditions see it."""
     here = place()
+    inputs = [each for each in inputs if not each.is_nested]  # these may have no shape
     values = {
         "shapes": tuple([each.shape for each in inputs]),
         "dtypes": tuple([each.dtype for each in inputs]),

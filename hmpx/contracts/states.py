@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..accuracy import contents
+from ..accuracy import contents, is_readable
 from ..errors import OptionError, short
 from ..tensors import long_name
 
@@ -61,7 +61,7 @@ def differences(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> li
                 lines.append(f"{name}: shape {tuple(old.shape)} became {tuple(new.shape)}")
             elif old.dtype != new.dtype:
                 lines.append(f"{name}: {long_name(old.dtype)} became {long_name(new.dtype)}")
-            elif old.is_floating_point():
+            elif is_readable(old) and is_readable(new):
                 was, now = contents(old), contents(new)
                 if was is not None and now is not None and was != now:
                     lines.append(

@@ -10,12 +10,12 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from ..accuracy import contents
+from ..accuracy import contents, is_readable, may_read
 from ..observers import Attached, OpCall
 from ..ops import facts
 from ..session import observable
 from ..tensors import Named, long_name
-from ..torch_internals import is_graph_made, uncompiled
+from ..torch_internals import uncompiled
 
 _Dtypes = dict[Any, None]  # an ordered set
 
@@ -30,7 +30,7 @@ def contract_of(
     def note(
         call: OpCall, inputs: list[Tensor], args: Any, kwargs: Mapping[str, Any], result: Any, /
     ) -> None:
-        if call.op in facts("converting") or is_graph_made():
+        if call.op in facts("converting") or not may_read():
             return
         key = call.op, call.module
         computed[key].update(dict.fromkeys(call.computed))
@@ -93,7 +93,7 @@ def _of_tensors(model: nn.Module | None) -> list[dict[str, Any]]:
         return []
     by_contents: dict[str, list[str]] = defaultdict(list)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and (found := contents(tensor)) is not None:
+        if is_readable(tensor) and (found := contents(tensor)) is not None:
             by_contents[long_name(found)].append(_literal(name))
     return [{"tensor": names, "contents": dtype} for dtype, names in by_contents.items()]
 

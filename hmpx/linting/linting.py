@@ -17,13 +17,13 @@ from torch.optim.optimizer import (
 )
 
 from .. import arguments
-from ..accuracy import Origins, contents
+from ..accuracy import Origins, contents, is_readable, may_read
 from ..errors import OptionError
 from ..observers import Attached, OpCall
 from ..patches import SCALERS
 from ..session import observable
 from ..tensors import LOW_DTYPES, short_name
-from ..torch_internals import is_graph_made, uncompiled
+from ..torch_internals import uncompiled
 from ..torch_state import spot, without_casts
 from .findings import RULES, Finding, is_ignored
 from .rules import IntegerCasts, findings_of
@@ -116,9 +116,9 @@ class Lint:
         result: Any,
         /,
     ) -> None:
-        if torch.compiler.is_compiling() or is_graph_made():
-            return
         seen = Seen(call, inputs, args, kwargs, result)
+        if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
+            return
         if call.phase == "forward" and any(each.requires_grad for each in seen.outputs):
             is_fp16 = any(each.dtype is torch.float16 for each in seen.outputs)
             self._fp16 = call if is_fp16 and self._fp16 is None else self._fp16
@@ -185,7 +185,11 @@ class Lint:
     def _check_made(self, model: nn.Module) -> None:
         """HP111: fp32 parameters and buffers whose contents are low."""
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            if tensor.dtype is torch.float32 and (found := contents(tensor)) in LOW_DTYPES:
+            if (
+                is_readable(tensor)
+                and tensor.dtype is torch.float32
+                and (found := contents(tensor)) in LOW_DTYPES
+            ):
                 evidence = f"{short_name(found)} values in float32"
                 remedy = "make it in float32, or load it from a float32 checkpoint"
                 self._add([Finding("HP111", name, "", "", evidence, 1.0, None, remedy)])

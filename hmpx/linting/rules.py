@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..accuracy import Origins
+from ..accuracy import Origins, is_readable, may_read
 from ..observers import user_location
 from ..places import located
 from ..tensors import LOW_DTYPES, leaves, short_name
@@ -381,7 +381,9 @@ class IntegerCasts(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name in ("_to_copy", "arange") and result.dtype in LOW_DTYPES and result.dim():
+        if name not in ("_to_copy", "arange") or not (may_read() and is_readable(result)):
+            return result
+        if result.dtype in LOW_DTYPES and result.dim():
             exact = (
                 args[0] if name == "_to_copy" else func(*args, **{**kwargs, "dtype": torch.float64})
             )

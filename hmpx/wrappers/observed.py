@@ -24,6 +24,7 @@ from ..torch_internals import (
     has_fake_tensors,
     is_any_autocast_enabled,
     is_graph_made,
+    is_jit_tracing,
     run_when_traced,
 )
 from ..torch_state import (
@@ -123,7 +124,7 @@ def _observed(
         was_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, False
         try:
             _here.is_in_call = True
-            if reads_kernels and not is_graph_made():
+            if reads_kernels and not (is_graph_made() or is_jit_tracing()):
                 with Kernels() as kernels:
                     result = inner(*args, **kwargs)
                 dtypes = kernels.dtypes
