@@ -26,7 +26,8 @@ from ..tensors import LOW_DTYPES, short_name
 from ..torch_internals import uncompiled
 from ..torch_state import spot, without_casts
 from .findings import RULES, Finding, is_ignored
-from .rules import IntegerCasts, findings_of
+from .integers import IntegerCasts
+from .rules import findings_of
 from .trace import Seen, Trace
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from ..accuracy import Origins, is_readable, may_read
-from ..observers import user_location
+from ..accuracy import Origins
 from ..places import located
-from ..tensors import LOW_DTYPES, leaves, short_name
-from ..torch_internals import TorchDispatchMode
-from ..torch_state import spot
+from ..tensors import LOW_DTYPES, short_name
 from .findings import Finding
-from .trace import CONVERTING, Seen, Trace
+from .integers import rounded_integers
+from .trace import CONVERTING, DIFFERENCES, Seen, Trace
 
 #: An effect must be this many times the unit roundoff of the low type (one rounding's is 0.4 of it),
 _UNITS: Final = 2.0
@@ -25,9 +23,6 @@ _TIMES: Final = 4.0
 
 #: Values read where reading all would be slow.
 _SAMPLE: Final = 1 << 16
-
-#: No position or counter is greater; masks are.
-_MOST_COUNTED: Final = 2.0**40
 
 Rule = Callable[[Seen, Trace, Origins], Iterator[Finding]]
 
@@ -81,16 +76,6 @@ def _with_gradients(seen: Seen, values: Mapping[int, Tensor]) -> list[Tensor] | 
     return [*found, *[each for each in gradients if each is not None]]
 
 
-def _line(seen: Seen, options: str = "") -> str:
-    """Returns a list line for the op, in a section for its module where it has one."""
-    line = f"{seen.call.op}{options}"
-    return f"section module {seen.call.module!r}: {line}" if seen.call.module else line
-
-
-def _at(seen: Seen) -> tuple[str, str, str]:
-    return seen.call.op, seen.call.module, seen.call.location
-
-
 # --- HP101 and HP103: precision lost before the call ---------------------------------------------
 
 
@@ -123,7 +108,7 @@ def _lost_before(seen: Seen, trace: Trace, lows: list[Tensor]) -> tuple[float, f
 
 def late_upcast(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP101: an fp32 op on low contents whose maker could return fp32."""
-    if seen.low is not None or seen.call.op in (*CONVERTING, *_DIFFERENCES):
+    if seen.low is not None or seen.call.op in (*CONVERTING, *DIFFERENCES):
         return
     lows = [
         each
@@ -137,15 +122,12 @@ def late_upcast(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]
         f"its float32 input holds {short_name(maker.outputs[0].dtype)} values, rounded in "
         f"{maker.call.op} ({located(maker.call.location)})"
     )
-    yield Finding("HP101", *_at(seen), evidence, error, remedied, _line(maker, " output=float32"))
-
-
-_DIFFERENCES: Final = frozenset({"add", "sub", "rsub", "isub", "iadd", "radd"})
+    yield Finding("HP101", *seen.place, evidence, error, remedied, maker.line(" output=float32"))
 
 
 def cancellation(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP103: a difference of rounded values, many bits smaller than they are."""
-    if seen.call.op not in _DIFFERENCES or len(seen.inputs) < 2 or not seen.outputs:
+    if seen.call.op not in DIFFERENCES or len(seen.inputs) < 2 or not seen.outputs:
         return
     lows = [each for each in seen.inputs if origins.contents(each) in LOW_DTYPES]
     least = min(_size(each) for each in seen.inputs)
@@ -154,7 +136,7 @@ def cancellation(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding
         return
     error, remedied, maker = found
     evidence = f"the result is {math.log2(least / size):.0f} bits smaller than its rounded inputs"
-    yield Finding("HP103", *_at(seen), evidence, error, remedied, _line(maker, " output=float32"))
+    yield Finding("HP103", *seen.place, evidence, error, remedied, maker.line(" output=float32"))
 
 
 def _size(tensor: Tensor) -> float:
@@ -162,52 +144,6 @@ def _size(tensor: Tensor) -> float:
     values = tensor.detach().reshape(-1)[:_SAMPLE].double()
     values = values[values.isfinite()]
     return values.square().mean().sqrt().item() if values.numel() else 0.0
-
-
-# --- HP102: integers -------------------------------------------------------------------------------
-
-
-def rounded_integers(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
-    """HP102: integers that a cast to a low type changes."""
-    low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), seen.low)
-    if low is None:
-        return
-    for each in leaves([*seen.args, *seen.kwargs.values()]):
-        if (
-            not isinstance(each, Tensor)
-            or each.dtype in (*LOW_DTYPES, torch.bool)
-            or not each.dim()
-        ):
-            continue
-        is_index = not each.is_floating_point() and seen.call.op not in _ARITHMETIC
-        if each.is_complex() or is_index:
-            continue
-        remedy = f"keep them in float32: {_line(seen)} in the fp32 list"
-        if found := _rounded(_at(seen), each, low, remedy):
-            yield from found
-            return
-
-
-def _rounded(
-    at: tuple[str, str, str], tensor: Tensor, low: torch.dtype, remedy: str
-) -> list[Finding]:
-    """Returns a finding if the values are integers, and some of them change in ``low``."""
-    values = tensor.detach().reshape(-1)[:_SAMPLE].double()
-    values = values[values.abs() < _MOST_COUNTED]
-    if not values.numel() or not (values == values.round()).all():
-        return []
-    changed = (values.to(low).double() != values).double().mean().item()
-    if not changed:
-        return []
-    evidence = (
-        f"{changed:.0%} of the whole numbers up to {values.abs().max().item():,.0f} change in "
-        f"{short_name(low)}, which counts to {round(2 / torch.finfo(low).eps):,}"
-    )
-    return [Finding("HP102", *at, evidence, changed, None, remedy)]
-
-
-#: Ops that compute with integers and low tensors; others take integers as indices.
-_ARITHMETIC: Final = CONVERTING | _DIFFERENCES | {"mul", "rmul", "imul", "truediv", "div", "pow"}
 
 
 # --- HP104: long sums ------------------------------------------------------------------------------
@@ -238,7 +174,9 @@ def long_sum(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
         return
     length = seen.inputs[0].numel() if is_running else terms
     evidence = f"{length:,.0f} terms are added in {short_name(low)}"
-    yield Finding("HP104", *_at(seen), evidence, error, remedied, f"{_line(seen)} in the fp32 list")
+    yield Finding(
+        "HP104", *seen.place, evidence, error, remedied, f"{seen.line()} in the fp32 list"
+    )
 
 
 def _stalled(seen: Seen, low: torch.dtype) -> Iterator[Finding]:
@@ -251,7 +189,7 @@ def _stalled(seen: Seen, low: torch.dtype) -> Iterator[Finding]:
     share = is_small.double().mean().item() if is_small.numel() else 0.0
     if share > 0.5:
         evidence = f"{share:.0%} of the terms are at most half an ulp of the {short_name(low)} sum"
-        yield Finding("HP104", *_at(seen), evidence, share, None, "keep the sum in float32")
+        yield Finding("HP104", *seen.place, evidence, share, None, "keep the sum in float32")
 
 
 # --- HP105, HP106 and HP108: dtypes ------------------------------------------------------------------
@@ -279,7 +217,7 @@ def silent_fp32(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]
         f"{what} in float32 made a {short_name(lows[0].dtype)} stream of shape {tuple(output.shape)} float32: "
         f"{output.numel() * 2:,} bytes more"
     )
-    yield Finding("HP105", *_at(seen), evidence, 1.0, None, f"{_line(seen)} in the bf16 list")
+    yield Finding("HP105", *seen.place, evidence, 1.0, None, f"{seen.line()} in the bf16 list")
 
 
 def useless_island(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
@@ -300,8 +238,8 @@ def useless_island(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Findi
     if torch.equal(found[0], seen.outputs[0]):
         saved = sum(each.numel() * 2 for each in [*wide, *island.outputs])
         evidence = f"{short_name(low)} inputs and a result rounded to it at {seen.call.location.rpartition('/')[2]}"
-        remedy = f"{_line(island)} in no fp32 list: the same bits"
-        yield Finding("HP106", *_at(island), f"{evidence}; {saved:,} bytes more", 1.0, 0.0, remedy)
+        remedy = f"{island.line()} in no fp32 list: the same bits"
+        yield Finding("HP106", *island.place, f"{evidence}; {saved:,} bytes more", 1.0, 0.0, remedy)
 
 
 def _low_run(seen: Seen, low: torch.dtype) -> list[Tensor] | None:
@@ -324,7 +262,7 @@ def mixed_siblings(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Findi
     if seen.call.op not in SIBLINGS or len(dtypes) < 2:
         return
     evidence = f"its inputs are {' and '.join(map(short_name, dtypes))}"
-    yield Finding("HP108", *_at(seen), evidence, 1.0, None, "cast where the stray one is made")
+    yield Finding("HP108", *seen.place, evidence, 1.0, None, "cast where the stray one is made")
 
 
 # --- HP109: range ----------------------------------------------------------------------------------
@@ -344,53 +282,23 @@ def out_of_range(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding
             evidence = f"the largest value is {largest:.3g}; {short_name(each.dtype)} ends at {limits.max:.3g}"
             yield Finding(
                 "HP109",
-                *_at(seen),
+                *seen.place,
                 evidence,
                 largest / limits.max,
                 None,
-                f"{_line(seen)} in the fp32 list",
+                f"{seen.line()} in the fp32 list",
             )
         elif tiny > 0.01:
             evidence = f"{tiny:.0%} of the values are subnormal in {short_name(each.dtype)}"
             yield Finding(
                 "HP109",
-                *_at(seen),
+                *seen.place,
                 evidence,
                 tiny,
                 None,
-                f"{_line(seen)} in the fp32 list, or a loss scaler",
+                f"{seen.line()} in the fp32 list, or a loss scaler",
             )
         return
-
-
-class IntegerCasts(TorchDispatchMode):  # type: ignore[misc]
-    """HP102 for calls without a floating-point input: casts of integers, and ranges made in a low type."""
-
-    def __init__(self, add: Callable[[Iterable[Finding]], None]) -> None:
-        """Takes the function that gets the findings."""
-        super().__init__()
-        self._add = add
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if name not in ("_to_copy", "arange") or not (may_read() and is_readable(result)):
-            return result
-        if result.dtype in LOW_DTYPES and result.dim():
-            exact = (
-                args[0] if name == "_to_copy" else func(*args, **{**kwargs, "dtype": torch.float64})
-            )
-            if name == "arange" or not exact.is_floating_point():
-                place = name.strip("_"), spot()[1], user_location()
-                self._add(_rounded(place, exact, result.dtype, "keep them in float32"))
-        return result
 
 
 RULES_OF_CALLS: Final[tuple[Rule, ...]] = (

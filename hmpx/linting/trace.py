@@ -19,6 +19,9 @@ from ..torch_state import without_casts
 
 CONVERTING: Final = frozenset(facts("converting"))
 
+#: Ops that add or subtract.
+DIFFERENCES: Final = frozenset({"add", "sub", "rsub", "isub", "iadd", "radd"})
+
 #: Calls kept with their arguments.
 _MOST_CALLS: Final = 64
 
@@ -57,6 +60,16 @@ class Seen:
     def writes(self) -> bool:
         """Whether the result is one of the inputs."""
         return any(each is given for each in self.outputs for given in self.inputs)
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The op, the module and the line of the program."""
+        return self.call.op, self.call.module, self.call.location
+
+    def line(self, options: str = "") -> str:
+        """Returns a list line for the op, in a section for its module where it has one."""
+        line = f"{self.call.op}{options}"
+        return f"section module {self.call.module!r}: {line}" if self.call.module else line
 
     def run(self, replace: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
         """Reruns torch's function on floating inputs replaced by ``replace``.
