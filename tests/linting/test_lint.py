@@ -143,6 +143,14 @@ def test_layers_of_a_kind_are_one_finding() -> None:
     assert "arange in 0 (3 calls): " in str(found)
 
 
+def test_rounding_that_the_remedy_would_leave_is_no_finding() -> None:
+    """Below torch.autocast the inputs of a product are rounded, too, and here that error is larger."""
+    x, weight = drawn(64, 128) + 30, drawn(64, 128, seed=1)
+    weight -= weight.mean(-1, keepdim=True)
+    with torch.autocast("cpu"):
+        assert not codes(lambda: F.linear(x, weight).float().softmax(-1))
+
+
 def test_masks_are_no_findings() -> None:
     least = torch.finfo(torch.float32).min
     mask = torch.where(drawn(8, 8) > 0, 0.0, least)
