@@ -5,6 +5,7 @@ The compiled kernels encode and decode them; without kernels, torch ops do the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from ..errors import OptionError
 from ..tensors import CAST, is_in_memory
 from . import kernels
 from .bits import FP32, FP64, NO_KEYS, draw_keys
-from .families import Coded, CodedFormat, Custom, Format, SharedScales, code_dtype
+from .families import Coded, Custom, Format, SharedScales, code_dtype
 from .plans import NO_GRID
 from .quantization import quantize
 from .registered import get
@@ -161,48 +162,40 @@ def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Forma
     known = _coded(format)
     values = None
     if not torch.compiler.is_dynamo_compiling():
-        decoded: Any = _decoded_scaled if isinstance(known, SharedScales) else _decoded
-        values = decoded(codes, known)
+        parts = codes if isinstance(known, SharedScales) else (codes,)
+        values = _decoded(parts, known) if isinstance(parts, tuple | list) else None
     return known.decoded(codes) if values is None else values
 
 
-def _decoded(codes: Any, format: CodedFormat) -> Tensor | None:
-    decoder = _decoder(format) if _is_readable(codes, code_dtype(format.bits)) else None
+def _decoded(parts: Sequence[Any], format: Coded) -> Tensor | None:
+    """Returns the values of codes by a kernel; None if there is none, or if they are wrong."""
+    dtypes = [code_dtype(format.code_bits)]
+    shared = format if isinstance(format, SharedScales) else None
+    plan = None if shared is None else shared.exact_plan(torch.float32)
+    if plan is not None:
+        dtypes += [torch.float32 if plan.scale_format == "float32" else torch.uint8]
+        dtypes += [torch.float32] * plan.has_tensor_scale
+    is_right = len(parts) == len(dtypes) and all(map(_is_readable, parts, dtypes))
+    decoder = _decoder(format) if is_right else None
     if decoder is None:
         return None
-    dtype = torch.float32 if format.is_exact_in_float32 else torch.float64
-    values = EMPTY_LIKE(codes, dtype=dtype)
-    if values.stride() != codes.stride():
-        codes = CLONE(codes)
-    count = codes.numel()
-    addresses = codes.data_ptr(), values.data_ptr()
-    decoder(*addresses, count, codes.element_size(), kernels.threads_for(count))
-    return values
-
-
-def _decoded_scaled(parts: Any, format: SharedScales) -> Tensor | None:
-    """Decodes codes and scales by a kernel; None if there is none, or they are wrong."""
-    plan = format.exact_plan(torch.float32)
-    if not isinstance(parts, tuple | list) or len(parts) != 2 + plan.has_tensor_scale:
+    codes, count = CONTIGUOUS(parts[0]), parts[0].numel()
+    values = EMPTY_LIKE(codes, dtype=torch.float32 if _is_narrow(format) else torch.float64)
+    options = codes.element_size(), kernels.threads_for(count)
+    if shared is None or plan is None:
+        decoder(codes.data_ptr(), values.data_ptr(), count, *options)
+        return values
+    axis, dim = shared.block_axis, max(codes.dim(), 1)
+    shape = (
+        None if axis is not None and not -dim <= axis < dim else shared.scales_shape(codes.shape)
+    )
+    if tuple(parts[1].shape) != shape or (len(parts) == 3 and parts[2].dim()):
         return None
-    scales_dtype = torch.float32 if plan.scale_format == "float32" else torch.uint8
-    dtypes = code_dtype(format.code_bits), scales_dtype, torch.float32
-    if not all(map(_is_readable, parts, dtypes)):
-        return None
-    codes, scales = parts[:2]
-    axis, dim = format.block_axis, max(codes.dim(), 1)
-    if axis is not None and not -dim <= axis < dim:
-        return None
-    is_right = tuple(scales.shape) == format.scales_shape(codes.shape)
-    decoder = _decoder(format) if is_right and not (len(parts) == 3 and parts[2].dim()) else None
-    if decoder is None:
-        return None
-    codes, scales = CONTIGUOUS(codes), CONTIGUOUS(scales)
-    values, count = EMPTY_LIKE(codes, dtype=torch.float32), codes.numel()
+    scales = CONTIGUOUS(parts[1])
+    addresses = codes.data_ptr(), scales.data_ptr(), values.data_ptr()
     if count:
-        addresses = codes.data_ptr(), scales.data_ptr(), values.data_ptr()
-        options = plan.blocks.grid(codes), codes.element_size(), kernels.threads_for(count)
-        decoder(*addresses, count, *options, parts[2].item() if len(parts) == 3 else 1.0)
+        tensor_scale = parts[2].item() if len(parts) == 3 else 1.0
+        decoder(*addresses, count, plan.blocks.grid(codes), *options, tensor_scale)
     return values
 
 
@@ -210,10 +203,14 @@ def _is_readable(part: Any, dtype: torch.dtype) -> bool:
     return isinstance(part, Tensor) and part.dtype is dtype and has_own_memory(part)
 
 
-def _decoder(format: CodedFormat | SharedScales) -> Any:
+def _is_narrow(format: Coded) -> bool:
+    return isinstance(format, SharedScales) or format.is_exact_in_float32
+
+
+def _decoder(format: Coded) -> Any:
     if "decoder" not in format.derived:
-        binary = FP32 if isinstance(format, SharedScales) or format.is_exact_in_float32 else FP64
-        coding, make_spec = format.coding(binary), None
+        binary, make_spec = FP32 if _is_narrow(format) else FP64, None
+        coding = format.coding(binary)
         if isinstance(format, SharedScales):
             make_spec = format.exact_plan(torch.float32).decoding_spec
         made = None if coding is None else kernels.decoder(coding, binary.width, make_spec)

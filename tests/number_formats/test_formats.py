@@ -320,11 +320,11 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: decode(torch.ones(1, dtype=torch.uint8), "mxfp4_e2m1"),
-        "format mxfp4_e2m1: decode takes the pair (codes, scales)",
+        "format mxfp4_e2m1: decode takes (codes, scales)",
     ),
     (
         lambda: decode((torch.ones(3, 40).byte(), torch.ones(3).byte()), "mxfp4_e2m1"),
-        "format mxfp4_e2m1: codes of shape (3, 40) have scales of shape (3, 2), not (3,)",
+        "format mxfp4_e2m1: scales must be of shape (3, 2), not (3,)",
     ),
 ]
 

@@ -16,9 +16,9 @@ from .number_format import Custom as Custom
 from .number_format import NumberFormat as NumberFormat
 from .number_format import Rounder as Rounder
 from .number_format import code_dtype as code_dtype
+from .scaled import Block as Block
 from .scaled import Scaled as Scaled
-from .shared_scales import Block as Block
-from .shared_scales import SharedScales as SharedScales
+from .scaled import SharedScales as SharedScales
 from .tables import Table as Table
 from .tapered import Posit as Posit
 from .tapered import Takum as Takum

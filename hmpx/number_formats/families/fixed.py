@@ -131,12 +131,7 @@ class Fixed(CodedFormat):
     @property
     def fits_in_float32(self) -> bool:
         """Whether float32 has room for all values and for rounding them."""
-        return self.bits <= 25
-
-    @property
-    def is_exact_in_float32(self) -> bool:
-        """Whether float32 holds every value exactly."""
-        return self.bits <= 25
+        return self.is_exact_in_float32
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FixedPlan:
         """Returns the plan for tensors of a binary type that has room for the format."""
@@ -243,11 +238,6 @@ class Exponent(CodedFormat):
     allowed_overflow: ClassVar[tuple[Overflow, ...]] = ("nan", "saturate")
     default_overflow: ClassVar[Overflow] = "nan"
     fits_in_float32 = False  # the smallest of E8M0 is subnormal there
-
-    @property
-    def is_exact_in_float32(self) -> bool:
-        """Whether float32 holds every value exactly."""
-        return self.exponent_bias <= 149 and self.max_exponent <= 127
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> ExponentPlan:
         """Returns the plan for tensors of a binary type that has room for the format."""

@@ -24,6 +24,8 @@ Same = TypeVar("Same", bound="NumberFormat")
 
 _MOST_NAME: Final = 100
 
+FLOAT32_MOST: Final = float(torch.finfo(torch.float32).max)
+
 #: Formats of up to this number of bits are decoded by a table of all their values.
 _TABLED: Final = 16
 
@@ -264,6 +266,13 @@ class CodedFormat(MeasuredFormat):
     def code_bits(self) -> int:
         """Bits of a code."""
         return self.bits
+
+    @property
+    def is_exact_in_float32(self) -> bool:
+        """Whether float32 holds every value exactly."""
+        figures = self._figures
+        is_precise = figures.significand_bits <= 24 and figures.smallest_subnormal >= 2.0**-149
+        return is_precise and figures.max <= FLOAT32_MOST
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         """Returns the codes of the format's values, as integers of any width."""

@@ -34,14 +34,12 @@ from ..unpatched import (
     WHERE,
 )
 from .fixed import FixedPlan, FixedSpec
-from .float_plans import BitsPlan, FloatPlan
-from .floats import Float
+from .floats import BitsPlan, Float, FloatPlan
+from .number_format import FLOAT32_MOST
 from .tables import TablePlan
 
 #: The plans of elements.
 Element: TypeAlias = FloatPlan | BitsPlan | FixedPlan | TablePlan
-
-FLOAT32_MOST: Final = float(torch.finfo(torch.float32).max)
 
 #: Scales in e4m3.
 E4M3_LEAST: Final = 2.0**-6

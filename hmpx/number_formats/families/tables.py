@@ -20,7 +20,7 @@ from ..bits import FP32, FP64, Binary, to_float32, uniform
 from ..plans import NO_GRID, Coding, Grid, Plan, struct
 from ..unpatched import ADD, BUCKETIZE, CLAMP, CONTIGUOUS, DIV, GE, NE, SUB, WHERE, taken
 from ..vocabulary import Overflow
-from .number_format import CodedFormat, Figures, check_name
+from .number_format import FLOAT32_MOST, CodedFormat, Figures, check_name
 
 _MOST_VALUES: Final = 65536
 
@@ -169,13 +169,12 @@ class Table(CodedFormat):
     @property
     def fits_in_float32(self) -> bool:
         """Whether float32 has room for all values and for rounding them."""
-        return max(map(abs, self.values)) <= torch.finfo(torch.float32).max
+        return max(map(abs, self.values)) <= FLOAT32_MOST
 
     @property
     def is_exact_in_float32(self) -> bool:
         """Whether float32 holds every value exactly."""
-        limit = torch.finfo(torch.float32).max
-        return all(abs(value) <= limit and to_float32(value) == value for value in self.values)
+        return self.fits_in_float32 and all(to_float32(each) == each for each in self.values)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TablePlan:
         """Returns the plan for tensors of a binary type that has room for the format."""
@@ -200,15 +199,7 @@ class Table(CodedFormat):
 
     def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
         """Returns the plan, in the type of ``dtype``, with which a kernel encodes, or None."""
-        if mode == "stochastic":
-            return None
-        if dtype is not torch.float32 or not self.fits_in_float32 or self.is_exact_in_float32:
-            return super().coded_plan(dtype, mode, overflow)
-        # The largest float32 not above a threshold separates those above it.
-        floors = tuple(FP32.floor(Fraction(each)) for each in _thresholds(self.values, FP64, mode))
-        plan = TablePlan(FP32, mode, tuple(map(to_float32, self.values)), floors)
-        zero_index = bisect_left(_thresholds(self.values, FP64, "nearest"), 0.0)
-        return plan if plan.zero_index == zero_index else None
+        return None if mode == "stochastic" else super().coded_plan(dtype, mode, overflow)
 
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""

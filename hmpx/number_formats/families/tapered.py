@@ -202,11 +202,6 @@ class Posit(Tapered):
         """Whether float32 has room for all values and for rounding them."""
         return self.bits - 3 - self.es <= 22 and self.max_exponent <= 125
 
-    @property
-    def is_exact_in_float32(self) -> bool:
-        """Whether float32 holds every value exactly."""
-        return self.bits - 3 - self.es <= 23 and self.max_exponent <= 126
-
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> PositPlan:
         """Returns the plan for tensors of a binary type that has room for the format."""
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
@@ -280,7 +275,7 @@ class Takum(Tapered):
         kept = self.bits - _HEADER
         return Figures(kept + 1, math.ldexp(1.0, -kept), most, least, least)
 
-    fits_in_float32 = is_exact_in_float32 = False
+    fits_in_float32 = False
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TakumPlan:
         """Returns the plan for tensors of a binary type that has room for the format."""
