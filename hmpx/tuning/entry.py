@@ -142,6 +142,7 @@ def tune(
             about={
                 "metric": request.metric_name,
                 "low_precision_type": request.low_type,
+                "conversion": request.conversion,
                 "limit": "" if request.limit is None else "{} at most {:g}".format(*request.limit),
             },
         ).run()

@@ -7,7 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from .. import arguments, session
 from ..arguments import is_a
 from ..casting import Options
+from ..compute import LEGALIZE_MODES
 from ..errors import OptionError, shown
 from ..policy import Policy
 from ..tensors import copied, long_name, parse_device_types, tensors_of
@@ -115,11 +116,28 @@ class Request:
         return getattr(function, "__name__", "measure" if is_measure else "metric")
 
     @property
+    def conversion(self) -> dict[str, Any]:
+        """The arguments of `convert` besides the policy with which sets are evaluated, unless by default."""
+        found: dict[str, Any] = {"device_types": set(self.device_types)}
+        for each in fields(Options):
+            value = getattr(self.options, each.name)
+            has_effect = not (each.metadata["is_of_formats"] and self._is_native)
+            if value != each.default and has_effect:
+                found[each.name] = value
+        return found
+
+    @property
     def may_follow(self) -> bool:
         """Whether ops may also follow their inputs: one evaluation must show their dtypes."""
-        low_type = Policy.from_ops(low_precision_type=self.low_type).low_precision_type
-        is_native = isinstance(low_type, torch.dtype)
-        return is_native and self.measure is None and not self.types and self.objective == "work"
+        is_whole = self.measure is None and not self.types and self.objective == "work"
+        return is_whole and self._is_native
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether no type is a number format."""
+        names = {self.low_type, *self.types} - {FP32}
+        found = [Policy.from_ops(low_precision_type=each).low_precision_type for each in names]
+        return all(isinstance(each, torch.dtype) for each in found)
 
     def header(self) -> dict[str, Any]:
         """Returns the identity of this search for its journal. The tolerance may differ."""
@@ -202,12 +220,13 @@ def _conversion(
         held = [*_held(model, "parameters"), *tensors_of(inputs)]
         types = frozenset(each.device.type for each in held)
         types = types or parse_device_types(None)
+    options = Options() if current is None else current.options
+    if legalize is None and current is None and types == {"cpu"}:
+        legalize = "always"  # "auto" depends on timings that differ between processes
     if legalize is not None:
-        return types, Options(legalize=legalize)
-    if current is not None:
-        return types, current.options
-    # "auto" depends on timings that differ between processes, and with them the last bits.
-    return types, Options(legalize="always" if types == {"cpu"} else "auto")
+        legalize = arguments.choice("legalize", legalize, LEGALIZE_MODES)
+        options = replace(options, legalize=legalize)
+    return types, options
 
 
 def _inputs(inputs: Any, fresh_inputs: Any) -> dict[str, tuple[Batch, ...]]:

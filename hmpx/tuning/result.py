@@ -45,13 +45,15 @@ class Tuned:
         searched: The smaller tolerance of the last search, after a set failed on fresh inputs; else None.
         path: The evaluations, in order.
         candidates: All ops that could be kept.
+        conversion: Arguments of `hmpx.convert` with which the errors were measured, besides the policy: the
+            device types, and options such as ``legalize``. Empty for a command, which decides itself.
 
     Example:
         >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.ones(2, 8)
         >>> best = hmpx.tune(model, x, tolerance=0.1, device_types={"cpu"}, progress=False)
         >>> best.keep_fp32, best.is_complete, best.low_precision_flops_share
         (frozenset(), True, 1.0)
-        >>> with hmpx.convert(**best.lists, device_types={"cpu"}):
+        >>> with hmpx.convert(**best.lists):
         ...     model(x).dtype
         torch.bfloat16
     """
@@ -72,6 +74,7 @@ class Tuned:
     limit: str = ""
     searched: float | None = None
     seen: Mapping[str, Seen] = field(default_factory=dict, repr=False)
+    conversion: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keep_fp32(self) -> Kept:
@@ -97,8 +100,8 @@ class Tuned:
 
     @property
     def lists(self) -> Mapping[str, Any]:
-        """Arguments of `hmpx.convert`: ``hmpx.convert(**best.lists)``."""
-        return {"policy": self.policy}
+        """All arguments of the measured conversion: ``hmpx.convert(**best.lists)``."""
+        return {"policy": self.policy, **self.conversion}
 
     @property
     def low_precision_flops_share(self) -> float:
@@ -134,7 +137,8 @@ class Tuned:
 
         Returns:
             The paths: ``bf16.txt``, ``fp32.txt`` and ``widest.txt`` for ``convert(lists=directory)``, or
-            ``policy.yaml`` for ``convert(policy=...)``; ``report.txt`` and ``report.html``.
+            ``policy.yaml`` for ``convert(policy=...)``; ``report.txt`` and ``report.html``. The first line
+            of each list holds the whole call, with `conversion`.
 
         Raises:
             OptionError: They can't be written.

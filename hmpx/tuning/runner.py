@@ -52,7 +52,7 @@ class Searching:
     has_fresh: bool = False  # fresh inputs check the set at the end
     is_noisy: bool = False  # errors depend on the tolerance, which determines the number of samples
     noise: float = 0.0  # the error of fp32 against itself
-    about: Mapping[str, str] = field(default_factory=dict)  # fields of the result
+    about: Mapping[str, Any] = field(default_factory=dict)  # fields of the result
     path: list[Evaluation] = field(default_factory=list)  # each once
     _known: dict[tuple[Kept, str, float], Outcome] = field(default_factory=dict)
 

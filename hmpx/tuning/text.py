@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import html
+import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
 from ..errors import cut, lined
 from ..policy import FILE_NAMES, of_libraries
 from ..reports import Table, page, paragraphs, section
+from ..tensors import long_name
 from ..version import __version__
 from .assignment import FP32, assigned, policy_source
 from .candidates import FOLLOWS, Candidate, bare, is_following, low_parts, shares
@@ -225,11 +227,11 @@ def files(tuned: Tuned) -> dict[str, str]:
             _comment(f"{bare(name)}{' follows' * is_following(name)}: {_why(tuned, name)}")
             for name in sorted(tuned.kept)
         ]
-        head = _head(tuned, 'hmpx.convert(policy="policy.yaml")')
+        head = _head(tuned, policy="policy.yaml")
         return {"policy.yaml": "\n".join([head, *reasons, yaml.safe_dump(source, sort_keys=False)])}
     called = {op for op, _ in types}
     followed = {op for (op, _), each in types.items() if each == FOLLOWS}
-    load = "" if low == "bfloat16" else f', low_precision_type="{low}"'
+    load = {} if low == "bfloat16" else {"low_precision_type": low}
     decided = yaml.safe_load(tuned.policy.to_yaml())
     found = {}
     for kind, name in FILE_NAMES.items():
@@ -237,7 +239,7 @@ def files(tuned: Tuned) -> dict[str, str]:
         ours = [line for line in lines if line.split()[0] in called]
         # Functions of other libraries come after all lists anyway.
         others = [line for line in lines if line.split()[0] not in called.union(of_libraries().ops)]
-        parts = [_head(tuned, f'hmpx.convert(lists="DIRECTORY"{load})')]
+        parts = [_head(tuned, lists="DIRECTORY", **load)]
         unlisted: set[str] = set()
         if kind == "widest":
             ours = [line for line in ours if line in followed]
@@ -250,7 +252,10 @@ def files(tuned: Tuned) -> dict[str, str]:
     return found
 
 
-def _head(tuned: Tuned, use: str) -> str:
+def _head(tuned: Tuned, **chosen: str) -> str:
+    """Returns how to convert as measured, with these arguments that choose the lists; and the result."""
+    given = [f"{name}={_literal(value)}" for name, value in {**chosen, **tuned.conversion}.items()]
+    use = f"hmpx.convert({', '.join(given)})"
     tolerance = "" if tuned.metric == CHECK else f"tolerance {shown(tuned.tolerance)}, "
     lines = [
         f"Written by hmpx.tune {__version__}. Use: {use}",
@@ -261,6 +266,13 @@ def _head(tuned: Tuned, use: str) -> str:
     if not tuned.is_complete:
         lines.append("The search was ended early: some of these may not be needed.")
     return "\n".join(map(_comment, lines))
+
+
+def _literal(value: Any) -> str:
+    """Returns an argument of `convert` as code: a plain value, a set of these, or a format's name."""
+    if isinstance(value, set):
+        return "{" + ", ".join(map(_literal, sorted(value))) + "}"
+    return repr(value) if isinstance(value, bool) else json.dumps(long_name(value))
 
 
 def _section(title: str, lines: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
+from hmpx.casting import Options
 
 
 def small() -> nn.Module:
@@ -18,9 +20,9 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.GELU())
 
 
-def tune(model: nn.Module, **options: Any) -> hmpx.Tuned:
+def tune(model: nn.Module, x: Tensor | None = None, **options: Any) -> hmpx.Tuned:
     options = {"tolerance": 0.1, "device_types": {"cpu"}, "progress": False, **options}
-    return hmpx.tune(model, torch.ones(2, 8), **options)
+    return hmpx.tune(model, torch.ones(2, 8) if x is None else x, **options)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,72 @@ def test_damaged_journals_are_named_with_the_line(
     with pytest.raises(hmpx.OptionError, match=r"journal:2: the journal is damaged .*; delete"):
         tune(small(), journal=path)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("by", "given", "in_force", "options"),
+    [
+        ("op", {}, {}, {"legalize": "always"}),
+        ("module", {}, {}, {"legalize": "always"}),
+        (
+            "op",
+            {"legalize": "fast"},
+            {"reuse_casts": True},
+            {"legalize": "fast", "reuse_casts": True},
+        ),
+        ("op", {"low_precision_type": "float8_e4m3fn"}, {}, {"legalize": "always"}),
+        (
+            "module",
+            {},
+            {"low_precision_type": "float8_e4m3fn", "round_gradients": "float8_e5m2"},
+            {"round_gradients": hmpx.formats.get("float8_e5m2")},
+        ),
+        (
+            "op",
+            {"low_precision_type": "bfloat16"},
+            {"low_precision_type": "float8_e4m3fn", "overflow": "saturate"},
+            {},
+        ),
+    ],
+)
+def test_what_is_said_to_be_used_is_what_was_measured(
+    by: str,
+    given: dict[str, Any],
+    in_force: dict[str, Any],
+    options: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """The lists as arguments, and the call in the first line of the file: all options, the same error."""
+    model, x = Apart(), torch.linspace(-3, 3, 64).reshape(8, 8)
+    before = hmpx.convert(device_types={"cpu"}, **in_force) if in_force else nullcontext()
+    with before:
+        best = tune(model, x, tolerance=1e-3, by=by, **given)
+    assert best.kept
+    (path, *_) = best.write(tmp_path)
+    line = path.read_text().splitlines()[0].partition(" Use: ")[2]
+    line = line.replace("DIRECTORY", str(tmp_path)).replace("policy.yaml", str(path))
+    with torch.no_grad():
+        expected = model(x).double()
+        for convert in (lambda: hmpx.convert(**best.lists), lambda: eval(line)):
+            with convert() as session:
+                found = model(x).double()
+            assert session.device_types == {"cpu"}
+            assert session.options == Options(**options)
+            assert session.policy.fingerprint() == best.policy.fingerprint()
+            assert float((found - expected).norm() / expected.norm()) == pytest.approx(best.error)
+
+
+class Apart(nn.Module):
+    """Two layers, between which something cancels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        return second((torch.tanh(first(x)) + 256) - 256)  # type: ignore[no-any-return]
 
 
 class Keyed(nn.Module):

@@ -230,6 +230,7 @@ def test_what_the_model_raises_passes() -> None:
         ({"progress": "yes"}, "progress must be True or False"),
         ({"low_precision_type": "float33"}, "low_precision_type must be"),
         ({"device_types": {"gpu"}}, "gpu"),
+        ({"legalize": "sometimes"}, "legalize must be one of 'auto'"),
         ({"candidates": ["bfloat16"]}, "candidates must hold float32 and at least one other type"),
         ({"objective": "memory"}, "objective must be 'work' or 'time'"),
         (

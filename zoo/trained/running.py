@@ -142,7 +142,7 @@ def tuned(task: Task, judged: Judged, low_type: str) -> Line:
         batch = task.batch(seed)
         with torch.no_grad():
             fp32 = judged(**batch)
-            with hmpx.convert(**best.lists, legalize="always"):
+            with hmpx.convert(**best.lists):
                 fresh.append(change(task, judged(**batch), fp32))
     _write(task, low_type, best)
     return {
@@ -168,7 +168,8 @@ def _write(task: Task, low_type: str, best: hmpx.Tuned) -> None:
     path.write_text(
         f"# {task.name}: {measured}, within {TOLERANCE:.0%} of fp32's.\n"
         f"# {len(best.kept)} of {len(best.candidates)} ops kept out of {low_type}. Use: "
-        f'hmpx.convert(policy="{path.name}")\n' + yaml.safe_dump(source, sort_keys=False),
+        f'hmpx.convert(policy="{path.name}", legalize="always")\n'
+        + yaml.safe_dump(source, sort_keys=False),
         encoding="utf-8",
     )
 
