@@ -18,7 +18,6 @@ from ..reports import (
     exponential,
     located,
     page,
-    page_file,
     paragraphs,
     section,
     share,
@@ -141,7 +140,6 @@ class Comparison(Written):
             "hmpx comparison",
             "Low precision compared with float32",
             "\n".join(parts),
-            style=page_file(str(__package__), "compare.css"),
             tables=tables,
         )
 
@@ -165,7 +163,7 @@ def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> Table:
         Column("op", [row.op for row in rows], clean, False, least=10),
         Column("module", names, str, False, without_start, 12),
         Column("line", [row.site for row in rows], located, False),
-        Column("in", [short_dtype(row.dtype) or "fp32" for row in rows], str, False),
+        Column("in", [short_dtype(row.dtype) or "fp32" for row in rows], str, False, is_dtype=True),
         Column("decided by", [row.reason for row in rows], clean, False),
         numbers("calls", "calls", count),
         numbers("effect", "effect"),

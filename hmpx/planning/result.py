@@ -19,7 +19,6 @@ from ..reports import (
     clean,
     count,
     page,
-    page_file,
     paragraphs,
     section,
     share,
@@ -198,19 +197,15 @@ class Plan(Written):
         }
 
     def _page(self) -> str:
-        def scrolled(table: str) -> str:
-            return f'<div class="scroll">{table}</div>'
-
         parts = [
             paragraphs((_headline(self), _verdict(self)), "verdict"),
             paragraphs(_remedies(self)),
-            section("memory", "Memory of tensors", scrolled(_memory_table(self).to_html())),
-            section("peak", "At the peak, by kind", scrolled(_peak_table(self).to_html())),
-            section("ops", "By op", scrolled(self.report.by_op().html_table())),
-            section("modules", "By module", scrolled(self.report.by_module().html_table())),
+            section("memory", "Memory of tensors", _memory_table(self).to_html()),
+            section("peak", "At the peak, by kind", _peak_table(self).to_html()),
+            section("ops", "By op", self.report.by_op().html_table()),
+            section("modules", "By module", self.report.by_module().html_table()),
         ]
-        style = page_file(str(__package__), "plan.css")
-        return page("hmpx plan", "Plan of a step", "\n".join(parts), style=style)
+        return page("hmpx plan", "Plan of a step", "\n".join(parts))
 
 
 def _of_run(run: Run) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from .cells import (
 )
 from .files import Written, write, written
 from .groups import Group, Groups, grouped
-from .pages import page, page_file, paragraphs, section, table_section
+from .pages import page, paragraphs, section, table_section
 from .report import Report, Views, merged, read_json
 from .rows import (
     KINDS,
@@ -56,7 +56,6 @@ __all__ = [
     "located",
     "merged",
     "page",
-    "page_file",
     "paragraphs",
     "read_json",
     "section",

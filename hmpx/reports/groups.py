@@ -80,7 +80,7 @@ class Groups(list[Group]):
         shown = self[:most]
         names = shown[0].names if shown else ()
         keys = [
-            Column(title, [group.key[index] for group in shown], show, False, cut, least)
+            Column(title, [g.key[index] for g in shown], show, False, cut, least, title == "in")
             for index, (title, show, cut, least) in enumerate(map(_NAMES.__getitem__, names))
         ]
         return Table(

@@ -16,8 +16,6 @@ from typing import Any, Final
 
 from .table import Table
 
-_PACKAGE: Final = str(__package__)
-
 #: Characters in JSON that could end the surrounding script.
 _ESCAPED: Final = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
 
@@ -27,7 +25,6 @@ def page(
     heading: str,
     body: str,
     *,
-    style: str = "",
     script: str = "",
     data: Mapping[str, Any] | None = None,
     tables: Mapping[str, Table] | None = None,
@@ -38,17 +35,16 @@ def page(
         title: The page's title.
         heading: The page's heading.
         body: The HTML after the heading, with users' text escaped.
-        style: CSS after the common CSS.
         script: JavaScript after the common JavaScript.
         data: The script's data, as JSON.
         tables: The tables of `table_section`, by name.
     """
     found = {**(data or {}), "tables": {n: each.page_data() for n, each in (tables or {}).items()}}
     text = json.dumps(found, separators=(",", ":"), allow_nan=False)
-    style = page_file(_PACKAGE, "page.css") + style
-    script = page_file(_PACKAGE, "page.js") + script
+    style = page_file("page.css")
+    script = page_file("page.js") + script
     return filled(
-        page_file(_PACKAGE, "page.html"),
+        page_file("page.html"),
         title=title,
         heading=heading,
         body=_markup(body),
@@ -70,9 +66,9 @@ def filled(template: str, **values: Any) -> str:
     return environment.from_string(template).render(values)
 
 
-def page_file(package: str, name: str) -> str:
-    """Returns the text of a file in the folder ``page`` of a package."""
-    return (importlib.resources.files(package) / "page" / name).read_text("utf-8")
+def page_file(name: str) -> str:
+    """Returns the text of a file in the folder ``page``."""
+    return (importlib.resources.files(__package__) / "page" / name).read_text("utf-8")
 
 
 def section(name: str, heading: str, *parts: str) -> str:

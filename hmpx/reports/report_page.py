@@ -34,9 +34,8 @@ def report_page(report: Report) -> str:
     """Returns the page."""
     files = source_files(report.rows, [each.location for each in report.waste])
     found = fixes(report.waste)
-    package = str(__package__)
     body = filled(
-        page_file(package, "report.html"),
+        page_file("report.html"),
         verdict=verdict(report),
         error=ended_with(report) if report.error else "",
         fixes=found[:_MOST_FIXES],
@@ -51,7 +50,7 @@ def report_page(report: Report) -> str:
         f"hmpx report: {verdict(report)}",
         "Precision report",
         body,
-        script=page_file(package, "report.js"),
+        script=page_file("report.js"),
         data=_data(report, files),
     )
 

@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..errors import OptionError
-from .cells import WIDTH, without_end
+from .cells import NOTHING, WIDTH, without_end
 from .files import plain
 
 #: Spreadsheets may read a cell that starts with one of these as a formula; from OWASP's page on CSV injection,
 #: including its full-width signs.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001
+
+#: Cells of dtypes that are not low precision.
+_WIDE: Final = frozenset({"fp32", "fp64", NOTHING})
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Column:
         is_number: Whether its cells are right-aligned.
         cut: Shortens a cell to a number of terminal columns.
         least: The minimum width.
+        is_dtype: Whether pages colour its cells: low precision, or fp32 and wider.
     """
 
     title: str
@@ -40,11 +44,18 @@ class Column:
     is_number: bool = True
     cut: Callable[[str, int], str] = without_end
     least: int = 4
+    is_dtype: bool = False
 
     @property
     def cells(self) -> list[str]:
         """Its values as text."""
         return [self.show(value) for value in self.values]
+
+    def kind(self, cell: str) -> str:
+        """Returns the CSS class of a cell."""
+        if self.is_dtype:
+            return "wide" if cell in _WIDE else "low"
+        return "number" * self.is_number
 
     def fitted(self, columns: int) -> Column:
         """Returns the column cut to ``columns`` of a terminal."""
@@ -125,12 +136,16 @@ class Table:
 
     def to_html(self) -> str:
         """Returns the table as HTML, without scripts or styles."""
-        head = "".join(f'<th scope="col">{html.escape(each.title)}</th>' for each in self.columns)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
-            for cells in zip(*(column.cells for column in self.columns), strict=True)
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+        def cell(tag: str, kind: str, text: str) -> str:
+            start = f'{tag} class="{kind}"' if kind else tag
+            return f"<{start}>{html.escape(text)}</{tag[:2]}>"
+
+        head = [cell('th scope="col"', "number" * c.is_number, c.title) for c in self.columns]
+        columns = ([cell("td", c.kind(text), text) for text in c.cells] for c in self.columns)
+        body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True))
+        start = f'<table class="table"><thead><tr>{"".join(head)}</tr></thead>'
+        return f"{start}<tbody>{body}</tbody></table>"
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -143,6 +158,7 @@ class Table:
             "titles": [column.title for column in columns],
             "numbers": len(numbers),
             "rows": [*zip(*(column.cells for column in columns), strict=True)],
+            "kinds": [*zip(*([*map(each.kind, each.cells)] for each in columns), strict=True)],
             "keys": [*zip(*(map(_key, column.values) for column in numbers), strict=True)],
         }
 

@@ -124,7 +124,8 @@ def kept_table(tuned: Tuned) -> Table:
                 f"{each.bytes * (1 - low[1]) / count:.1%}",
             )
         )
-    return Table.of(("kept", "effect", "rank", "error without it", "FLOPs", "bytes"), rows)
+    titles = ("kept", "effect", "rank", "error without it", "FLOPs", "bytes")
+    return Table.of(titles, rows, numbers=titles[1:])
 
 
 def path_table(tuned: Tuned) -> Table:
@@ -139,7 +140,7 @@ def path_table(tuned: Tuned) -> Table:
         )
         for number, each in enumerate(tuned.path, 1)
     ]
-    return Table.of(("", "phase", "kept", "error", ""), rows)
+    return Table.of(("", "phase", "kept", "error", ""), rows, numbers=["error"])
 
 
 def candidate_table(tuned: Tuned) -> Table:
@@ -148,7 +149,8 @@ def candidate_table(tuned: Tuned) -> Table:
         (each.name, effect(each), tuned.types[each.name], f"{each.flops:,}", f"{each.bytes:,}")
         for each in by_effect(tuned.candidates)
     ]
-    return Table.of(("candidate", "effect", "type", "FLOPs", "bytes"), rows)
+    titles = ("candidate", "effect", "type", "FLOPs", "bytes")
+    return Table.of(titles, rows, numbers=("effect", "FLOPs", "bytes"))
 
 
 def names(kept: Iterable[str], most: int = 4) -> str:

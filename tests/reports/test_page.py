@@ -98,7 +98,7 @@ def test_the_notebook_part_has_no_script() -> None:
         elements = Elements(part)
         texts = {"div", "p", "strong", "ol", "ul", "li", "code", "br"}
         assert {*elements.tags} <= texts | {"table", "thead", "tbody", "tr", "th", "td"}
-        assert all(set(attributes) <= {"scope"} for _, attributes in elements.found)
+        assert all(set(attributes) <= {"scope", "class"} for _, attributes in elements.found)
         part.encode("utf-8")
     assert "<p>... and 200 more</p>" in large(300)._repr_html_()
     assert Elements(hostile().by_module()._repr_html_()).tags.count("table") == 1

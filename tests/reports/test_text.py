@@ -154,7 +154,9 @@ def test_a_table_is_what_one_needs() -> None:
         "| <c> | nan% |",
         "| =1 | 100% |",
     ]
-    assert "<td>&lt;c&gt;</td><td>nan%</td>" in table.to_html() == table._repr_html_()
+    assert (
+        '<td>&lt;c&gt;</td><td class="number">nan%</td>' in table.to_html() == table._repr_html_()
+    )
     assert table.to_csv().splitlines() == ["op,share", "a|b,0.5", "<c>,nan", "'=1,1.0"]
     assert json.loads(table.to_json())[1] == {"op": "<c>", "share": "nan"}
     assert table.rows[0] == ("a|b", 0.5) and len(table) == 3

@@ -1,17 +1,8 @@
-"use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
   const texts = data.texts;
   const links = new Map(Object.entries(data.links));
-  const byId = (id) => document.getElementById(id);
 
   // --- elements and numbers -----------------------------------------------------------------
-
-  function make(tag, properties = {}, ...children) {
-    const element = Object.assign(document.createElement(tag), properties);
-    element.append(...children);
-    return element;
-  }
 
   function drawn(tag, attributes) {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -19,16 +10,6 @@
     return element;
   }
 
-  function scaled(number, unit) {
-    if (number >= 1e21) return `${number.toExponential(1)} ${unit}`.trim();
-    const prefixes = ["", "k", "M", "G", "T", "P", "E"];
-    let power = 0;
-    while (number >= 999.5 && power < 6) { number /= 1000; power += 1; }
-    return `${power && number < 9.95 ? number.toFixed(1) : Math.round(number)} ${prefixes[power]}${unit}`;
-  }
-
-  const grouping = new Intl.NumberFormat("en");
-  const count = (number) => (number < 1e6 ? grouping.format(number) : scaled(number, "").trim());
   const size = (number) => scaled(number, "B");
 
   function duration(seconds) {
@@ -46,8 +27,6 @@
     return `${Math.round(percent)} %`;
   }
 
-  const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
-
   /** Sums, in the order of a module's: calls, low, FLOPs, low, bytes, low, casts, bytes cast, seconds. */
   const [CALLS, FLOPS, BYTES, CASTS, CAST_BYTES, SECONDS] = [0, 2, 4, 6, 7, 8];
 
@@ -58,79 +37,6 @@
   }
 
   const precision = (part) => (part <= 0 ? "wide" : part >= 1 ? "low" : "mixed");
-
-  // --- tables -------------------------------------------------------------------------------
-
-  const FIRST_ROWS = 100;
-
-  /**
-   * A table that is sorted by its headers, filtered by a search box, and drawn as far as one looks.
-   * Columns: {title, value(row), show(value, row), isNumber, isShort, isLong, precision(row)}.
-   */
-  function showTable(place, search, status, noun, columns, rows) {
-    let sorted = -1;
-    let isDown = false;
-    let shown = rows;
-    const body = make("tbody");
-    const heads = columns.map((column, index) => {
-      const button = make("button", { type: "button", textContent: column.title });
-      button.addEventListener("click", () => {
-        isDown = sorted === index ? !isDown : Boolean(column.isNumber);
-        sorted = index;
-        draw();
-      });
-      return make("th", { scope: "col", className: column.isNumber ? "number" : "" }, button);
-    });
-    const more = make("button", { type: "button", className: "more" });
-    more.addEventListener("click", () => append(body.rows.length + 500));
-    let found = null; // what each row is searched in, made by the first search
-
-    function isFound(words, index) {
-      const searched = columns.filter((column) => !column.isNumber);
-      found ??= rows.map((row) => searched.map((column) => column.value(row)).join(" ").toLowerCase());
-      return words.every((word) => found[index].includes(word));
-    }
-
-    function append(end) {
-      const part = document.createDocumentFragment();
-      for (const row of shown.slice(body.rows.length, end)) {
-        part.append(make("tr", {}, ...columns.map((column) => {
-          const value = column.value(row);
-          const cell = make("td", { className: column.isNumber ? "number" : column.isShort ? "short" : column.isLong ? "long" : "" });
-          cell.append(column.show ? column.show(value, row) : value);
-          if (column.precision) cell.classList.add(column.precision(row));
-          return cell;
-        })));
-      }
-      body.append(part);
-      more.hidden = body.rows.length >= shown.length;
-      more.textContent = `Show more: ${count(shown.length - body.rows.length)} are left`;
-    }
-
-    function draw() {
-      const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-      shown = words.length ? rows.filter((_, index) => isFound(words, index)) : [...rows];
-      if (sorted >= 0) {
-        const { value, isNumber } = columns[sorted];
-        const sign = isDown ? -1 : 1;
-        const texts = new Intl.Collator("en", { numeric: true });
-        shown.sort((a, b) =>
-          sign * (isNumber ? (value(a) ?? -1) - (value(b) ?? -1) : texts.compare(value(a), value(b))));
-      }
-      heads.forEach((head, index) => {
-        if (index === sorted) head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
-        else head.removeAttribute("aria-sort");
-      });
-      status.textContent = words.length ? `${count(shown.length)} of ${plural(rows.length, noun)}` : plural(rows.length, noun);
-      body.replaceChildren();
-      append(FIRST_ROWS);
-    }
-
-    search.oninput = draw;
-    place.replaceChildren(
-      make("table", { className: "table" }, make("thead", {}, make("tr", {}, ...heads)), body), more);
-    draw();
-  }
 
   /** A location by the last two parts of its path, linked to its source. */
   function link(location) {
@@ -192,8 +98,7 @@
       title: names[field],
       value: (row) => row.key[index],
       show: field === LOCATION ? link : field === MODULE ? (name) => name || "(outermost)" : undefined,
-      isShort: field === FROM || field === IN || field === TO || field === OP,
-      precision: field === IN ? (row) => precision(low(row.sums)) : undefined,
+      kind: (row) => (field === IN ? `short ${precision(low(row.sums))}` : [OP, FROM, TO].includes(field) ? "short" : ""),
     }));
     const number = (title, place, show) => {
       if (all[place]) columns.push({ title, value: (row) => row.sums[place], show, isNumber: true });
@@ -202,7 +107,7 @@
     if (!fields.includes(IN)) {
       columns.push({
         title: "low", value: (row) => low(row.sums), isNumber: true, show: (part) => share(part, 1),
-        precision: (row) => precision(low(row.sums)),
+        kind: (row) => precision(low(row.sums)),
       });
     }
     number("casts", CASTS, count);
@@ -210,7 +115,7 @@
     number("FLOPs", FLOPS, (value) => share(value, all[FLOPS]));
     number("bytes", BYTES, (value) => share(value, all[BYTES]));
     number("time", SECONDS, duration);
-    showTable(byId("ops-table"), byId("ops-search"), byId("ops-count"), "row", columns, rows);
+    showTable("ops", "row", columns, rows);
   }
 
   byId("grouping").append(...Object.keys(groupings).map((name) => new Option(name)));
@@ -220,11 +125,11 @@
   // --- casts --------------------------------------------------------------------------------
 
   const text = (title, field, show) => ({ title, value: (row) => texts[row[field]], show });
-  showTable(byId("casts-table"), byId("casts-search"), byId("casts-count"), "place", [
-    { ...text("kind", 0), isShort: true }, text("what", 1), text("module", 2), text("line", 3, link),
+  showTable("casts", "place", [
+    { ...text("kind", 0), kind: () => "short" }, text("what", 1), text("module", 2), text("line", 3, link),
     { title: "times", value: (row) => row[6], show: count, isNumber: true },
     { title: "bytes", value: (row) => row[7], show: size, isNumber: true },
-    text("fix", 4, (fix) => make("code", { textContent: fix })), { ...text("note", 5), isLong: true },
+    text("fix", 4, (fix) => make("code", { textContent: fix })), { ...text("note", 5), kind: () => "long" },
   ], data.waste);
 
   // --- modules ------------------------------------------------------------------------------
