@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from ..number_formats import get, names
+from .. import number_formats
 from ..reports import clean, exponential, without_start
 from ..tensors import LOW_DTYPES
 from .measures import EXPONENTS, Limits, limits
@@ -26,7 +26,7 @@ def limits_of(dtype: str) -> Limits | None:
     known = getattr(torch, dtype, None)
     if isinstance(known, torch.dtype) and known in LOW_DTYPES:
         return limits(known)
-    return limits(get(dtype)) if dtype in names() else None
+    return limits(number_formats.get(dtype)) if dtype in number_formats.names() else None
 
 
 def errors_by_depth(rows: Sequence[ComparedSite]) -> str:

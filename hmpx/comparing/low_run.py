@@ -6,18 +6,20 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..number_formats import Format
+from .. import number_formats, ops
 from ..observers import CallTensors, OpCall
 from ..tensors import LOW_DTYPES, floating_in, is_dense
 from ..torch_internals import behind_transform, is_of_transform
 from ..torch_state import without_casts
 from .measures import sample
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
 
 _CONVERTING: Final = ops.facts("converting").keys()
 
@@ -43,7 +45,7 @@ class LowCall:
     def low_type(self) -> torch.dtype | Format | None:
         """The low-precision type that the call computed with, or None."""
         dtype = self.call.dtype
-        if isinstance(dtype, Format) or dtype in LOW_DTYPES:
+        if number_formats.is_format(dtype) or dtype in LOW_DTYPES:
             return dtype
         return next((each for each in self.call.output_dtypes if each in LOW_DTYPES), None)
 

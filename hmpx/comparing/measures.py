@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..number_formats import Float, Format
+from .. import number_formats
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
 
 #: Number of values sampled where reading all would be too slow.
 SAMPLE: Final = 4096
@@ -35,7 +38,7 @@ def limits(dtype: torch.dtype | Format | None) -> Limits | None:
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         info = torch.finfo(dtype)
         return Limits(info.max, info.smallest_normal, round(1 - math.log2(info.eps)))
-    if isinstance(dtype, Float):
+    if number_formats.is_format(dtype) and isinstance(dtype, number_formats.Float):
         return Limits(dtype.max, dtype.smallest_normal, dtype.significand_bits)
     return None
 

@@ -10,9 +10,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, compute, patches, session, torch_state
+from .. import arguments, compute, number_formats, patches, session, torch_state
 from ..errors import FreezeError, printable
-from ..number_formats import encode, quantize
 from ..policy import LowType
 from ..tensors import chunk_of, widened
 from ..torch_internals import FakeTensor
@@ -215,7 +214,7 @@ def _low_copy(values: Tensor, low: LowType, rounding: Rounding | None) -> Tensor
     if isinstance(low, torch.dtype):
         return values.to(low)
     assert rounding is not None
-    codes = encode(quantize(values, low, *rounding), low)
+    codes = number_formats.encode(number_formats.quantize(values, low, *rounding), low)
     assert isinstance(codes, Tensor)
     return codes
 

@@ -12,20 +12,22 @@ import hashlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from .. import session, torch_state
+from .. import number_formats, session, torch_state
 from ..errors import FreezeError
-from ..number_formats import Format, decode
 from ..policy import LowType
 from ..rules import are_alike
 from ..tensors import long_name, short_name
 from ..torch_internals import has_tangents, transforms
 from .originals import Slot
 from .weights import one_rounding
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
 
 REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model from its fp32 weights"
 
@@ -246,7 +248,7 @@ def _coded(
     tied: dict[str, dict[int, tuple[Format, list[str]]]] = defaultdict(dict)
     for slot in slots:
         format = dtypes[slot.name]
-        if isinstance(format, Format):
+        if number_formats.is_format(format):
             path, inside = "", slot.name
             while inside:
                 tied[path].setdefault(id(slot.tensor), (format, []))[1].append(inside)
@@ -274,5 +276,9 @@ class _DecodesWeights:
                 if not held:
                     continue
                 first = state_dict[held[0]]  # values, if an inner module's hook ran before
-                values = first if first.is_floating_point() else decode(first.detach(), format)
+                values = (
+                    first
+                    if first.is_floating_point()
+                    else number_formats.decode(first.detach(), format)
+                )
                 state_dict.update(dict.fromkeys(held, values))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from .. import compute, torch_state
 from ..errors import noted, printable
-from ..number_formats import Format
 from ..policy import LowType
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES
 from ..torch_internals import (
@@ -22,6 +21,9 @@ from ..torch_internals import (
     is_tensor_of_tensors,
     uncompiled,
 )
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
 
 #: Fake tensors have no values, but are otherwise treated as real.
 _PLAIN: Final = PLAIN_TENSORS | {FakeTensor}

@@ -10,9 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from .. import session
+from .. import number_formats, session
 from ..errors import lined
-from ..number_formats import CodedFormat, Format, code_dtype
 from ..policy import LowType
 from ..reports import Table
 from ..tensors import short_name
@@ -101,7 +100,7 @@ def one_rounding(in_force: session.Session) -> Rounding | None:
     ways = {
         (format, said.rounding or options.rounding, said.overflow or options.overflow)
         for said in decisions
-        if isinstance(said.dtype, Format)
+        if number_formats.is_format(said.dtype)
         for format in (said.dtype, said.weights or said.dtype)
     }
     if len(ways) != 1 or in_force.rules:
@@ -125,8 +124,8 @@ def judged(
         neighbours = by_storage[f.place.storage] if f.place is not None else []
         dtype, reason = _judgement(f, neighbours, watch, replaced)
         as_data = "" if f.place is None else watch.uses[f.place].as_data
-        is_coded = as_codes and isinstance(dtype, CodedFormat)
-        if isinstance(dtype, Format) and (as_data or not is_coded):
+        is_coded = as_codes and isinstance(dtype, number_formats.CodedFormat)
+        if number_formats.is_format(dtype) and (as_data or not is_coded):
             reason = f"used in {dtype.name} {as_data}" if as_data else reason
             dtype, reason = f.tensor.dtype, f"{reason}, but not stored as codes"
         size_bytes = stored_bytes = 0
@@ -176,4 +175,6 @@ def _judgement(
 def _stored(low: LowType) -> torch.dtype:
     if isinstance(low, torch.dtype):
         return low
-    return code_dtype(low.bits) if isinstance(low, CodedFormat) else torch.float32
+    if isinstance(low, number_formats.CodedFormat):
+        return number_formats.code_dtype(low.bits)
+    return torch.float32

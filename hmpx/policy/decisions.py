@@ -231,7 +231,7 @@ def parse_low_type(value: object) -> LowType:
         return value
     native = {tensors.long_name(dtype): dtype for dtype in tensors.LOW_PRECISION}
     given = number_formats.name_of(value) or ""
-    name = number_formats.canonical(given)
+    name = given if given in native else number_formats.canonical(given)
     if name in native:
         return native[name]
     if is_a(value, torch.dtype) and value in tensors.COMPUTED:

@@ -6,14 +6,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import yaml
 
 from .. import arguments, tensors
 from ..errors import OpListError, OptionError, PolicyFileError, short, shown, suggestion
-from ..number_formats import OVERFLOWS, ROUNDING_MODES, Format
+from ..number_formats import OVERFLOWS, ROUNDING_MODES
 from . import nodes
 from .decisions import LowType, parse_format, parse_low_type
 from .lists import from_lines, read_text, set_names, shipped_set
@@ -28,6 +28,9 @@ from .op_lists import (
     is_policy_file,
 )
 from .sections import CONDITIONS, regex_of
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
 
 _T = TypeVar("_T")
 

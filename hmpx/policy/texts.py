@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from .. import ops, tensors
+from .. import number_formats, ops, tensors
 from ..errors import lined, shown
-from ..number_formats import Float
 from ..tensors import short_name
 from .decisions import YIELDING, CastPolicy, Decision, LowType
 from .op_lists import KEYS, KINDS
@@ -137,7 +136,12 @@ def _type_name(low_type: LowType | None) -> str:
     """Returns the name of a low-precision type; for a format named like a dtype, TVM's name."""
     assert low_type is not None
     name = tensors.long_name(low_type)
-    if isinstance(low_type, Float) and name in map(tensors.long_name, tensors.LOW_PRECISION):
+    is_taken = name in map(tensors.long_name, tensors.LOW_PRECISION)
+    if (
+        is_taken
+        and number_formats.is_format(low_type)
+        and isinstance(low_type, number_formats.Float)
+    ):
         return f"custom[{name}]{low_type.bits}"
     return name
 

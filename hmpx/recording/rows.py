@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..number_formats import Format
+from ..number_formats import is_format
 from ..observers import OpCall
 from ..ops import facts
 from ..reports import Row
@@ -90,7 +90,7 @@ def _casts(call: OpCall) -> int:
     """Returns the number of tensors that one call cast, or rounded to a number format."""
     if call.reason == OWN_CAST:
         return 1
-    if isinstance(call.dtype, Format):
+    if is_format(call.dtype):
         return len(call.input_dtypes)
     return sum(a is not b for a, b in zip(call.input_dtypes, call.cast_dtypes, strict=True))
 
@@ -102,7 +102,7 @@ def _is_promoted(given: torch.dtype, call: OpCall) -> bool:
 
 
 def _computed_in(call: OpCall) -> str:
-    if isinstance(call.dtype, Format):
+    if is_format(call.dtype):
         return call.dtype.name
     dtype = call.output_dtypes[0] if call.reason == OWN_CAST else call.dtype
     if dtype is None:  # it was left alone: it computes in its inputs' dtype

@@ -75,6 +75,18 @@ def test_the_first_op_needs_few_modules() -> None:
     )
 
 
+def test_tools_without_number_formats_import_no_family_of_them() -> None:
+    run(
+        "import sys, torch, hmpx\n"
+        "model, x = torch.nn.Linear(8, 8).eval(), torch.ones(2, 8)\n"
+        "hmpx.tune(model, x, progress=False)\n"
+        "with hmpx.convert(device_types={'cpu'}), hmpx.record() as recorded:\n"
+        "    hmpx.freeze(model, x).summary()\n"
+        "str(recorded.report())\n"
+        "assert 'hmpx.number_formats.families' not in sys.modules\n"
+    )
+
+
 def rooms_with_later_names() -> list[str]:
     return sorted(
         ".".join(("hmpx", *file.parent.relative_to(ROOT).parts))
