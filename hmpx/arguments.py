@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 from .errors import OptionError, said_by, shown, suggestion
@@ -84,6 +84,27 @@ def of_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def called(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns what a model returns.
+
+    Raises:
+        OptionError: The model does not take these inputs.
+    """
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        try:
+            inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
+        except TypeError as misfit:
+            name = getattr(model, "__name__", type(model).__name__)
+            raise OptionError(
+                f"{name} can't be called with these inputs: {misfit}; pass them after the model"
+            ) from error
+        except ValueError:  # it has no signature
+            pass
+        raise
 
 
 def truth(name: str, value: object) -> bool:

@@ -5,6 +5,7 @@ Each message has three parts: what is wrong, where, and the remedy.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 import reprlib
@@ -167,6 +168,14 @@ def said_by(error: BaseException) -> str:
 def brief(self: object) -> str:
     """The ``__repr__`` of results that print as several lines: their class and first line."""
     return f"<hmpx.{type(self).__name__}: {cut(str(self).partition(chr(10))[0])}>"
+
+
+def fielded(self: Any) -> str:
+    """The ``__repr__`` of rows: their class, and as many fields as three lines hold."""
+    fields = ", ".join(
+        f"{each.name}={shown(getattr(self, each.name))}" for each in dataclasses.fields(self)
+    )
+    return f"{type(self).__name__}({fields if len(fields) <= 200 else f'{fields[:197]}...'})"
 
 
 def noted(error: _Error, note: str) -> _Error:

@@ -128,6 +128,12 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "device_type: torch has no device type 'llvm' (known: cpu, cuda, hpu, xpu, mps, mtia, xla)"),
     (lambda: formats.create_lower_func(".x:y"), "no function '.x:y' (package.module:function): TypeError: "
      "the 'package' argument is required to perform a relative import for '.x'"),
+    (lambda: hmpx.compare(torch.nn.Linear(2, 2)), "Linear can't be called with these inputs: missing a "
+     "required argument: 'input'; pass them after the model"),
+    (lambda: hmpx.compare(torch.nn.Linear(2, 2), {"x": torch.ones(2)}), "Linear can't be called with these "
+     "inputs: missing a required argument: 'input'; pass them after the model"),
+    (lambda: hmpx.draw(torch.nn.Linear(2, 2), *[torch.ones(2)] * 2), "Linear can't be called with these "
+     "inputs: too many positional arguments; pass them after the model"),
     (lambda: hmpx.freeze(torch.nn.Linear(2, 2), torch.ones(2), outputs=[]),
      "outputs must be 'fp32' or 'keep', not []"),
     (lambda: hmpx.freeze(torch.nn.Linear(2, 2), torch.ones(2), keep_fp32="no"),
@@ -264,3 +270,17 @@ def test_options_are_arguments_of_convert_with_their_defaults() -> None:
     parameters = inspect.signature(hmpx.convert).parameters
     for field in dataclasses.fields(Options):
         assert parameters[field.name].default == field.default, field.name
+
+
+def test_freeze_takes_inputs_by_name_and_disable_casts_needs_no_parentheses() -> None:
+    model, x = torch.nn.Linear(2, 2).eval(), torch.ones(1, 2)
+    with hmpx.convert(device_types={"cpu"}):
+        with hmpx.freeze(model, {"input": x}) as frozen:
+            assert frozen.weights
+
+        @hmpx.disable_casts
+        def multiplied() -> torch.Tensor:
+            return x @ x.T
+
+        assert (x @ x.T).dtype is torch.bfloat16
+        assert multiplied().dtype is torch.float32

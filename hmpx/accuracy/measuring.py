@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import arguments
 from ..arguments import is_a
-from ..errors import OptionError, shown
+from ..errors import OptionError, fielded, shown
 from ..number_formats import FORMATS, Format, decode, encode, get, rounder
 from ..number_formats import Table as Codes
 from ..reports import Column, Table, count, paragraphs
@@ -217,6 +217,8 @@ class ErrorStatistics:
     max_abs: float
     max_rel: float
     mean_rel: float
+
+    __repr__ = fielded
 
     def __str__(self) -> str:
         return str(ErrorTable((self,)))

@@ -169,8 +169,8 @@ def _low(runs: Runs) -> tuple[LowRun, Done, dict[str, Tensor]]:
             return (run, *runs.low(run))
         except RuntimeError:
             note = (
-                "The model fails in low precision: keep the op that fails in fp32, by a list or a "
-                "policy, and compare again"
+                "If the model runs without hmpx, keep the op that fails in fp32, by a list or a policy, "
+                "and compare again"
             )
             raise noted(error, note) from None
 

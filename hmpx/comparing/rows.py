@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import fielded
 from ..reports import Row
 from ..tensors import long_name
 from .measures import Sums, limits
@@ -91,6 +92,8 @@ class ComparedSite:
     exponents: tuple[int, ...]
     order: int
     unseen: int = 0
+
+    __repr__ = fielded
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,8 +171,8 @@ class Runs:
 
     def _called(self, given: tuple[Any, ...]) -> Any:
         if len(given) == 1 and isinstance(given[0], Mapping):
-            return self._model(**given[0])
-        return self._model(*given)
+            return arguments.called(self._model, **given[0])
+        return arguments.called(self._model, *given)
 
     def _run(self, run: Run, differentiate: Callable[[list[Tensor]], str | None]) -> Done:
         self.state.restart()

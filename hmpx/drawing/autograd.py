@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from .. import ops, session, torch_state
+from .. import arguments, ops, session, torch_state
 from ..observers import Attached, OpCall
 from ..tensors import edges_of, node_of, short_name, tensors_in
 from ..torch_internals import (
@@ -224,7 +224,7 @@ def observed(
         stack.enter_context(_following_modules(observation))
         if session.is_converted():
             stack.enter_context(Attached(observation.add, every_op=True, values=True))
-        return function(*args), observation
+        return arguments.called(function, *args), observation
 
 
 @contextlib.contextmanager

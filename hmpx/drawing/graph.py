@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from ..errors import fielded
+
 #: The kinds of nodes: an op; a cast or a rounding; a named leaf of the graph, or another leaf; a tensor
 #: given by the user; everything beyond ``max_nodes``; or, only in pictures, modules similar to the one before.
 Kind = Literal["op", "cast", "parameter", "input", "output", "cut", "fold"]
@@ -59,6 +61,8 @@ class Node:
     is_legalized: bool = False
     times: int = 1
     saved: tuple[Saved, ...] = ()
+
+    __repr__ = fielded
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ..errors import fielded
 from ..places import located
 from ..version import __version__
 
@@ -64,6 +65,8 @@ class Finding:
     remedied: float | None
     remedy: str
     calls: int = 1
+
+    __repr__ = fielded
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import fielded
 from ..places import DIRECTORY
 from ..tensors import CAST, LOW_DTYPES, Named, map_tensors
 from ..torch_state import Phase
@@ -79,6 +80,8 @@ class OpCall:
     legalized: bool = False
     kernels: tuple[torch.dtype, ...] = ()
 
+    __repr__ = fielded
+
     @property
     def computed(self) -> tuple[torch.dtype | Named, ...]:
         """What the call computed in: the low type if it was legalized, else the dtypes of its kernels."""
@@ -117,6 +120,8 @@ class CallTensors:
     run_cast: Callable[..., Any]
     result: Any = None
     writes: bool = False
+
+    __repr__ = fielded
 
     def in_fp32(self) -> Any:
         """Reruns the call on the original inputs, with low-precision ones upcast to fp32."""

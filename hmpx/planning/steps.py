@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import arguments
-from ..errors import OptionError, PlanError, noted, shown, suggestion
+from ..errors import OptionError, PlanError, fielded, noted, shown, suggestion
 from ..observers import Attached
 from ..recording import Ledger, Recorder, raised_at
 from ..reports import Memory, Report
@@ -36,6 +36,8 @@ class Run:
     name: str
     memory: Memory
     report: Report
+
+    __repr__ = fielded
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
+from ..errors import fielded
 from .calls import Call, Rule
 from .decisions import Decision
 
@@ -121,6 +122,8 @@ class Section:
     decisions: Mapping[str, Decision]
     _conditions: tuple[tuple[str, Any], ...]
     where: str = field(compare=False)
+
+    __repr__ = fielded
 
     def __init__(
         self, decisions: Mapping[str, Decision], *, where: str = "", **conditions: Any

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..errors import fielded
 from .cells import (
     NOTHING,
     clean,
@@ -58,6 +59,8 @@ class Group:
     key: tuple[str, ...]
     totals: Totals
     rows: tuple[Row, ...]
+
+    __repr__ = fielded
 
     def __getattr__(self, name: str) -> Any:
         names = self.__dict__.get("names", ())  # copying asks for attributes before they exist

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from ..errors import fielded
 from .cells import clean, is_measured, short_dtype, size, wrapped
 
 #: Names of dtypes that are not low precision: the wide ones, and those that are not floating-point.
@@ -64,6 +65,8 @@ class Row:
     seconds: float | None = None
     legalized: bool = False
 
+    __repr__ = fielded
+
     @property
     def is_low(self) -> bool:
         """Whether the op computed in low precision."""
@@ -94,6 +97,8 @@ class Waste:
     bytes: int
     fix: str
     note: str = ""
+
+    __repr__ = fielded
 
 
 class Totals(NamedTuple):
@@ -232,6 +237,8 @@ class Memory:
     weight_cast_bytes: int = 0
     peak: Moment = _NEVER
     phases: tuple[Moment, ...] = ()
+
+    __repr__ = fielded
 
     @property
     def saved_bytes(self) -> int:

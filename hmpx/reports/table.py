@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ..errors import OptionError
+from ..errors import OptionError, fielded
 from .cells import NOTHING, WIDTH, without_end
 from .files import plain
 
@@ -45,6 +45,8 @@ class Column:
     cut: Callable[[str, int], str] = without_end
     least: int = 4
     is_dtype: bool = False
+
+    __repr__ = fielded
 
     @property
     def cells(self) -> list[str]:

@@ -170,7 +170,7 @@ def test_a_table_in_the_order_asked_for() -> None:
         assert f" {row.sqnr_db:.2f} " in line
     page = found._repr_html_()
     assert page.count("<tr>") == 5
-    cells = re.findall(r"<td>(.*?)</td>", page)
+    cells = re.findall(r"<td.*?>(.*?)</td>", page)
     assert [cells[9 * i] for i in range(4)] == [row.format for row in found.rows]
     assert repr(found) == "<hmpx.formats.ErrorTable of 4 formats; print it>"
     data = [dataclasses.asdict(row) for row in found.rows]  # as pandas.DataFrame takes rows
