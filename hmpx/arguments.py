@@ -87,7 +87,7 @@ def of_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def called(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns what a model returns.
+    """Calls a model and returns its result.
 
     Raises:
         OptionError: The model does not take these inputs.
