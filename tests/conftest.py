@@ -20,10 +20,11 @@ import torch._inductor  # both replace attributes of torch when they are first i
 
 import hmpx
 from hmpx import ops
-from hmpx.compute.legalize import capability, legalization
+from hmpx.compute.legalize import capability
 from hmpx.compute.legalize.capability import Capability
 from hmpx.ops.sites import NAMESPACES
 from hmpx.patches import early_names, kept_values
+from hmpx.wrappers import legalized
 
 from . import fake_cuda
 from .samples import SALT, is_drawn
@@ -254,14 +255,14 @@ def fresh_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
 def has_low_precision(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute fast in low precision, so that the default legalizes nothing."""
     fast = Capability(reported=True, inference=1.0, training=1.0)
-    monkeypatch.setattr(legalization, "known_capability", lambda *question: fast)
+    monkeypatch.setattr(legalized, "known_capability", lambda *question: fast)
 
 
 @pytest.fixture
 def lacks_low_precision(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute slowly in low precision, whatever this machine does."""
     slow = Capability(reported=False, inference=50.0, training=50.0)
-    monkeypatch.setattr(legalization, "known_capability", lambda *question: slow)
+    monkeypatch.setattr(legalized, "known_capability", lambda *question: slow)
 
 
 @pytest.fixture

@@ -245,10 +245,8 @@ def _notes(measured: Sequence[Measured], conditions: Conditions) -> Iterator[str
     slow = [
         kind
         for kind in compute.KINDS
-        if any(
-            compute.capability(kind, device, conditions.low_dtype).is_slow(training=training)
-            for training in (True, False)
-        )
+        if (known := compute.capability(kind, device, conditions.low_dtype)).slow_in_training
+        or known.slow_in_inference
     ]
     if slow:
         yield f"Slow in {name} on this CPU, so computed in fp32 and rounded: {', '.join(slow)}."

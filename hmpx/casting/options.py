@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from .. import arguments, number_formats
 from ..arguments import is_a
-from ..compute import LEGALIZE_MODES
 from ..errors import OptionError, shown
 from ..number_formats import OVERFLOWS, ROUNDING_MODES
 from ..policy import parse_format
 
 if TYPE_CHECKING:
     from ..number_formats import Format
+
+
+#: The values of ``legalize``.
+LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
 
 
 def _option(

@@ -330,17 +330,17 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
             decision.reason,
             _numbers(plan.site),
         )
-    may_be_legalized = compute.may_be_legalized(
-        options.legalize,
-        facts.kind,
-        is_low=plan.is_low,
-        follows_inputs=decision.dtype is None,
-    )
+    may_run_low = plan.is_low or (decision.dtype is None and facts.kind in compute.SLOW_KINDS)
     computes_itself = decision.accumulate_dtype is not None or facts.is_view
     return {
         "emulation": emulation,
         "composes": decision.is_composed and plan.target is None and emulation is None,
-        "legalizes": may_be_legalized and not computes_itself and plan.target is None,
+        "legalizes": (
+            options.legalize != "never"
+            and may_run_low
+            and not computes_itself
+            and plan.target is None
+        ),
         "looks_up": (
             options.legalize != "never"
             and "cpu" in plan.device_types

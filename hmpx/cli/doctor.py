@@ -118,8 +118,8 @@ def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
             kind: {
                 "inference": _finite(known.inference),
                 "training": _finite(known.training),
-                "slow_in_inference": known.is_slow(training=False),
-                "slow_in_training": known.is_slow(training=True),
+                "slow_in_inference": known.slow_in_inference,
+                "slow_in_training": known.slow_in_training,
             }
             for kind, known in found.items()
         },

@@ -29,6 +29,7 @@ from ..tensors import (
 )
 from ..torch_internals import (
     INDUCTOR_CONFIG,
+    dispatch_modes,
     has_tangents,
     is_graph_made,
     is_jit_tracing,
@@ -134,6 +135,8 @@ def rounded(
     value: Any, convert: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
 ) -> Any:
     """Returns ``value`` with its tensors of ``dtype`` rounded by ``convert``."""
+    if isinstance(value, Tensor):
+        return convert(value) if value.dtype is dtype else value
     return map_tensors(value, lambda tensor: convert(tensor) if tensor.dtype is dtype else tensor)
 
 
@@ -189,18 +192,32 @@ def rounding_last(
 _add, _sub, _gt, _ne, _where = torch.add, torch.sub, torch.gt, torch.ne, torch.where
 
 
+def traced() -> str:
+    """Returns what the call becomes part of: ``"graph"``, ``"export"`` or ``"jit"``; empty if of nothing.
+
+    A graph is traced by Dynamo or its backends. An exported graph, and a trace of torch.jit, become files.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return "export" if torch.compiler.is_exporting() else "graph"
+    if is_jit_tracing():
+        return "jit"
+    if not dispatch_modes() or not is_graph_made() or is_planned():
+        return ""
+    return "export" if torch.compiler.is_exporting() or is_onnx_made() else "graph"
+
+
+#: The results of `traced` for files, which may run on any hardware.
+FOR_FILES: Final = ("export", "jit")
+
+
 def is_traced() -> bool:
     """Whether the call becomes part of a graph, traced by Dynamo or by its backends."""
-    if torch.compiler.is_dynamo_compiling():
-        return True
-    return is_graph_made() and not is_planned()
+    return traced() in ("graph", "export")
 
 
 def is_exported() -> bool:
     """Whether the call becomes part of an exported file, which may run on any hardware."""
-    if torch.compiler.is_exporting() or is_jit_tracing():
-        return True
-    return not torch.compiler.is_dynamo_compiling() and is_onnx_made()
+    return traced() in FOR_FILES
 
 
 def is_onnx_made() -> bool:

@@ -20,10 +20,11 @@ from ..torch_internals import (
     is_jit_tracing,
     is_noted_in_graph,
     pop_hooks,
+    push_hooks,
     top_hooks,
     transforms,
 )
-from .saved_tensors import Kept, is_dynamo_compiling, push_under
+from .saved_tensors import Kept, is_dynamo_compiling, push_under, unpack
 
 # Read before anything is patched: op lists may name any of them.
 _detach, _storage = Tensor.detach, Tensor.untyped_storage
@@ -72,7 +73,11 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
     if not pairs or hooks_refused() is not None or transforms() is not None or is_noted_in_graph():
         return function(*args, **kwargs)
     outer = top_hooks()
-    push_under(functools.partial(_pack, pairs, None if outer is None else outer[0]), outer)
+    pack = functools.partial(_pack, pairs, None if outer is None else outer[0])
+    if outer is None:
+        push_hooks(pack, unpack)
+    else:
+        push_under(pack, outer)
     try:
         return function(*args, **kwargs)
     finally:
@@ -131,10 +136,12 @@ def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor:
                 is_leaf = _is_parameter(parameter) and pack_outer is None
                 identity = parameter._cdata if is_leaf else None
                 again = functools.partial(_cast_again, cast.dtype, identity)
-                kept = Kept(parameter if is_leaf else _detach(parameter), again, layout)
+                source = parameter if is_leaf else _detach(parameter)
+                kept = Kept(source, source._version, again, layout)
                 break
     if kept is None:
-        kept = Kept(_detach(tensor))
+        tensor = _detach(tensor)
+        kept = Kept(tensor, tensor._version)
     if pack_outer is not None:
         kept.tensor = pack_outer(kept.tensor)
     return kept

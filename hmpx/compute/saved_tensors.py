@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,28 +34,19 @@ _abs, _gt, _sub, _to, _view = torch.abs, torch.gt, torch.sub, Tensor.to, Tensor.
 _equal = torch.equal
 
 
+@dataclass(slots=True)
 class Kept:
-    """The replacement of an fp32 tensor that autograd saves.
+    """The replacement of an fp32 tensor that autograd saves."""
 
-    Attributes:
-        tensor: Its low-precision source, perhaps a parameter; with outer hooks, their packed object.
-        raise_again: Recreates the fp32 tensor; None if ``tensor`` is it.
-        rest: The number to add to its bits afterwards, see `remainder`; None for nothing.
-        layout: The strides of the first result of ``raise_again``, then the shape, strides and offset of
-            the view of it to return; None for the tensor itself.
-    """
-
-    __slots__ = ("layout", "raise_again", "rest", "tensor", "version")
-
-    def __init__(
-        self,
-        tensor: Any,
-        raise_again: Callable[[Tensor], Tensor] | None = None,
-        layout: tuple[Any, Any, Any, Any] | None = None,
-    ) -> None:
-        self.tensor, self.raise_again, self.layout = tensor, raise_again, layout
-        self.rest: Any = None
-        self.version = tensor._version
+    tensor: (
+        Any  # its low-precision source, perhaps a parameter; with outer hooks, their packed object
+    )
+    version: int  # the source's version counter
+    raise_again: Callable[[Tensor], Tensor] | None = None  # recreates it; None if ``tensor`` is it
+    #: The strides of the first result of ``raise_again``, then the shape, strides and offset of the view of it to
+    #: return; None for the tensor itself.
+    layout: tuple[Any, Any, Any, Any] | None = None
+    rest: Any = None  # the number to add to its bits afterwards, see `remainder`; None for nothing
 
 
 def unpack(kept: Kept, unpack_outer: Callable[[Any], Tensor] | None = None) -> Tensor:
@@ -175,9 +166,12 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
     backward formula also reads other tensors. A norm's statistics stay unchanged.
     """
     outer = top_hooks()
-    packer = _Packer(precision, outer)
+    packer = _Packer(precision, CAST[precision.dtype], outer)
     new_args, new_kwargs = packer.upcast(args, kwargs, given)
-    push_under(packer.pack, outer)
+    if outer is None:
+        push_hooks(packer.pack, unpack)
+    else:
+        push_under(packer.pack, outer)
     try:
         result = function(*new_args, **new_kwargs)
     finally:
@@ -189,33 +183,24 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
     return low_result
 
 
-def push_under(pack: Callable[[Tensor], Kept], outer: tuple[Any, Any] | None) -> None:
-    """Pushes saved-tensor hooks that store the results of ``pack``, below the current hooks."""
-    if outer is None:
-        push_hooks(pack, unpack)
-    else:
-        pack = functools.partial(pack)  # methods can't be marked
-        hide_hook(pack, outer)
-        push_hooks(pack, functools.partial(unpack, unpack_outer=outer[1]))
+def push_under(pack: Callable[[Tensor], Kept], outer: tuple[Any, Any]) -> None:
+    """Pushes saved-tensor hooks that store the results of ``pack``, below the ``outer`` ones."""
+    pack = functools.partial(pack)  # methods can't be marked
+    hide_hook(pack, outer)
+    push_hooks(pack, functools.partial(unpack, unpack_outer=outer[1]))
 
 
+@dataclass(slots=True, eq=False)
 class _Packer:
-    """The pack hook of one call.
+    """The pack hook of one call."""
 
-    Attributes:
-        sources: By address: the source of an fp32 input, how to upcast it, and the strides.
-        alive: Addresses of fp32 parameters that are inputs themselves.
-        pending: Address and `Kept` of tensors that `settle` decides.
-    """
-
-    __slots__ = ("alive", "convert", "outer", "pending", "precision", "sources")
-
-    def __init__(self, precision: Precision, outer: tuple[Any, Any] | None) -> None:
-        self.precision, self.outer = precision, outer
-        self.convert = CAST[precision.dtype]
-        self.sources: dict[int, tuple[Tensor, Callable[[Tensor], Tensor], Any]] = {}
-        self.alive: set[int] = set()
-        self.pending: list[tuple[int, Kept]] = []
+    precision: Precision
+    convert: Callable[[Tensor], Tensor]  # to its low-precision dtype
+    outer: tuple[Any, Any] | None  # the hooks around it
+    #: Address -> the source of an fp32 input, how to upcast it, and the strides.
+    sources: dict[int, tuple[Tensor, Callable[[Tensor], Tensor], Any]] = field(default_factory=dict)
+    alive: set[int] = field(default_factory=set)  # addresses of fp32 parameters that are inputs
+    pending: list[tuple[int, Kept]] = field(default_factory=list)  # with addresses, for `settle`
 
     def upcast(self, args: Args, kwargs: Kwargs, given: Args) -> tuple[list[Any], Kwargs]:
         """Returns the arguments with low-precision tensors in fp32; records their sources."""
@@ -256,21 +241,23 @@ class _Packer:
         if found is not None and pointer:
             source, again, strides = found
             layout = (strides, tensor.shape, tensor.stride(), 0)
-            return self.keep(Kept(_detach(source), again, layout))
+            source = _detach(source)
+            kept = Kept(source, source._version, again, layout)
+            return kept if self.outer is None else self.pack_again(kept)
         tensor = _detach(tensor)
+        kept = Kept(tensor, tensor._version)
         if not pointer or pointer in self.alive:
-            return self.keep(Kept(tensor))
+            return self.pack_again(kept)
         if self.precision.is_product and self.precision.rounds_inputs:
             low = self.convert(tensor)
             # A copy of an input in another layout; planned tensors have no values, and are copies.
             if passes_for_real(tensor) or _equal(widen(low), tensor):
-                return self.keep(Kept(low, widen))
-        kept = Kept(tensor)
+                return self.pack_again(Kept(low, low._version, widen))
         self.pending.append((pointer, kept))
         return kept
 
-    def keep(self, kept: Kept) -> Kept:
-        """Returns ``kept`` packed by the outer hooks."""
+    def pack_again(self, kept: Kept) -> Kept:
+        """Returns ``kept`` packed by the outer hooks, if any."""
         if self.outer is not None:
             pack_outer = self.outer[0]
             kept.tensor = pack_outer(kept.tensor)
@@ -294,5 +281,5 @@ class _Packer:
                 kept.tensor, kept.raise_again = self.convert(kept.tensor), widen
                 kept.version = kept.tensor._version
         for _, kept in self.pending:
-            self.keep(kept)
+            self.pack_again(kept)
         self.pending.clear()

@@ -287,7 +287,7 @@ def _legalized(op: str, dtype: torch.dtype, device_type: str, legalize: str) -> 
         known = compute.capability(ops.kind(op)[0], device_type, dtype)
     except Exception:  # a CUDA graph is being captured, or there is no such device
         return "not measured yet: whether calls are legalized"
-    slow = [known.is_slow(training=training) for training in (False, True)]
+    slow = [known.slow_in_inference, known.slow_in_training]
     if not any(slow):
         return f"computed in {low} by torch's kernels"
     when = "" if all(slow) else " in training" if slow[1] else " in inference"

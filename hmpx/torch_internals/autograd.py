@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -27,9 +28,10 @@ push_hooks, pop_hooks, _top_hooks, hooks_refused = rely_on(
 )
 
 
-def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Returns the innermost pair of saved-tensor hooks, even while tracing."""
-    return _top_hooks(True)  # type: ignore[no-any-return]
+#: Returns the innermost pair of saved-tensor hooks, even while tracing.
+top_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = functools.partial(
+    _top_hooks, True
+)
 
 
 #: Whether torch exposes a saved tensor's packed object.

@@ -42,7 +42,7 @@ def call_of(
 ) -> tuple[Call, Call]:
     """Returns the function that makes any call of a wrapper, and the one for calls that are cast for sure."""
     is_overridable, is_named = plan.site.is_overridable, plan.decision.is_named
-    casts_itself = plan.casts_itself
+    casts_itself, may_be_nested = plan.casts_itself, "A" in plan.site.parameters.kinds.values()
     cast_usual = None if casts_itself else usual_caster(plan)
     is_plain = runs_plainly(plan)
     place, run, computing = placer(plan), runner(plan, control), layered(plan, complete)
@@ -60,7 +60,9 @@ def call_of(
             if is_plain or not cast:
                 return complete(*(cast or args), **kwargs) if kwargs else complete(*(cast or args))
             return run(computing, cast, kwargs, args, kwargs)
-        if is_overridable and is_overridden(args, kwargs):
+        if is_overridable and (
+            has_torch_function(args) or ((kwargs or may_be_nested) and is_overridden(args, kwargs))
+        ):
             return override_here(args, kwargs)
         if casts_itself:
             return run(computing, args, kwargs, args, kwargs)

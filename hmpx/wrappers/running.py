@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .. import compute
 from ..casting import (
-    ALONE,
     CallPlan,
     cast_args,
     counted,
@@ -24,7 +23,6 @@ from ..casting import (
     is_on_device,
     rounds_into_out,
     target_dtype,
-    usual_caster,
     widest,
     written,
 )
@@ -33,31 +31,21 @@ from ..compute import (
     LEAST_ELEMENTS,
     Accumulation,
     Callee,
-    Inputs,
-    Legalization,
-    Legalizer,
     Statistics,
     computed_in_fp32,
-    has_own_gradients,
-    has_own_products,
     in_fp32,
     inputs_of,
     is_onnx_made,
-    is_watched,
     names_dtype,
     note_deciding,
-    note_legalized,
-    note_unrounded,
     rounding_last,
     selected,
 )
 from ..policy import INPUT, CastPolicy
 from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ..torch_state import is_below_dispatcher, without_casts
+from .legalized import Legalization, Runner
 from .retiring import Control
-
-#: Runs torch's function, its first argument, on cast arguments; the original ones come last.
-Runner = Callable[[Callable[..., Any], Args, Kwargs, Args, Kwargs], Any]
 
 
 def runner(plan: CallPlan, control: Control) -> Runner:
@@ -69,7 +57,7 @@ def runner(plan: CallPlan, control: Control) -> Runner:
     if plan.emulation is not None:
         run = _emulated(plan)
     elif plan.legalizes:
-        run = _legalized(plan, run, control)
+        run = Legalization(plan, run, control).run
     if plan.composes:
         run = _composed(plan, run)
     statistics = statistics_of(plan)
@@ -158,108 +146,6 @@ def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
         return run(function, args, kwargs, given, named)
 
     return run_beside
-
-
-def _legalized(plan: CallPlan, native: Runner, control: Control) -> Runner:
-    """Returns a runner of legalized calls, in fp32 with rounded inputs and outputs.
-
-    Others go to ``native``. With ``plan.rounds_late`` it casts the inputs, unless the call takes them uncast.
-    """
-    op, mode, device_types = plan.site.op, plan.options.legalize, plan.device_types
-    decided = plan.decision.dtype if isinstance(plan.decision.dtype, torch.dtype) else None
-    first = plan.facts.first_matrix
-    legalization = Legalization(
-        plan.facts.kind,
-        first,
-        mode,
-        decided if plan.is_low else None,
-        device_types,
-        is_linear=op == "linear",
-    )
-    control.may_apply = legalization.may_apply
-    legalizer = Legalizer(op, plan.facts.kind, mode)
-    is_layer = not (plan.site.is_python or plan.facts.norm_parameters)
-    has_own = has_own_products if op == "linear" else has_own_gradients
-    is_on_several, is_fast, rounds_late = len(device_types) > 1, mode == "fast", plan.rounds_late
-    cast_usual = usual_caster(plan) if rounds_late else None
-
-    def run_legalized(
-        function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
-    ) -> Any:
-        # Devices and sizes alone may leave a call to torch's kernels.
-        is_open, is_cast = control.legalizes, True
-        if is_open and args and is_on_several:
-            is_open = legalization.is_open(args[0])
-        if is_open and first is not None and len(args) > first + 1:
-            is_open = legalization.may_apply(args[first], args[first + 1])
-        if rounds_late:
-            is_late = is_open and (is_fast or (len(args) > 1 and has_own(args[0], args[1])))
-            is_cast = not is_late
-            cast = cast_usual(args, kwargs) if is_cast and cast_usual is not None else None
-            if cast is ALONE:
-                return function(*args, **kwargs)
-            if cast is not None:
-                args = cast
-            elif is_cast:
-                args, kwargs = cast_args(plan, args, kwargs)
-        found = None
-        if is_open:
-            found = _low_inputs(plan, legalization, args, kwargs, is_cast=is_cast)
-        if found is None or not legalization.applies(found[0], args, kwargs, found[1]):
-            if found is not None and legalization.settles(*found):
-                control.settle()
-            if not is_cast:
-                args, kwargs = cast_args(plan, args, kwargs)
-            return native(function, args, kwargs, given, named)
-        inputs, dtype = found
-        note_legalized()
-        if is_layer and not kwargs:
-            result = legalizer.compute_layer(function, inputs, args, dtype, is_cast=is_cast)
-            if result is not None:
-                return result
-        if not is_cast and not is_fast:
-            args, kwargs = cast_args(plan, args, kwargs)
-        elif not is_cast and is_watched():
-            note_unrounded(op, _to_be_cast(plan, args, kwargs))
-        return legalizer.compute(function, inputs, args, kwargs, given, dtype)
-
-    return run_legalized
-
-
-def _low_inputs(
-    plan: CallPlan, legalization: Legalization, args: Args, kwargs: Kwargs, *, is_cast: bool
-) -> tuple[Inputs, torch.dtype] | None:
-    """Returns a call's floating inputs and the low-precision dtype it runs in.
-
-    None for a call that does not run in one, or that is left to torch's kernels anyway.
-    """
-    if legalization.leaves_inference(args[0] if args else None) or is_below_dispatcher():
-        return None
-    if (plan.may_write or kwargs) and written(plan, args, kwargs) is not None:
-        return None
-    # With a sparse input the others have its dtype.
-    if not is_cast and target_dtype(plan, args, kwargs) not in LOW_DTYPES:
-        return None
-    inputs = inputs_of(args, kwargs)
-    if inputs is None or inputs.first.device.type not in plan.device_types:
-        return None
-    if legalization.is_settled(inputs.first.device.type):
-        return None
-    if not is_cast and isinstance(plan.decision.dtype, torch.dtype):
-        return inputs, plan.decision.dtype
-    if inputs.low is None:
-        return None
-    may_be_beside_sparse = not inputs.is_plain and plan.is_low
-    if may_be_beside_sparse and target_dtype(plan, args, kwargs) not in LOW_DTYPES:
-        return None
-    return inputs, inputs.low.dtype
-
-
-def _to_be_cast(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Returns the inputs that ``plan`` casts."""
-    given = floating_inputs(plan, args, kwargs)
-    cast = floating_inputs(plan, *cast_args(plan, args, kwargs))
-    return [a for a, b in zip(given, cast, strict=True) if a is not b]
 
 
 def _emulated(plan: CallPlan) -> Runner:

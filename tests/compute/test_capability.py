@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from hmpx.casting.options import LEGALIZE_MODES
 from hmpx.compute.legalize import capability
-from hmpx.compute.legalize.capability import KINDS, SLOW, Capability
-from hmpx.compute.legalize.legalization import LEGALIZE_MODES, is_slow, known_capability
+from hmpx.compute.legalize.capability import KINDS, SLOW, Capability, known_capability
 from hmpx.errors import OptionError
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -78,8 +78,8 @@ def test_an_op_without_kernel_is_infinitely_slow(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(capability._PROBES, "norm", (refuse, ((2, 2),)))
     found = capability.capability("norm", "cpu", BF16)
     assert found.inference == found.training == math.inf
-    assert found.is_slow(training=True)
-    assert found.is_slow(training=False)
+    assert found.slow_in_training
+    assert found.slow_in_inference
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -99,7 +99,7 @@ def test_a_measurement_that_fails_is_an_answer(
             assert F.gelu(torch.ones(3)).dtype is BF16
     found = capability.capability("elementwise", "cpu", BF16)
     assert found == Capability(capability.reported("cpu", BF16))
-    assert not found.is_slow(training=True)
+    assert not found.slow_in_training
     assert len(attempts) == 1
     assert [record.getMessage() for record in caplog.records] == [
         "the speed of elementwise in bfloat16 on cpu can't be measured, so torch's kernels compute it: "
@@ -151,7 +151,7 @@ def test_what_is_slow(
 ) -> None:
     """What takes more than `SLOW` times as long as fp32; not what has not been measured."""
     found = Capability(None, inference, training)
-    assert (found.is_slow(training=False), found.is_slow(training=True)) == expected
+    assert (found.slow_in_inference, found.slow_in_training) == expected
 
 
 # --- the first question, anywhere -----------------------------------------------------------------
@@ -265,7 +265,6 @@ def test_accelerators_are_taken_at_their_word(device_type: str, dtype: torch.dty
     assert capability.reported(device_type, dtype) is True
     for kind in KINDS:
         assert capability.capability(kind, device_type, dtype) == Capability(True)
-        assert not is_slow(kind, device_type, dtype)
 
 
 def test_the_cpu_reports_what_onednn_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,14 +356,15 @@ def test_nothing_is_measured_while_a_graph_is_captured(
     two_cards: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call is left to torch's kernel; what is known by then holds, and the rest is asked again."""
+    card = torch.device("cuda:1")
     cuda_says(monkeypatch, is_initialized=True, is_current_stream_capturing=False)
-    known = known_capability("gemm", "cuda:1", BF16)
+    known = known_capability("gemm", card, BF16)
     cuda_says(monkeypatch, is_current_stream_capturing=True)
-    assert known_capability("gemm", "cuda:1", BF16) == known == Capability(False, 3.0, 3.0)
-    assert not known_capability("norm", "cuda:1", BF16).is_slow(training=True)
+    assert known_capability("gemm", card, BF16) == known == Capability(False, 3.0, 3.0)
+    assert not known_capability("norm", card, BF16).slow_in_training
     assert len(two_cards) == 1
     cuda_says(monkeypatch, is_current_stream_capturing=False)
-    assert known_capability("norm", "cuda:1", BF16).is_slow(training=True)
+    assert known_capability("norm", card, BF16).slow_in_training
     assert len(two_cards) == 2
 
 

@@ -57,8 +57,8 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(autouse=True)
 def every_size_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (linears, convolutions):
-        monkeypatch.setattr(module, "_LEAST", 0)
+    monkeypatch.setattr(linears, "LEAST", 0)
+    monkeypatch.setattr(convolutions, "_LEAST", 0)
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def reround(tensor: Tensor, dtype: torch.dtype = BF16) -> Tensor:
 def left_to_others() -> Iterator[None]:
     """Has the layers computed as small ones are."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (linears, convolutions):
-            patch.setattr(module, "_LEAST", NEVER_LARGE)
+        patch.setattr(linears, "LEAST", NEVER_LARGE)
+        patch.setattr(convolutions, "_LEAST", NEVER_LARGE)
         yield
 
 

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 import hmpx
 from hmpx import FreezeError, Frozen, Policy
-from hmpx.compute.legalize import legalization
 from hmpx.compute.legalize.capability import Capability
+from hmpx.wrappers import legalized
 from tests import forks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -556,7 +556,7 @@ def test_results_are_equal_under_fast_whatever_the_size_of_a_call(
 ) -> None:
     """Whichever calls leave weights unrounded there; those weights stay fp32, and say why."""
     monkeypatch.setattr(
-        legalization, "known_capability", lambda kind, device_type, dtype: DEVICES[device](kind)
+        legalized, "known_capability", lambda kind, device_type, dtype: DEVICES[device](kind)
     )
     torch.manual_seed(0)
     model = Wide().eval()

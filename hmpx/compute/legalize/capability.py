@@ -14,14 +14,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ...tensors import CAST
-from ...torch_internals import VF
+from ...torch_internals import VF, run_when_traced
 from ...torch_state import without_casts
 
 LOGGER: Final = logging.getLogger("hmpx")
@@ -44,28 +44,32 @@ _THREAD_TIME_IS_FINE: Final = time.get_clock_info("thread_time").resolution < 1e
 SMALL_PRODUCT: Final = 8192
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Capability:
     """How one kind of op runs on one device in one dtype.
 
     Attributes:
         inference: Time of the native forward relative to fp32 with casts; None if not measured.
+        slow_in_inference: Whether fp32 with casts is clearly faster than the native kernels.
     """
 
     reported: bool | None  # what torch reports about the hardware; None if it reports nothing
     inference: float | None = None
     training: float | None = None  # the same ratio for forward and backward together
+    slow_in_inference: bool = field(init=False)
+    slow_in_training: bool = field(init=False)
 
-    def is_slow(self, *, training: bool) -> bool:
-        """Whether fp32 with casts is clearly faster than the native kernels."""
-        ratio = self.training if training else self.inference
-        return ratio is not None and ratio > SLOW
+    def __post_init__(self) -> None:
+        """Compares the ratios with `SLOW`."""
+        vars(self)["slow_in_inference"] = (self.inference or 0) > SLOW
+        vars(self)["slow_in_training"] = (self.training or 0) > SLOW
 
 
 class Capturing(Exception):  # noqa: N818  # not an error
     """A CUDA graph is being captured, which a measurement would disturb: retry afterwards."""
 
 
+@functools.cache
 def name_of(device: torch.device) -> str:
     """Returns the name of ``device`` here, with a number if devices of its type may differ."""
     device_type = device.type
@@ -124,6 +128,15 @@ def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
                 raise Capturing
             _known[question] = _measured_apart(*question)
         return _known[question]
+
+
+@run_when_traced
+def known_capability(kind: str, device: torch.device, dtype: torch.dtype) -> Capability:
+    """Returns the device's capability for ops of ``kind``; an empty one while a measurement must not run."""
+    try:
+        return capability(kind, name_of(device), dtype)
+    except Capturing:
+        return Capability(None)
 
 
 def forget() -> None:
@@ -280,3 +293,7 @@ KINDS: Final = tuple(_PROBES)
 
 #: Kinds of ops that multiply and add, mostly with weights.
 PRODUCTS: Final = frozenset({"convolution", "gemm"})
+
+#: Ops of these kinds are slow in low precision if the hardware lacks it, for any policy that casts
+#: their inputs to it.
+SLOW_KINDS: Final = PRODUCTS | {"attention", "rnn"}

@@ -1,6 +1,6 @@
 """Legalized convolutions and their gradients, in reused fp32 memory.
 
-The rounding points are those of `legalization`, and autograd saves low-precision tensors. In inference the fp32
+The rounding points are those of `wrappers.legalized`, and autograd saves low-precision tensors. In inference the fp32
 values of low-precision weights may be cached, in the layout of kernels.
 """
 

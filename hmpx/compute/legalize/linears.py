@@ -1,7 +1,7 @@
 """Legalized linear layers and products with weights, in reused fp32 memory.
 
 In training: the same products as torch's for a linear layer and its backward, with the rounding points of
-`legalization`, so results are bit-identical. In inference the weights are upcast block by block.
+`wrappers.legalized`, so results are bit-identical. In inference the weights are upcast block by block.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _copy_, _narrow, _new_empty, _numel = Tensor.copy_, Tensor.narrow, Tensor.new_em
 _reshape, _t, _unsqueeze = Tensor.reshape, Tensor.t, Tensor.unsqueeze
 _addmm, _mm, _sum = torch.addmm, torch.mm, torch.sum
 
-#: Elements of the input or the output; below this, fresh memory costs less than the bookkeeping here.
-_LEAST: Final = 1 << 17
+#: Elements of the input or the output; below this, fresh memory costs less than `compute`'s bookkeeping.
+LEAST: Final = 1 << 17
 
 #: Ops that multiply by a weight matrix -> the counts of arguments that `in_blocks` supports.
 BLOCKED: Final = {"addmm": (3,), "linear": (2, 3), "matmul": (2,), "mm": (2,)}
@@ -41,15 +41,6 @@ _MOST_ROWS = 512  # beyond this, arithmetic hides the casts
 FEW_ROWS: Final = 2  # with so few, reading the weights dominates
 _LEAST_WEIGHTS = 1 << 14
 _LEAST_WIDE = 1 << 17
-
-
-def is_large(x: Any, weight: Any) -> bool:
-    """Whether `compute` is faster for a linear layer of ``x`` with ``weight``."""
-    try:
-        n, k = weight.shape
-        return bool(k and _numel(x) // k * (n if n > k else k) >= _LEAST)
-    except (TypeError, ValueError, AttributeError):  # they are not a tensor and a matrix
-        return False
 
 
 def is_large_weight(weight: Tensor) -> bool:
@@ -67,13 +58,11 @@ def is_read_once(weight: Any, dtype: torch.dtype) -> bool:
 
 
 def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool) -> Tensor | None:
-    """Returns a linear layer's output in ``dtype``; None if unsupported.
+    """Returns the output of a large linear layer, see `LEAST`, in ``dtype``; None if unsupported.
 
     Of ``args`` (input, weight and perhaps bias; before casts ``given``), those to round are already in
     ``dtype``, or all are uncast. With ``rounds_inputs`` fp32 inputs are rounded first.
     """
-    if len(args) < 2 or not is_large(*args[:2]):  # most calls end here: checked first
-        return None
     layer = _layer(args, dtype)
     if layer is None:
         return None
