@@ -8,6 +8,7 @@ from .inputs import cast_args as cast_args
 from .inputs import cast_dtypes as cast_dtypes
 from .inputs import counted as counted
 from .inputs import decided_by as decided_by
+from .inputs import emulated_args as emulated_args
 from .inputs import floating_inputs as floating_inputs
 from .inputs import given_inputs as given_inputs
 from .inputs import is_emulated as is_emulated

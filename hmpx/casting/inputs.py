@@ -130,9 +130,9 @@ def is_emulated(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
 
     Tensors that a call writes to are not rounded, and formats round only dense tensors.
     """
-    if plan.emulation is None or written(plan, args, kwargs) is not None:
+    if (kwargs or plan.may_write) and written(plan, args, kwargs) is not None:
         return False
-    return not any(
+    return plan.emulation is not None and not any(
         (tensor.is_nested or tensor.layout not in _DENSE) and is_floating(tensor)
         for tensor in tensors_in((*args, *kwargs.values()))
     )
@@ -168,7 +168,7 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     if is_below_dispatcher():
         return None
     facts, policy = plan.facts, plan.decision.cast_policy
-    target = written(plan, args, kwargs)
+    target = written(plan, args, kwargs) if kwargs or plan.may_write else None
     # The tensor written to keeps its dtype for any policy.
     if target is not None and not rounds_into_out(plan, args, kwargs):
         if facts.promotes or not isinstance(target, Tensor):  # lists of tensors have many dtypes
@@ -186,7 +186,8 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
             return None
         dtype = inputs[0].dtype if policy is CastPolicy.FIRST else widest(plan, inputs)
         return dtype if dtype in CAST else None
-    inputs = counted(plan, inputs)
+    if facts.promotes:
+        inputs = counted(plan, inputs)
     if any(t.dtype not in ELIGIBLE or t.layout not in _DENSE for t in inputs):
         return None  # float64, complex or sparse: casting the others would mix dtypes
     if policy is CastPolicy.FOLLOW:
@@ -230,40 +231,82 @@ def decided_by(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[str, str]:
 
 def cast_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns ``args`` and ``kwargs`` cast by ``plan``; modifies neither."""
-    emulation, given = plan.emulation, (*args, *kwargs.values())
-    if emulation is not None:
-        args, kwargs = emulation.decoded(args, kwargs)
-    elif args:
+    if plan.emulation is not None:
+        args, kwargs, _ = emulated_args(plan, args, kwargs)
+        return args, kwargs
+    if args:
         same = getattr(args[0], "dtype", None) if plan.is_relative else plan.decision.dtype
-        if is_settled(given, same):
+        if is_settled((*args, *kwargs.values()), same):
             return args, kwargs
     dtype = target_dtype(plan, args, kwargs)
+    return (args, kwargs) if dtype is None else _cast_to(dtype, plan, args, kwargs)
+
+
+def emulated_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
+    """Returns the arguments rounded for an op in a number format, and whether the call is emulated."""
+    emulation, given = plan.emulation, (*args, *kwargs.values())
+    assert emulation is not None
+    args, kwargs = emulation.decoded(args, kwargs)
+    dtype = target_dtype(plan, args, kwargs)
     if dtype is None:
-        return args, kwargs
-    convert = _caster(dtype, plan, args, kwargs)
-    if emulation is not None and is_emulated(plan, args, kwargs):
-        # Values decoded from codes are exact in the format.
-        decoded = (*args, *kwargs.values())
-        exact = [value for value, code in zip(decoded, given, strict=True) if value is not code]
-        cast, norm_parameters = CAST[dtype], plan.facts.norm_parameters
+        return args, kwargs, False
+    if not is_emulated(plan, args, kwargs):
+        return *_cast_to(dtype, plan, args, kwargs), False
+    emulation.check()
+    # Values decoded from codes are exact in the format.
+    decoded = (*args, *kwargs.values())
+    exact = [value for value, code in zip(decoded, given, strict=True) if value is not code]
+    cast, norm_parameters = CAST[dtype], plan.facts.norm_parameters
 
-        def round_input(name: str, tensor: Tensor) -> Tensor:
-            # Parameters of norms stay: kernels accept them, since all inputs have one dtype.
-            if name in norm_parameters or any(tensor is value for value in exact):
-                return cast(tensor)
-            return emulation.rounded_input(name, tensor, cast(tensor))
+    def round_input(name: str, tensor: Tensor) -> Tensor:
+        # Parameters of norms stay: kernels accept them, since all inputs have one dtype.
+        if name in norm_parameters or any(tensor is value for value in exact):
+            return cast(tensor)
+        return emulation.rounded_input(name, tensor, cast(tensor))
 
-        return _with_inputs(round_input, plan, args, kwargs, None)
-    return _with_inputs(convert, plan, args, kwargs, dtype)
+    args, kwargs = _with_inputs(round_input, plan, args, kwargs)
+    return args, kwargs, is_on_device(plan, args, kwargs)
 
 
-def _caster(
-    dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs
-) -> Callable[[str, Tensor], Tensor]:
+def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     cast = converter(plan, dtype)
     if "sparse" in plan.skipped and argument(plan, "sparse", args, kwargs):
         cast = cast_any_layout(dtype)
-    return lambda name, tensor: tensor if tensor.dtype is dtype else cast(tensor)
+    as_one = dtype if plan.facts.kind == "rnn" else None
+    convert = _unless_fp32(
+        lambda name, tensor: tensor if tensor.dtype is dtype else cast(tensor),
+        *(dtype, plan, args, kwargs),
+    )
+    return _with_inputs(convert, plan, args, kwargs, as_one)
+
+
+def _unless_fp32(
+    convert: Callable[[str, Tensor], Any],
+    dtype: torch.dtype,
+    plan: CallPlan,
+    args: Args,
+    kwargs: Kwargs,
+) -> Callable[[str, Tensor], Any]:
+    """Makes ``convert`` leave a norm's parameters in fp32, alongside inputs of ``dtype``, if kernels accept that.
+
+    The kernels for nested tensors and the formulas of torch.func.vmap don't.
+    """
+    facts = plan.facts
+    if not facts.norm_parameters or dtype not in LOW_DTYPES or transforms() is not None:
+        return convert
+    first = args[0] if args else kwargs.get(plan.site.parameters.names[0])
+    if isinstance(first, Tensor) and first.is_nested:
+        return convert
+
+    def unless_fp32(name: str, tensor: Tensor) -> Any:
+        stays = (
+            name in facts.norm_parameters
+            and tensor.dtype is torch.float32
+            and tensor.device.type in facts.mixed_device_types
+        )
+        return tensor if stays else convert(name, tensor)
+
+    return unless_fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +324,8 @@ def cast_dtypes(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[torch.dtype]
         def cast(name: str, tensor: Tensor) -> Any:
             return tensor if tensor.dtype is dtype else _Cast(dtype)
 
-        args, kwargs = _with_inputs(cast, plan, args, kwargs, dtype, may_be_chunk=False)
+        convert = _unless_fp32(cast, dtype, plan, args, kwargs)
+        args, kwargs = _with_inputs(convert, plan, args, kwargs)
     return [
         value.dtype
         for value in leaves(given_inputs(plan, args, kwargs))
@@ -289,22 +333,14 @@ def cast_dtypes(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[torch.dtype]
     ]
 
 
-def _with_inputs(  # all of one call
+def _with_inputs(
     convert: Callable[[str, Tensor], Any],
     plan: CallPlan,
     args: Args,
     kwargs: Kwargs,
-    dtype: torch.dtype | None,
-    *,
-    may_be_chunk: bool = True,
+    as_one: torch.dtype | None = None,
 ) -> tuple[Args, Kwargs]:
-    """Returns the arguments with the eligible inputs converted, to ``dtype`` if that is given.
-
-    A norm's fp32 parameters stay alongside a low-precision input, if kernels accept that. The weights of an
-    RNN are cast together.
-    """
-    mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(plan, args, kwargs)
-    as_one = dtype if may_be_chunk and plan.facts.kind == "rnn" else None
+    """Returns the arguments with the eligible inputs converted, lists of weights together to ``as_one``."""
 
     def is_eligible(value: Any) -> bool:
         """Whether ``value`` may be cast; CPU scalars may go with tensors on any device."""
@@ -315,26 +351,16 @@ def _with_inputs(  # all of one call
             device_type == "cpu" and value.dim() == 0 and is_on_device(plan, args, kwargs)
         )
 
-    def converted(name: str, tensor: Tensor) -> Any:
-        keeps_fp32 = (
-            mixes
-            and name in plan.facts.norm_parameters
-            and tensor.dtype is torch.float32
-            and tensor.device.type in plan.facts.mixed_device_types
-        )
-        return tensor if keeps_fp32 or not is_eligible(tensor) else convert(name, tensor)
-
-    def convert_list(tensors: Sequence[Any]) -> list[Tensor] | None:
-        if as_one is None or not all([is_eligible(t) and t.dtype is not as_one for t in tensors]):  # noqa: C419
-            return None
-        return cast_as_one(tensors, as_one)
-
     new_args = tuple(
-        value if name in plan.never_cast else _with_tensors(name, value, converted, convert_list)
+        value
+        if name in plan.never_cast
+        else _with_tensors(name, value, convert, is_eligible, as_one)
         for name, value in zip(_names(plan, args), args, strict=False)
     )
     new_kwargs = {
-        name: value if name in plan.skipped else _with_tensors(name, value, converted, convert_list)
+        name: value
+        if name in plan.skipped
+        else _with_tensors(name, value, convert, is_eligible, as_one)
         for name, value in kwargs.items()
     }
     return new_args, new_kwargs
@@ -344,31 +370,22 @@ def _with_tensors(
     name: str,
     value: Any,
     convert: Callable[[str, Tensor], Any],
-    convert_list: Callable[[Sequence[Any]], list[Tensor] | None],
+    is_eligible: Callable[[Any], bool],
+    as_one: torch.dtype | None,
 ) -> Any:
-    """Returns the argument ``value``, called ``name``, with its tensors converted.
+    """Returns the argument ``value``, called ``name``, with its eligible tensors converted.
 
     Not nested: a nested function that calls itself would keep a call's tensors alive until garbage
     collection.
     """
     if isinstance(value, Tensor):
-        return convert(name, value)
-    if isinstance(value, SEQUENCES):
-        new = convert_list(value) or [
-            _with_tensors(name, item, convert, convert_list) for item in value
-        ]
-        if all(a is b for a, b in zip(new, value, strict=True)):
-            return value
-        return with_items(value, new)
-    return value
-
-
-def _takes_mixed_parameters(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a norm's weight and bias may stay fp32 in this call, if its device type accepts that.
-
-    The kernels for nested tensors and the formulas of torch.func.vmap don't.
-    """
-    if not plan.facts.norm_parameters:
-        return False
-    first = args[0] if args else kwargs.get(plan.site.parameters.names[0])
-    return not (isinstance(first, Tensor) and first.is_nested) and transforms() is None
+        return convert(name, value) if is_eligible(value) else value
+    if not isinstance(value, SEQUENCES):
+        return value
+    new = None
+    if as_one is not None and all([is_eligible(t) and t.dtype is not as_one for t in value]):  # noqa: C419
+        new = cast_as_one(value, as_one)
+    new = new or [_with_tensors(name, item, convert, is_eligible, as_one) for item in value]
+    if all(a is b for a, b in zip(new, value, strict=True)):
+        return value
+    return with_items(value, new)

@@ -226,7 +226,8 @@ class CallPlan:
     @property
     def casts_itself(self) -> bool:
         """Whether the op's runner casts its inputs itself."""
-        return self.rounds_late or self.returns_input_dtype or self.selects
+        is_emulated = self.emulation is not None
+        return is_emulated or self.rounds_late or self.returns_input_dtype or self.selects
 
     @property
     def position_count(self) -> int:

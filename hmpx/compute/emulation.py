@@ -23,12 +23,11 @@ from ..torch_internals import (
     FunctionalTensor,
     behind_transform,
     disable_modes,
-    is_jit_tracing,
     is_of_transform,
 )
 from ..torch_state import without_casts
 from .amaxes import has_history
-from .composition import call_raised, is_onnx_made, is_traced, rounded
+from .composition import call_raised, is_onnx_made, is_traced, rounded, traced
 from .emulated_products import ByAxis, EmulatedProduct, factored, has_axis, may_be_factored
 from .lowering import Lowering
 from .rounding import may_overflow, straight_through, warning_of_overflow
@@ -81,8 +80,10 @@ class Emulation:
 
     rounds_late: bool = field(init=False, repr=False, compare=False)
     _has_axes: bool = field(init=False, repr=False, compare=False)
+    _has_history: bool = field(init=False, repr=False, compare=False)
     _tells_weights: bool = field(init=False, repr=False, compare=False)
     _addend: str | None = field(init=False, repr=False, compare=False)
+    _kinds: dict[str, str | None] = field(init=False, repr=False, compare=False)
     _rounders: dict[str, Rounder] = field(init=False, repr=False, compare=False)
     _computes_in: torch.dtype = field(init=False, repr=False, compare=False)
 
@@ -97,6 +98,7 @@ class Emulation:
         vars(self).update(
             rounds_late=is_late and self.is_product and may_be_factored(self.op),
             _has_axes=needs_axes,
+            _has_history=any(map(has_history, [*factors, formats.result, gradients])),
             _tells_weights=formats.weights != formats.activations
             and not ops.names_weights(self.names),
             _addend=found.addend if found is not None else None,
@@ -110,8 +112,9 @@ class Emulation:
             self._rounders["result"] = self._looking(formats.result, "a result")
         if gradients is not None:
             self._rounders["gradients"] = self._rounder(gradients)
-        if any(map(has_history, [*factors, formats.result, gradients])):
+        if self._has_history:
             from . import delayed  # noqa: F401  # not in a graph
+        vars(self)["_kinds"] = {name: self._kind_of(name) for name in ("", *self.names)}
 
     def _looking(self, format: Format, what: str) -> Rounder:
         found = self._rounder(format)
@@ -126,20 +129,26 @@ class Emulation:
         # torch functions called inside it must not be cast
         return without_casts()(found) if isinstance(format, Custom) else found
 
-    def _rounder_for(self, role: str, kind: str) -> Rounder:
-        """Returns the rounding function for a tensor's role, to the format in the field ``kind`` of `Formats`."""
+    def _rounder_for(self, role: str, kind: str) -> Rounder | None:
+        """Returns the rounding function for a tensor's role, to the format in the field ``kind`` of `Formats`.
+
+        None if there is no such format.
+        """
+        if not self._has_history:
+            return self._rounders.get(kind)
         format = getattr(self.formats, kind)
         if not has_history(format):
-            return self._rounders[kind]
+            return self._rounders.get(kind)
         from .delayed import rounder_for
 
         return rounder_for(self._rounder(format), self.op, role, format.name)
 
-    def _for_gradient(self, role: str) -> Rounder | None:
-        return None if self.formats.gradients is None else self._rounder_for(role, "gradients")
-
-    def _outgoing(self, role: str) -> Rounder | None:
-        return None if self.output_dtype is not None else self._for_gradient(f"gradient of {role}")
+    def _straight_through(self, tensor: Tensor, round_: Rounder | None, role: str) -> Tensor:
+        """Rounds an input by ``round_``, and its gradient."""
+        outgoing = None
+        if self.output_dtype is None and self.formats.gradients is not None:
+            outgoing = self._rounder_for(f"gradient of {role}", "gradients")
+        return straight_through(tensor, round_, outgoing)
 
     @property
     def format(self) -> Format:
@@ -152,43 +161,49 @@ class Emulation:
         """Returns the argument ``name``, cast from ``given`` and rounded for the op.
 
         Factors that are rounded separately for each product are left to `compute`.
-
-        Raises:
-            OptionError: The traced graph can't contain the rounding.
         """
-        self._check()
-        if ops.is_mask(name) or (
-            self.is_view and self._has_axes
-        ):  # the op that uses it knows the axis
+        if name not in self._kinds and not ops.is_mask(name):
+            name = ops.parameter_named(name, self.names)
+        kind = self._kinds[name] if name in self._kinds else self._kind_of(name)
+        if kind == "" or (self.rounds_late and kind != "result"):
             return tensor
-        name = ops.parameter_named(name, self.names)
-        if name == self._addend and name:  # unrounded with unrounded sums: hardware adds it to them
-            is_rounded = self.output_dtype is None
-            return self._rounded(name, tensor, "result") if is_rounded else tensor
-        return tensor if self.rounds_late else self._rounded(name, tensor, self._kind(name, given))
+        return self._rounded(name, tensor, kind or self._kind(name, given))
 
-    def _check(self) -> None:
-        is_onnx = is_onnx_made()
-        if is_onnx or (not torch.compiler.is_dynamo_compiling() and is_jit_tracing()):
-            what = "ONNX" if is_onnx else "torch.jit.trace"
+    def check(self) -> None:
+        """Raises `OptionError` if the call becomes part of a file that can't contain the rounding."""
+        how = traced()
+        if how == "jit" or (how and is_onnx_made()):
+            what = "ONNX" if is_onnx_made() else "torch.jit.trace"
             raise OptionError(
                 f"{self.format.name}: {what} can't hold a number format; use torch.export"
             )
 
     def _rounded(self, role: str, tensor: Tensor, kind: str) -> Tensor:
-        round_ = self._rounder_for(role, kind)
-        is_parameter = self.is_product and type(tensor) is nn.Parameter
-        if is_parameter and note_rounding(tensor, getattr(self.formats, kind)):
+        round_: Any = self._rounder_for(role, kind) if self._has_history else self._rounders[kind]
+        if EMULATION_WATCHERS and self.is_product and type(tensor) is nn.Parameter:
+            note_rounding(tensor, getattr(self.formats, kind))
             with disable_modes():
                 return round_(tensor)
-        return straight_through(tensor, round_, self._outgoing(role))
+        return self._straight_through(tensor, round_, role)
+
+    def _kind_of(self, name: str) -> str | None:
+        """Returns the field of `Formats` for the argument ``name``: empty if it stays, None if that depends on it."""
+        if ops.is_mask(name) or (self.is_view and self._has_axes):
+            return ""  # the op that uses a view knows the axis
+        if name and name == self._addend:  # unrounded with unrounded sums: hardware adds it to them
+            return "result" if self.output_dtype is None else ""
+        return self._kind_by_name(name)
+
+    def _kind_by_name(self, name: str) -> str | None:
+        if ops.is_weight(name):
+            return "weights"
+        return "activations" if not self._tells_weights or name.endswith("bias") else None
 
     def _kind(self, name: str, given: Tensor) -> str:
         """Returns ``"weights"`` for a weight, by name, or for ops without such a name a parameter."""
-        if ops.is_weight(name):
-            return "weights"
-        if not self._tells_weights or name.endswith("bias"):
-            return "activations"
+        found = self._kind_by_name(name)
+        if found is not None:
+            return found
         if is_traced():
             raise OptionError(
                 f"{self.op}: in graphs that are traced nothing tells which of its inputs are weights; leave "
@@ -207,8 +222,7 @@ class Emulation:
         """
         if self.is_view:
             return function(*args, **kwargs)
-        self._check()
-        dtype, incoming = self._computes_in, self._for_gradient("gradient")
+        dtype, incoming = self._computes_in, self._rounder_for("gradient", "gradients")
         if self.rounds_late:
             result, args, kwargs, incoming = self._product(function, args, kwargs, given)
         elif dtype is torch.float32:
@@ -225,8 +239,9 @@ class Emulation:
         def finish(tensor: Tensor) -> Tensor:
             if tensor.is_nested or tensor.layout is not torch.strided:
                 return tensor
-            is_rounded = self.output_dtype is None
-            round_ = self._rounder_for("result", "result") if is_rounded else None
+            round_ = self._rounders.get("result")
+            if self._has_history and round_ is not None:
+                round_ = self._rounder_for("result", "result")
             found = straight_through(tensor, round_, incoming)
             return CAST[self.output_dtype or torch.float32](found)
 
@@ -243,7 +258,7 @@ class Emulation:
             raise_one = CAST[self._computes_in]
             args, kwargs = call_raised(lambda *a, **k: (a, k), args, kwargs, raise_one, ELIGIBLE)
         call = factored(self.op, self.names, function, args, kwargs)
-        gradients, incoming = self.formats.gradients, self._for_gradient("gradient")
+        gradients, incoming = self.formats.gradients, self._rounder_for("gradient", "gradients")
         if call is None:  # rounded along the last axes, as in other ops
             args, kwargs = self._mapped(self._with_rounded, args, kwargs)
             return function(*args, **kwargs), args, kwargs, incoming
@@ -256,7 +271,7 @@ class Emulation:
             format = getattr(self.formats, kind)
             is_late = has_axis(format)
             if is_late:
-                factor = straight_through(factor, None, self._outgoing(role))  # noqa: PLW2901
+                factor = self._straight_through(factor, None, role)  # noqa: PLW2901
             else:
                 factor = self._rounded(role, factor, kind)  # noqa: PLW2901
             factors.append(factor)
@@ -314,7 +329,9 @@ class Emulation:
         format = self.formats.weights
         if EMULATION_WATCHERS:
             _note_data(args, kwargs, format)
-        if not self.is_product or not any(map(_is_integer, (*args[1:], *kwargs.values()))):
+        if not self.is_product or not any(
+            [isinstance(v, Tensor) and v.dtype in _CODES for v in (*args[1:], *kwargs.values())]  # noqa: C419
+        ):
             return args, kwargs
         # AOTAutograd's tensors are no longer marked as parameters. But the call was traced before with marked
         # ones, and any other integers alongside floating-point tensors raised an error there.
@@ -325,15 +342,11 @@ class Emulation:
         kinds = (nn.Parameter, FunctionalTensor) if is_traced else nn.Parameter
 
         def value(given: Any) -> Any:  # no other parameters are integers
-            is_code = _is_integer(given) and isinstance(given, kinds)
-            return decode(given, format) if is_code else given
+            is_code = isinstance(given, Tensor) and given.dtype in _CODES
+            return decode(given, format) if is_code and isinstance(given, kinds) else given
 
         new_args = (args[0], *map(value, args[1:])) if args else args
         return new_args, {name: value(given) for name, given in kwargs.items()}
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in _CODES
 
 
 def _note_data(args: Args, kwargs: Kwargs, format: Format) -> None:

@@ -59,11 +59,10 @@ def watched_emulation(note: RoundingNote) -> Iterator[None]:
         EMULATION_WATCHERS.remove(note)
 
 
-def note_rounding(parameter: Tensor, format: Format, as_data: str = "") -> bool:
-    """Reports a rounded parameter; returns whether there are watchers."""
+def note_rounding(parameter: Tensor, format: Format, as_data: str = "") -> None:
+    """Reports a rounded parameter."""
     for note in EMULATION_WATCHERS:
         note(parameter, format, as_data)
-    return bool(EMULATION_WATCHERS)
 
 
 @contextlib.contextmanager

@@ -48,10 +48,11 @@ _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 class Rounding:
     """Rounds to one format with fixed options; plans and kernels are created once per dtype."""
 
-    __slots__ = ("_plans", "encoders", "format", "mode", "overflow")
+    __slots__ = ("_function", "_plans", "encoders", "format", "mode", "overflow")
 
     def __init__(self, format: Format, mode: str, overflow: str | None) -> None:
         self.format, self.mode, self.overflow = format, mode, overflow
+        self._function = format.own_function
         self._plans: dict[torch.dtype, Plan | None] = {}
         self.encoders: dict[torch.dtype, tuple[Plan, kernels.Kernel] | None] = {}
 
@@ -61,7 +62,7 @@ class Rounding:
         """Returns ``x`` rounded, without gradients. Arguments and errors are those of `quantize`."""
         if scale is not None:
             self.format.check_scale(scale, x)
-        function = self.format.own_function
+        function = self._function
         if torch.compiler.is_dynamo_compiling():  # the ops become part of the graph
             if function is not None:
                 return function(x)

@@ -49,7 +49,13 @@ def leaves(values: Iterable[Any]) -> list[Any]:
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """Returns the tensors among ``values``, also those inside lists and tuples."""
-    return [value for value in leaves(values) if isinstance(value, Tensor)]
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, SEQUENCES):
+            found += tensors_in(value)
+    return found
 
 
 def is_floating(tensor: Tensor) -> bool:
@@ -59,7 +65,7 @@ def is_floating(tensor: Tensor) -> bool:
 
 def floating_in(values: Iterable[Any]) -> list[Tensor]:
     """Returns the floating-point and complex tensors among ``values``, also inside lists and tuples."""
-    return [value for value in leaves(values) if isinstance(value, Tensor) and is_floating(value)]
+    return [t for t in tensors_in(values) if t.dtype.is_floating_point or t.dtype.is_complex]
 
 
 def map_tensors(value: _T, function: Callable[[Tensor], Any]) -> _T:

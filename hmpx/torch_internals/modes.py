@@ -93,7 +93,7 @@ def may_learn(*tensors: Tensor) -> bool:
     Tensors of torch.func transforms don't show whether their originals require gradients. Forward-mode
     gradients exist even while backward ones are off.
     """
-    if has_tangents():
+    if _levels._current_level >= 0:
         return True
     return torch.is_grad_enabled() and (
         any([tensor.requires_grad for tensor in tensors])  # noqa: C419  # Dynamo traces lists better

@@ -18,8 +18,8 @@ from ..casting import (
     CallPlan,
     cast_args,
     counted,
+    emulated_args,
     floating_inputs,
-    is_emulated,
     is_on_device,
     rounds_into_out,
     target_dtype,
@@ -149,19 +149,14 @@ def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
 
 
 def _emulated(plan: CallPlan) -> Runner:
-    """Returns a runner of the op in a number format."""
+    """Returns a runner of the op in a number format, which also rounds its inputs."""
 
     def run_emulated(
         function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
     ) -> Any:
-        if (
-            target_dtype(plan, args, kwargs) is None
-            or not is_emulated(plan, args, kwargs)
-            or not is_on_device(plan, args, kwargs)
-            or (
-                names_dtype(args, kwargs) and not plan.lowerings
-            )  # its output has the requested dtype
-        ):
+        args, kwargs, is_emulated = emulated_args(plan, args, kwargs)
+        # With a dtype, the output has that one.
+        if not is_emulated or (names_dtype(args, kwargs) and not plan.lowerings):
             return function(*args, **kwargs)
         return emulation.compute(function, args, kwargs, given)
 
