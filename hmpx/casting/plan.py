@@ -117,7 +117,6 @@ class CallPlan:
         emulation: The emulation of the op, if its low precision is a number format.
         composes: The op computes in an ``accumulate_dtype``, or its outputs are cast.
         legalizes: The op may be computed in fp32 and rounded, where low precision is slow.
-        looks_up: Large calls may use lookup tables, see `compute.looked_up`.
         keeps_parameters: With torch's kernels, autograd may keep parameters instead of their casts.
     """
 
@@ -141,7 +140,6 @@ class CallPlan:
     emulation: Emulation | None = field(init=False)
     composes: bool = field(init=False)
     legalizes: bool = field(init=False)
-    looks_up: bool = field(init=False)
     keeps_parameters: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -340,12 +338,6 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
             options.legalize != "never"
             and may_run_low
             and not computes_itself
-            and plan.target is None
-        ),
-        "looks_up": (
-            options.legalize != "never"
-            and "cpu" in plan.device_types
-            and plan.site.op in compute.ACTIVATIONS
             and plan.target is None
         ),
         "keeps_parameters": (

@@ -30,8 +30,6 @@ from .kept_parameters import keeping_parameters as keeping_parameters
 from .kept_parameters import pays as pays
 from .legalize import convolutions as convolutions
 from .legalize import linears as linears
-from .legalize.activations import ACTIVATIONS as ACTIVATIONS
-from .legalize.activations import looked_up as looked_up
 from .legalize.capability import KINDS as KINDS
 from .legalize.capability import PRODUCTS as PRODUCTS
 from .legalize.capability import SLOW_KINDS as SLOW_KINDS

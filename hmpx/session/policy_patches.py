@@ -63,10 +63,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     told_of = {*policy.decisions, *deciding, *observed}
     told_of |= {name for name in completed if not ops.is_view(name)}
     converting = sorted(ops.converting() & ops.table().keys())
-    # The ops whose calls may be looked up in tables; see `CallPlan.looks_up`.
-    is_apt = options.legalize != "never" and "cpu" in device_types
-    looked_up = compute.ACTIVATIONS if is_apt else ()
-    named = [*policy.decisions, *deciding, *completed, *converting, *looked_up, *observed]
+    named = [*policy.decisions, *deciding, *completed, *converting, *observed]
     for name in dict.fromkeys(named):
         decision = policy.decisions.get(name, UNDECIDED)
         op = ops.table().get(name)
@@ -79,8 +76,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
         seen = conversion if name in told_of else unobserved
         for site in op.sites:
             lacks = None if site.is_property else lacking.get(name)
-            is_complete = lacks is None and (site.in_place or name not in looked_up)
-            is_complete = is_complete and not (
+            is_complete = lacks is None and not (
                 name in ops.converting() and ops.converts_numbers(name, site)
             )
             is_settled = is_complete and (site.in_place or not asked) and not conversion.observers
@@ -218,11 +214,6 @@ class Foreign:
 def originals(wrappers: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
     """Returns the functions that these wrappers wrap."""
     return [vars(wrapper)["__wrapped__"] for wrapper in wrappers]
-
-
-def cast_originals(made: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
-    """Returns the functions whose callers lose casts or rules if they bypass the wrappers."""
-    return originals([each for each in made if not wrappers.only_looks_up(each)])
 
 
 def replacements(

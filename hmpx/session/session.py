@@ -23,7 +23,7 @@ from ..policy import Policy
 from ..registry import eventually, exclusive
 from ..rules import Registered, all_rules
 from ..wrappers import in_force
-from .policy_patches import Conversion, Foreign, cast_originals, replacements
+from .policy_patches import Conversion, Foreign, originals, replacements
 from .steps import draft_steps, has_history
 from .switching import (
     IS_COUNTED,
@@ -96,7 +96,7 @@ class Session:
         Yields:
             A dotted path such as ``package.module.Block.forward(activation=)``, and the function.
         """
-        return missed(cast_originals(self._installation.wrappers))
+        return missed(originals(self._installation.wrappers))
 
     def __enter__(self) -> Session:
         self._is_entered, self._is_left = True, False

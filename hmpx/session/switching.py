@@ -29,7 +29,7 @@ from ..patching import Applied, Change, Draft, Patch, Swap
 from ..registry import exclusive
 from ..rules import RULES, Registered
 from ..wrappers import in_use, references, references_of_others, retirements
-from .policy_patches import cast_originals, originals, replacements
+from .policy_patches import originals, replacements
 
 if TYPE_CHECKING:
     from .session import Session
@@ -302,7 +302,7 @@ def say(messages: list[str]) -> None:
 
 def log_what_models_keep(wrappers: Iterable[Callable[..., Any]]) -> None:
     """Logs which of torch's functions models hold, whose calls are therefore not cast."""
-    for path, function in held_by_models(cast_originals(wrappers)):
+    for path, function in held_by_models(originals(wrappers)):
         LOGGER.warning("not cast  %r  kept since before convert() by %s", function, path)
 
 

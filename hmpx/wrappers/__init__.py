@@ -7,7 +7,6 @@ from .making import Maker as Maker
 from .making import make_choosing_wrapper as make_choosing_wrapper
 from .making import make_wrapper as make_wrapper
 from .making import make_wrapper_where_lacking as make_wrapper_where_lacking
-from .making import only_looks_up as only_looks_up
 from .observed import make_observed_wrapper as make_observed_wrapper
 from .retiring import in_force as in_force
 from .retiring import in_use as in_use

@@ -60,15 +60,14 @@ def make_wrapper_where_lacking(
 ) -> Callable[..., Any] | None:
     """Returns the wrapper of a function that is never cast: it adds fallbacks to torch's.
 
-    It computes in fp32 if a kernel is missing, accepts numbers that the dtype does not hold, and looks up
-    activations. None if torch's function needs no fallback.
+    It computes in fp32 if a kernel is missing, and accepts numbers that the dtype does not hold. None if torch's
+    function needs no fallback.
     """
     site, control = plan.site, Control()
-    if site.lacking is None and not plan.looks_up:
+    if site.lacking is None:
         return _make_wrapper_taking_numbers(original, plan)
     complete = completed(original, plan)
-    lacks_gradients = site.lacking is not None and site.lacking.is_of_gradients
-    is_quick = lacks_gradients and site.numbers is None and not plan.looks_up
+    is_quick = site.lacking.is_of_gradients and site.numbers is None
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if control.forward is not None:
@@ -80,10 +79,7 @@ def make_wrapper_where_lacking(
             return override(original, site.name, _cast_nothing, args, kwargs)
         return complete(*args, **kwargs)
 
-    named = named_after(original, wrapper, site.name, control)
-    if site.lacking is None and site.numbers is None:
-        vars(named)["__hmpx_looks_up__"] = True
-    return named
+    return named_after(original, wrapper, site.name, control)
 
 
 def _make_wrapper_taking_numbers(
@@ -121,16 +117,9 @@ def _learns_low(values: Args) -> bool:
     return False
 
 
-def only_looks_up(wrapper: Callable[..., Any]) -> bool:
-    """Whether a wrapper only speeds up torch's function: code that keeps that function misses no cast."""
-    return "__hmpx_looks_up__" in vars(wrapper)
-
-
 def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
     """Adds fallbacks to ``original``: see `make_wrapper_where_lacking`."""
     site = plan.site
-    if plan.looks_up:
-        original = compute.looked_up(site.op, original)
     callee = callee_of(original, plan)
     if site.numbers is not None:
         complete = compute.completed_by_numbers(callee, site.numbers)

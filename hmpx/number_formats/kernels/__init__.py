@@ -134,8 +134,6 @@ _ARGUMENTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "decode_scaled": (_P, _P, _P, _N, _P, _P, _INT, _INT, ctypes.c_float),
     "extremes": (_P, _N, _P, _INT),
     "bf16_rounded": (_P, _P, _N, _BF16, _INT),
-    "bf16_mapped": (_P, _P, _N, _P, _INT),
-    "bf16_scaled": (_P, _P, _P, _N, _P, _BF16, _INT),
     "bf16_rows_product": (_P, _P, _P, _N, _N, _N, _BF16, _INT),
 }
 
@@ -265,13 +263,11 @@ _address, _numel = Tensor.data_ptr, Tensor.numel
 class Bfloat16Kernels:
     """Functions of dense tensors on the CPU; elementwise ones take tensors of one shape and layout."""
 
-    __slots__ = ("_mapped", "_multiplied", "_nan", "_rounded", "_scaled")
+    __slots__ = ("_multiplied", "_nan", "_rounded")
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        names = ("bf16_rounded", "bf16_mapped", "bf16_scaled", "bf16_rows_product")
-        self._rounded, self._mapped, self._scaled, self._multiplied = (
-            _function(library, name, name) for name in names
-        )
+        self._rounded = _function(library, "bf16_rounded", "bf16_rounded")
+        self._multiplied = _function(library, "bf16_rows_product", "bf16_rows_product")
         with torch.inference_mode(False):
             nan = torch.full((1,), math.nan, dtype=torch.float32, device="cpu").bfloat16()
         self._nan = int(nan.view(torch.int16).item()) & 0xFFFF
@@ -291,26 +287,6 @@ class Bfloat16Kernels:
         self._multiplied(
             *(_address(x), _address(weight), _address(target)),
             *(_numel(x) // k, n, k, self._nan, threads_for(n * k)),
-        )
-        return target
-
-    def look_up(self, source: Tensor, target: Tensor, values: Tensor) -> Tensor:
-        """Writes a function of ``source`` to ``target``, given its values at all 65,536 numbers; all bfloat16."""
-        count = _numel(source)
-        self._mapped(
-            _address(source), _address(target), count, _address(values), threads_for(count)
-        )
-        return target
-
-    def scale(self, source: Tensor, factors: Tensor, target: Tensor, values: Tensor) -> Tensor:
-        """Writes ``factors``, times a function of ``source``, to ``target``, which may be one of these.
-
-        All are bfloat16, except the function's values at all 65,536 numbers, which are float32.
-        """
-        count = _numel(source)
-        self._scaled(
-            *(_address(source), _address(factors), _address(target), count),
-            *(_address(values), self._nan, threads_for(count)),
         )
         return target
 
