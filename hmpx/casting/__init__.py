@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from .cache import cache_patches as cache_patches
-from .inputs import TARGET as TARGET
 from .inputs import cast_args as cast_args
 from .inputs import cast_dtypes as cast_dtypes
 from .inputs import counted as counted
-from .inputs import decided_by as decided_by
 from .inputs import emulated_args as emulated_args
 from .inputs import floating_inputs as floating_inputs
-from .inputs import given_inputs as given_inputs
+from .inputs import given_out as given_out
 from .inputs import is_emulated as is_emulated
 from .inputs import is_on_device as is_on_device
-from .inputs import is_widened as is_widened
 from .inputs import rounds_into_out as rounds_into_out
 from .inputs import target_dtype as target_dtype
-from .inputs import widest as widest
 from .inputs import written as written
 from .options import Options as Options
 from .plan import CallPlan as CallPlan
-from .plan import CallSite as CallSite
-from .plan import OpFacts as OpFacts
-from .plan import facts_of as facts_of
 from .plan import is_promotion as is_promotion
 from .plan import plan_of as plan_of
-from .plan import site_of as site_of
 from .quick import ALONE as ALONE
 from .quick import casts_of as casts_of
 from .quick import is_settled as is_settled
@@ -33,3 +25,7 @@ from .quick import placer as placer
 from .quick import unusual as unusual
 from .quick import usual_caster as usual_caster
 from .quick import widener as widener
+from .sites import CallSite as CallSite
+from .sites import OpFacts as OpFacts
+from .sites import facts_of as facts_of
+from .sites import site_of as site_of

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,7 +30,6 @@ from ..tensors import (
     is_floating,
     is_low,
     leaves,
-    short_name,
     tensors_in,
     with_items,
 )
@@ -40,9 +39,6 @@ from .plan import CallPlan
 from .quick import converter, is_settled
 
 _DENSE: Final = frozenset({torch.strided, torch.jagged})
-
-#: Ops that add a dimension to 0-dim tensors and then join them with the others.
-_JOINING: Final = frozenset({"column_stack", "dstack", "hstack", "vstack"})
 
 
 # --- the arguments of a call ----------------------------------------------------------------------
@@ -147,22 +143,6 @@ def is_on_device(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
 # --- the target dtype ------------------------------------------------------------------------
 
 
-def widest(plan: CallPlan, tensors: list[Tensor]) -> torch.dtype:
-    """Returns `torch.result_type` of all these floating tensors.
-
-    0-dim tensors count if all are 0-dim, or if the op joins them with the others, like `torch.hstack`.
-    """
-    are_joined = plan.site.op in _JOINING
-    dtypes = [t.dtype for t in tensors if t.dim() or are_joined] or [t.dtype for t in tensors]
-    return functools.reduce(torch.promote_types, dtypes)
-
-
-def is_widened(plan: CallPlan, inputs: Iterable[Tensor]) -> bool:
-    """Whether torch itself computes a call on these floating inputs in fp32, as the plan requires."""
-    fp32 = torch.float32
-    return plan.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
-
-
 def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | None:
     """Returns the dtype to which the eligible inputs are cast; None to leave the call alone."""
     if is_below_dispatcher():
@@ -184,7 +164,7 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     if policy in _RELATIVE:
         if policy is CastPolicy.WIDEST and plan.widens_itself:
             return None
-        dtype = inputs[0].dtype if policy is CastPolicy.FIRST else widest(plan, inputs)
+        dtype = inputs[0].dtype if policy is CastPolicy.FIRST else plan.widest(inputs)
         return dtype if dtype in CAST else None
     if facts.promotes:
         inputs = counted(plan, inputs)
@@ -199,31 +179,11 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     decided = plan.decision.dtype
     if plan.emulation is not None or not isinstance(decided, torch.dtype):
         return torch.float32
-    return decided if decided in CAST and not is_widened(plan, inputs) else None
+    return decided if decided in CAST and not plan.is_widened(inputs) else None
 
 
 #: Policies in which inputs of any dtype decide.
 _RELATIVE: Final = frozenset({CastPolicy.FIRST, CastPolicy.WIDEST})
-
-#: Used instead of a `CastPolicy`'s name if the argument that a call writes to decides.
-TARGET: Final = "TARGET"
-
-
-def decided_by(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[str, str]:
-    """Returns the name of a call's deciding `CastPolicy`, or `TARGET`, and the reason, for the log."""
-    is_target = written(plan, args, kwargs) is not None
-    if is_target and not rounds_into_out(plan, args, kwargs):
-        out = given_out(plan, args, kwargs)
-        return TARGET, "in-place rule" if out is None else "out= rule"
-    policy = plan.decision.cast_policy
-    for tensor in counted(plan, floating_inputs(plan, args, kwargs)):
-        if tensor.layout in SPARSE:
-            return CastPolicy.FIRST.name, "its sparse input"
-        if plan.emulation is not None and tensor.is_nested:
-            return CastPolicy.FP32.name, "its nested input"
-        if policy not in {*_RELATIVE, CastPolicy.PASS} and tensor.dtype not in ELIGIBLE:
-            return CastPolicy.PASS.name, f"its {short_name(tensor.dtype)} input"
-    return policy.name, plan.decision.reason
 
 
 # --- the casts ---------------------------------------------------------------------------------
@@ -351,27 +311,22 @@ def _with_inputs(
             device_type == "cpu" and value.dim() == 0 and is_on_device(plan, args, kwargs)
         )
 
+    new = functools.partial(_with_tensors, convert, is_eligible, as_one)
     new_args = tuple(
-        value
-        if name in plan.never_cast
-        else _with_tensors(name, value, convert, is_eligible, as_one)
+        value if name in plan.never_cast else new(name, value)
         for name, value in zip(_names(plan, args), args, strict=False)
     )
-    new_kwargs = {
-        name: value
-        if name in plan.skipped
-        else _with_tensors(name, value, convert, is_eligible, as_one)
-        for name, value in kwargs.items()
+    return new_args, {
+        name: value if name in plan.skipped else new(name, value) for name, value in kwargs.items()
     }
-    return new_args, new_kwargs
 
 
 def _with_tensors(
-    name: str,
-    value: Any,
     convert: Callable[[str, Tensor], Any],
     is_eligible: Callable[[Any], bool],
     as_one: torch.dtype | None,
+    name: str,
+    value: Any,
 ) -> Any:
     """Returns the argument ``value``, called ``name``, with its eligible tensors converted.
 
@@ -385,7 +340,7 @@ def _with_tensors(
     new = None
     if as_one is not None and all([is_eligible(t) and t.dtype is not as_one for t in value]):  # noqa: C419
         new = cast_as_one(value, as_one)
-    new = new or [_with_tensors(name, item, convert, is_eligible, as_one) for item in value]
+    new = new or [_with_tensors(convert, is_eligible, as_one, name, item) for item in value]
     if all(a is b for a, b in zip(new, value, strict=True)):
         return value
     return with_items(value, new)

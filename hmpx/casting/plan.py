@@ -6,141 +6,57 @@ Derives everything that calls need, once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
 from .. import compute, number_formats, ops
 from ..compute import PRODUCTS, Lacking
-from ..ops import Numbers, Parameters
 from ..policy import INPUT, RELATIVE, CastPolicy, Decision
 from ..tensors import LOW_DTYPES
 from .options import Options
+from .sites import CallSite, OpFacts, facts_of, site_of
 
 if TYPE_CHECKING:
     from ..compute import Emulation, Formats, Lowering
     from ..number_formats import Format
 
 
-@dataclass(frozen=True)
-class CallSite:
-    """One callable of an op, and how it uses its arguments.
-
-    Attributes:
-        op: Op name.
-        name: Dotted name of the slot: ``torch.nn.functional.linear``.
-        parameters: The callable's parameters.
-        in_place: The callable writes to its first argument.
-        is_python: The callable is implemented in Python: ops inside it are not cast.
-        is_overridable: Modes and tensor subclasses override the callable, like most of torch's. They see
-            not another library's functions, but the torch functions that those call.
-        writes: Names of the arguments that the callable writes to, except ``out``.
-        statistics: The running statistics of a norm among these.
-        lacking: The low-precision kernels that the op lacks; None if it lacks none.
-        numbers: The arguments with numbers that torch converts to its tensor's dtype; None if there are none.
-    """
-
-    op: str
-    name: str
-    parameters: Parameters
-    in_place: bool = False
-    is_python: bool = False
-    is_overridable: bool = True
-    writes: tuple[str, ...] = ()
-    statistics: tuple[str, ...] = ()
-    lacking: Lacking | None = None
-    numbers: Numbers | None = None
-
-
-@dataclass(frozen=True)
-class OpFacts:
-    """Facts about torch's kernels for an op; the defaults are for other libraries' functions.
-
-    Attributes:
-        kind: One of `compute.KINDS`, which determines the op's speed in low precision.
-        first_matrix: For a product of two matrices, the position of the first.
-        promotes: The kernel takes mixed dtypes and returns the widest, also in place.
-        rounds_mixed: Gradients of mixed-dtype inputs are computed in the narrower dtype.
-        rounds_terms: Terms of second-order gradients of mixed-dtype inputs are rounded.
-        updates_if: Name of the argument that decides whether running statistics are updated; None if
-            they always are.
-        norm_parameters: Names of a norm's weight and bias, which stay fp32 alongside a low-precision
-            input on ``mixed_device_types``.
-        rounds_statistics: Torch casts running statistics to the input's dtype.
-        never_narrows: The op rejects a ``dtype=`` narrower than its input.
-        is_view: The op computes nothing.
-        casts_first: The op has ``dtype=``, to which its kernel casts the input before computing.
-        is_random: The op draws random numbers.
-        selects: The op returns elements of its input, and computes nothing.
-    """
-
-    kind: str = "elementwise"
-    first_matrix: int | None = None
-    promotes: bool = False
-    rounds_mixed: bool = False
-    rounds_terms: bool = False
-    updates_if: str | None = None
-    norm_parameters: frozenset[str] = frozenset()
-    mixed_device_types: frozenset[str] = frozenset()
-    rounds_statistics: bool = False
-    never_narrows: bool = False
-    is_view: bool = False
-    casts_first: bool = False
-    is_random: bool = False
-    selects: bool = False
+#: Ops that add a dimension to 0-dim tensors and then join them with the others.
+_JOINING: Final = frozenset({"column_stack", "dstack", "hstack", "vstack"})
 
 
 @dataclass(frozen=True, eq=False)
 class CallPlan:
-    """How the calls of one site are cast and computed. Equal to itself only.
-
-    Attributes:
-        site: The callable.
-        facts: Facts about torch's kernels for the op.
-        decision: The policy's decision for the op.
-        device_types: Tensors on other devices are not cast.
-        options: How ops compute.
-        lowerings: Functions that compute the op in a number format, instead of torch.
-        is_narrowed: The wrapper replaces another one while some of that one's casts are off.
-
-        target: Name of the argument that every call writes to; the others are cast to its dtype.
-        never_cast: Names of the arguments that are never cast.
-        skipped: Names of arguments that are not inputs to cast.
-        cast_kinds: ``site.parameters.kinds`` without the buffers.
-        has_inplace_flag: The callable is a Python function with an ``inplace`` argument.
-        may_write: Calls may write to such an argument.
-        statistic_positions: Positions of the running statistics.
-        takes_fp32_statistics: Kernels accept fp32 statistics alongside low-precision inputs.
-        fp32_positions: Positions of norm parameters that stay fp32; None if the call's device decides.
-        emulation: The emulation of the op, if its low precision is a number format.
-        composes: The op computes in an ``accumulate_dtype``, or its outputs are cast.
-        legalizes: The op may be computed in fp32 and rounded, where low precision is slow.
-        keeps_parameters: With torch's kernels, autograd may keep parameters instead of their casts.
-    """
+    """How the calls of one site are cast and computed. Equal to itself only."""
 
     site: CallSite
     facts: OpFacts
     decision: Decision
-    device_types: frozenset[str]
+    device_types: frozenset[str]  # tensors on other devices are not cast
     options: Options
+    #: Functions that compute the op in a number format, instead of torch.
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
-    is_narrowed: bool = False
+    is_narrowed: bool = False  # the wrapper replaces another one while some of its casts are off
 
+    #: Name of the argument that every call writes to; the others are cast to its dtype.
     target: str | None = field(init=False)
-    never_cast: frozenset[str] = field(init=False)
-    skipped: frozenset[str] = field(init=False)
-    cast_kinds: Mapping[int, str] = field(init=False)
-    has_inplace_flag: bool = field(init=False)
-    may_write: bool = field(init=False)
-    statistic_positions: tuple[int, ...] = field(init=False)
-    takes_fp32_statistics: bool = field(init=False)
+    never_cast: frozenset[str] = field(init=False)  # names of the arguments that are never cast
+    skipped: frozenset[str] = field(init=False)  # names of arguments that are not inputs to cast
+    cast_kinds: Mapping[int, str] = field(init=False)  # the parameters' kinds without the buffers
+    has_inplace_flag: bool = field(init=False)  # a function in Python with an ``inplace`` argument
+    may_write: bool = field(init=False)  # calls may write to such an argument
+    statistic_positions: tuple[int, ...] = field(init=False)  # of the running statistics
+    takes_fp32_statistics: bool = field(init=False)  # alongside low-precision inputs
+    #: Positions of norm parameters that stay fp32; None if the call's device decides.
     fp32_positions: frozenset[int] | None = field(init=False)
-    emulation: Emulation | None = field(init=False)
-    composes: bool = field(init=False)
-    legalizes: bool = field(init=False)
-    keeps_parameters: bool = field(init=False)
+    emulation: Emulation | None = field(init=False)  # if its low precision is a number format
+    composes: bool = field(init=False)  # computes in ``accumulate_dtype``, or its outputs are cast
+    legalizes: bool = field(init=False)  # may be computed in fp32 and rounded, where low is slow
+    keeps_parameters: bool = field(init=False)  # autograd may keep them instead of their casts
 
     def __post_init__(self) -> None:
         """Sets the derived fields, once instead of in each call."""
@@ -241,6 +157,20 @@ class CallPlan:
         while first - 1 in self.site.parameters.fillable & self.cast_kinds.keys():
             first -= 1
         return range(first, count) if first else range(0)
+
+    def widest(self, tensors: Sequence[Tensor]) -> torch.dtype:
+        """Returns `torch.result_type` of all these floating tensors.
+
+        0-dim tensors count if all are 0-dim, or if the op joins them with the others, like `torch.hstack`.
+        """
+        are_joined = self.site.op in _JOINING
+        dtypes = [t.dtype for t in tensors if t.dim() or are_joined] or [t.dtype for t in tensors]
+        return functools.reduce(torch.promote_types, dtypes)
+
+    def is_widened(self, inputs: Iterable[Tensor]) -> bool:
+        """Whether torch itself computes a call on these floating inputs in fp32, as the plan requires."""
+        fp32 = torch.float32
+        return self.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
 
 
 def _arguments(site: CallSite) -> dict[str, Any]:
@@ -352,48 +282,10 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
 # --- plans of torch's ops ----------------------------------------------------------------------
 
 
-@functools.cache
-def facts_of(op: str) -> OpFacts:
-    """Returns the facts about torch's kernels for ``op``."""
-    root, (kind, first_matrix) = ops.root(op), ops.kind(op)
-    return OpFacts(
-        kind=kind,
-        first_matrix=first_matrix,
-        promotes=root in ops.facts("promotes"),
-        rounds_mixed=root in ops.facts("rounds_mixed"),
-        rounds_terms=root in ops.facts("rounds_terms"),
-        updates_if=next(iter(ops.facts("writes_if").get(op, ())), None),
-        norm_parameters=frozenset(ops.facts("parameters").get(op, ())),
-        mixed_device_types=frozenset(ops.facts("mixed_parameters").get(op, ())),
-        rounds_statistics=op in ops.facts("rounded_running"),
-        never_narrows=op in ops.facts("never_narrow"),
-        is_view=ops.is_view(op),
-        casts_first=op in ops.facts("casts_first"),
-        is_random=op in ops.facts("random"),
-        selects=op in ops.facts("selects"),
-    )
-
-
 def is_promotion(decision: Decision, facts: OpFacts) -> bool:
     """Whether torch's own promotion gives exactly the decision's results, including gradients."""
     is_widest = decision.cast_policy is CastPolicy.WIDEST and not decision.is_composed
     return is_widest and facts.promotes and not facts.rounds_mixed
-
-
-def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable: bool) -> CallSite:
-    """Returns the `CallSite` of one of torch's call sites of ``op``."""
-    return CallSite(
-        op=op,
-        name=site.qualified,
-        parameters=ops.parameters(site),
-        in_place=site.in_place,
-        is_python=site.is_python,
-        is_overridable=is_overridable,
-        writes=ops.written(op, site),
-        statistics=ops.statistics(op, site),
-        lacking=lacking,
-        numbers=ops.numbers(op, site),
-    )
 
 
 @functools.lru_cache(maxsize=10_000)  # a few policies of all ops

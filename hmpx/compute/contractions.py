@@ -133,22 +133,6 @@ def of_equation(equation: object, factors: Sequence[Tensor]) -> Contraction | No
     return Contraction(tuple(letters), result)
 
 
-def of_chain(factors: Sequence[Tensor]) -> Contraction | None:
-    """Returns the letters of a chain of matrix products."""
-    letters = string.ascii_lowercase
-    if len(factors) >= len(letters):
-        return None
-    pairs = [letters[i : i + 2] for i in range(len(factors))]
-    if factors[0].dim() == 1:
-        pairs[0] = pairs[0][1:]
-    if factors[-1].dim() == 1:
-        pairs[-1] = pairs[-1][:1]
-    if any(len(pair) != factor.dim() for pair, factor in zip(pairs, factors, strict=True)):
-        return None
-    kept = {letters[0], letters[len(factors)]}
-    return Contraction(tuple(pairs), "".join([each for each in "".join(pairs) if each in kept]))
-
-
 def of_dimensions(a: Tensor, b: Tensor, dims_a: Any, dims_b: Any) -> Contraction | None:
     """Returns the letters of a call of `torch.tensordot`, which sums over these dimensions."""
     if not isinstance(dims_a, SEQUENCES) or not isinstance(dims_b, SEQUENCES):
@@ -161,11 +145,3 @@ def of_dimensions(a: Tensor, b: Tensor, dims_a: Any, dims_b: Any) -> Contraction
     summed = set(of_a) & set(of_b)
     result = "".join([each for each in (*of_a, *of_b) if each not in summed])
     return Contraction(("".join(of_a), "".join(of_b)), result)
-
-
-def of_vectors(a: Tensor, b: Tensor, dim: Any) -> Contraction | None:
-    """Returns the letters of a call of `torch.linalg.vecdot`, which sums over one dimension of both."""
-    if not isinstance(dim, int) or a.shape != b.shape:
-        return None
-    letters = string.ascii_letters[: a.dim()]
-    return Contraction((letters, letters), letters.replace(letters[dim], ""))

@@ -295,37 +295,28 @@ def _each(value: Any, dims: int) -> list[int]:
     return [value] * dims
 
 
-#: Ops whose factors are in lists, or whose dimensions are arguments.
-_OF_ARGUMENTS: Final = frozenset(
-    {"chain_matmul", "einsum", "linalg_multi_dot", "linalg_vecdot", "tensordot"}
-)
+#: Ops whose dimensions are in their arguments.
+_OF_ARGUMENTS: Final = frozenset({"einsum", "tensordot"})
 
 
 def _of_arguments(
     op: str, function: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Factored | None:
-    is_list = op in {"chain_matmul", "einsum", "linalg_multi_dot"}
-    first = 1 if op == "einsum" else 0
-    factors: Any = (args[first] if len(args) > first else None) if is_list else args[:2]
-    if not _are_tensors(factors) or len(factors) < (1 if op == "einsum" else 2):
+    is_equation = op == "einsum"
+    factors: Any = (args[1] if len(args) > 1 else None) if is_equation else args[:2]
+    if not _are_tensors(factors) or not factors:
         return None
     found = None
-    if op == "einsum":
+    if is_equation:
         found = contractions.of_equation(args[0], factors)
-    elif is_list and len(args) == 1:
-        found = contractions.of_chain(factors)
-    elif op == "tensordot" and len(args) == 4:
+    elif len(args) == 4:
         found = contractions.of_dimensions(*args)
-    elif op == "linalg_vecdot":
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-        found = contractions.of_vectors(factors[0], factors[1], dim)
     if found is None:
         return None
 
     def replace(new: Sequence[Tensor]) -> tuple[Args, Kwargs]:
-        if is_list:
-            return (*args[:first], list(new), *args[first + 1 :]), kwargs
-        return (*new, *args[2:]), kwargs
+        changed = (args[0], list(new)) if is_equation else tuple(new)
+        return (*changed, *args[2:]), kwargs
 
     def call(new: Sequence[Tensor]) -> Tensor:
         new_args, new_kwargs = replace(new)

@@ -54,30 +54,22 @@ class Formats:
 
 @dataclass(frozen=True)
 class Emulation:
-    """Computes one op in number formats.
-
-    Attributes:
-        accumulate_dtype: The dtype the op computes in; None for fp32, or fp64 for a wide format.
-        output_dtype: The dtype of outputs, which are then not rounded to a format; None for fp32 with
-            rounding.
-        is_product: It multiplies and adds, mostly with weights, which may be frozen to codes.
-        lowerings: Device type -> the function that computes the op instead of torch; None stands for
-            every other device type.
-        numbers: The positions that may hold a tensor or a number.
-        rounds_late: Factors are rounded separately for each product, in `compute`.
-    """
+    """Computes one op in number formats."""
 
     formats: Formats
     op: str = ""
     names: tuple[str, ...] = ()  # of the op's parameters, by position
-    accumulate_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None  # None for fp32, or fp64 for a wide format
+    #: The dtype of outputs, which are then not rounded to a format; None for fp32 with rounding.
     output_dtype: torch.dtype | None = None
     is_view: bool = False  # the op computes nothing, so its outputs need no rounding
-    is_product: bool = False
+    is_product: bool = False  # mostly with weights, which may be frozen to codes
+    #: Device type -> the function that computes the op instead of torch; None for every other device type.
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
     line: str = field(default="", compare=False)  # the origin of the decision
-    numbers: frozenset[int] = frozenset()
+    numbers: frozenset[int] = frozenset()  # the positions that may hold a tensor or a number
 
+    #: Factors are rounded separately for each product, in `compute`.
     rounds_late: bool = field(init=False, repr=False, compare=False)
     _has_axes: bool = field(init=False, repr=False, compare=False)
     _has_history: bool = field(init=False, repr=False, compare=False)

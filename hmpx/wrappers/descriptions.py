@@ -16,13 +16,14 @@ from torch import Tensor
 from ..casting import (
     CallPlan,
     cast_dtypes,
-    decided_by,
+    counted,
     floating_inputs,
+    given_out,
     is_emulated,
     is_on_device,
-    is_widened,
+    rounds_into_out,
     target_dtype,
-    widest,
+    written,
 )
 from ..compute import names_dtype
 from ..ops import facts
@@ -31,9 +32,11 @@ from ..tensors import (
     ELIGIBLE,
     PLAIN_TENSORS,
     SEQUENCES,
+    SPARSE,
     Args,
     Kwargs,
     Named,
+    short_name,
     tensors_in,
 )
 from ..torch_internals import disable_modes, transforms
@@ -43,6 +46,12 @@ SWITCHED_OFF: Final = "casts are switched off"
 
 #: The reason for calls whose inputs torch.autocast has cast.
 AUTOCAST: Final = "torch.autocast"
+
+#: Used instead of a `CastPolicy`'s name if the argument that a call writes to decides.
+TARGET: Final = "TARGET"
+
+#: Policies in which inputs of any dtype decide, or none.
+_OF_ANY_DTYPE: Final = frozenset({CastPolicy.FIRST, CastPolicy.WIDEST, CastPolicy.PASS})
 
 #: The most kinds of calls cached per site.
 _MOST_KINDS: Final = 256
@@ -133,7 +142,7 @@ def describe(
         return Description(input_dtypes, input_dtypes, device_type, None, policy, reason)
     after = tuple(cast_dtypes(plan, *decoded(plan, args, kwargs)))
     dtype = _dtype(plan, before, args, kwargs)
-    cast_policy, reason = decided_by(plan, args, kwargs)
+    cast_policy, reason = _decided_by(plan, args, kwargs)
     is_rounded = dtype is not None and is_emulated(plan, args, kwargs)
     casts = [
         (position, cast.itemsize)
@@ -151,6 +160,23 @@ def describe(
     )
 
 
+def _decided_by(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[str, str]:
+    """Returns the name of a call's deciding `CastPolicy`, or `TARGET`, and the reason, for the log."""
+    is_target = written(plan, args, kwargs) is not None
+    if is_target and not rounds_into_out(plan, args, kwargs):
+        out = given_out(plan, args, kwargs)
+        return TARGET, "in-place rule" if out is None else "out= rule"
+    policy = plan.decision.cast_policy
+    for tensor in counted(plan, floating_inputs(plan, args, kwargs)):
+        if tensor.layout in SPARSE:
+            return CastPolicy.FIRST.name, "its sparse input"
+        if plan.emulation is not None and tensor.is_nested:
+            return CastPolicy.FP32.name, "its nested input"
+        if policy not in _OF_ANY_DTYPE and tensor.dtype not in ELIGIBLE:
+            return CastPolicy.PASS.name, f"its {short_name(tensor.dtype)} input"
+    return policy.name, plan.decision.reason
+
+
 def decoded(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the arguments with codes of number formats decoded to values."""
     return (args, kwargs) if plan.emulation is None else plan.emulation.decoded(args, kwargs)
@@ -161,8 +187,8 @@ def _dtype(plan: CallPlan, inputs: list[Tensor], args: Args, kwargs: Kwargs) -> 
     if plan.facts.promotes and plan.target is not None:
         return inputs[0].dtype
     if plan.facts.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
-        return widest(plan, inputs)
-    if is_widened(plan, inputs):
+        return plan.widest(inputs)
+    if plan.is_widened(inputs):
         return torch.float32
     return target_dtype(plan, args, kwargs)
 

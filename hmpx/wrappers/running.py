@@ -23,7 +23,6 @@ from ..casting import (
     is_on_device,
     rounds_into_out,
     target_dtype,
-    widest,
     written,
 )
 from ..compute import (
@@ -215,7 +214,7 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
             deciding = first or (inputs if all_decide else inputs[:1] if first_decides else [])
             note_deciding(plan.site.op, deciding)
         inner = functools.partial(_run_with, run, function, given, named)
-        dtype = widest(plan, inputs) if is_widest else inputs[0].dtype
+        dtype = plan.widest(inputs) if is_widest else inputs[0].dtype
         ending = by_input[first[0].dtype] if first else accumulation
         return ending.compute(inner, known, args, kwargs, given, dtype)
 

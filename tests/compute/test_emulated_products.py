@@ -45,7 +45,6 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, str, str]] = 
         *("x w g", "linear", "dx dw"),
     ),
     "bmm": (lambda x, w: torch.bmm(x[None], w.T[None])[0], "x w g", "linear", "dx dw"),
-    "chain_matmul": (lambda x, w: torch.linalg.multi_dot([x, w.T]), "x w g", "linear", "dx dw"),
     "conv2d": (lambda x, k: F.conv2d(x, k, padding=1), "image kernel g_image", "conv2d", "dx dw"),
     "conv2d, same": (
         lambda x, k: F.conv2d(x, k, padding="same"),
@@ -62,7 +61,7 @@ def test_blocks_lie_along_what_each_product_sums_over(name: str, format: str) ->
     function, inputs, key, gradients = PRODUCTS[name]
     a, b, g = (GOLDEN[each].clone() for each in inputs.split())
     a.requires_grad_(), b.requires_grad_()
-    op = "linalg_multi_dot" if name == "chain_matmul" else name.partition(",")[0]
+    op = name.partition(",")[0]
     with converted(f"{op} {format} output=float32", round_gradients=True):
         result = function(a, b)
     found = [result, *torch.autograd.grad(result, (a, b), g)]
@@ -150,7 +149,6 @@ SETTINGS: dict[str, tuple[Any, str, tuple[Tensor, ...], dict[str, Any]]] = {
     "linear, bias": (F, "linear", (normal(5, 3), normal(4, 3, seed=1), normal(4, seed=2)), {}),
     "mv": (torch, "mv", (normal(3, 8), normal(8, seed=1)), {}),
     "dot": (torch, "dot", (normal(8), normal(8, seed=1)), {}),
-    "linalg_vecdot": (torch.linalg, "vecdot", (normal(3, 8), normal(3, 8, seed=1)), {"dim": 0}),
 }
 
 
