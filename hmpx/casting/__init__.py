@@ -14,6 +14,7 @@ from .inputs import is_on_device as is_on_device
 from .inputs import rounds_into_out as rounds_into_out
 from .inputs import target_dtype as target_dtype
 from .inputs import written as written
+from .options import LEGALIZE_MODES as LEGALIZE_MODES
 from .options import Options as Options
 from .plan import CallPlan as CallPlan
 from .plan import is_promotion as is_promotion

@@ -171,8 +171,8 @@ class Emulation:
             )
 
     def _rounded(self, role: str, tensor: Tensor, kind: str) -> Tensor:
-        round_: Any = self._rounder_for(role, kind) if self._has_history else self._rounders[kind]
-        if EMULATION_WATCHERS and self.is_product and type(tensor) is nn.Parameter:
+        round_ = self._rounder_for(role, kind) if self._has_history else self._rounders[kind]
+        if EMULATION_WATCHERS and round_ and self.is_product and type(tensor) is nn.Parameter:
             note_rounding(tensor, getattr(self.formats, kind))
             with disable_modes():
                 return round_(tensor)

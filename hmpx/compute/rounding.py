@@ -38,7 +38,7 @@ def straight_through(
     if round_ is None and round_gradient is None:
         return tensor
     if may_learn(tensor):
-        return _Rounded.apply(tensor, round_, round_gradient)  # type: ignore[no-any-return, no-untyped-call]
+        return _Rounded.apply(tensor, round_, round_gradient)  # type: ignore[no-any-return]
     # A batch of gradients hides whether gradients are recorded.
     if torch.is_grad_enabled() and is_gradient_batch(tensor):
         return one_of_batch(lambda each: straight_through(each, round_, round_gradient), tensor)
@@ -49,7 +49,7 @@ class _Rounded(torch.autograd.Function):
     drawn_as = "cast"
 
     generate_vmap_rule = True
-    apply = classmethod(_apply)  # the patched one takes three times as long
+    apply: Any = classmethod(_apply)  # the patched one takes three times as long
 
     @staticmethod
     def forward(tensor: Tensor, round_: Rounder | None, round_gradient: Rounder | None) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 
 from .. import arguments, session
 from ..arguments import is_a
-from ..casting import Options
-from ..compute import LEGALIZE_MODES
+from ..casting import LEGALIZE_MODES, Options
 from ..errors import OptionError, shown
 from ..policy import Policy
 from ..tensors import copied, long_name, parse_device_types, tensors_of
