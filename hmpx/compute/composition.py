@@ -193,7 +193,7 @@ _add, _sub, _gt, _ne, _where = torch.add, torch.sub, torch.gt, torch.ne, torch.w
 
 
 def traced() -> str:
-    """Returns what the call becomes part of: ``"graph"``, ``"export"`` or ``"jit"``; empty if of nothing.
+    """Returns the kind of trace that the call becomes part of: ``"graph"``, ``"export"``, ``"jit"``, or empty.
 
     A graph is traced by Dynamo or its backends. An exported graph, and a trace of torch.jit, become files.
     """
