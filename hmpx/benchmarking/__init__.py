@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .benchmarking import bench
 from .result import Bench, Measured, Quartiles
-from .runner import set_seed
 from .variants import VARIANTS
 
-__all__ = ["VARIANTS", "Bench", "Measured", "Quartiles", "bench", "set_seed"]
+__all__ = ["VARIANTS", "Bench", "Measured", "Quartiles", "bench"]

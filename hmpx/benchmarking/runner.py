@@ -8,8 +8,6 @@ import ctypes
 import gc
 import math
 import numbers
-import random
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from ..errors import BenchError, shown
 from ..observers import user_location
 from ..places import located
 from ..tensors import LOW_DTYPES, floats_of
+from ..torch_state import RandomStates, seed_all
 from .variants import Conditions, Variant
 
 #: Most steps of a run.
@@ -213,58 +212,32 @@ def _trained() -> Iterator[list[Tensor]]:
 
 
 class Randomness:
-    """The state of all random generators of one variant: Python's, torch's, NumPy's."""
+    """The states of all random generators of one variant."""
 
     def __init__(self, device_type: str, seed: int) -> None:
         self._device_type, self._seed = device_type, seed
-        self._state: dict[str, Any] | None = None
+        self._states: RandomStates | None = None
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Uses the variant's generator states inside the block, and restores the user's after it."""
-        outside = self._states()
-        if self._state is None:
-            set_seed(self._seed)
+        outside = self._current()
+        if self._states is None:
+            seed_all(self._seed)
         else:
-            self._restore(self._state)
+            self._states.restore()
         try:
             yield
         finally:
-            self._state = self._states()
-            self._restore(outside)
+            self._states = self._current()
+            outside.restore()
 
-    def _states(self) -> dict[str, Any]:
-        return {name: get() for name, (get, _) in self._generators().items()}
-
-    def _restore(self, states: Mapping[str, Any]) -> None:
-        for name, (_, restore) in self._generators().items():
-            if name in states:
-                restore(states[name])
-
-    def _generators(self) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-        """Returns the functions that read and restore each generator in use."""
-        found: dict[str, Any] = {
-            "python": (random.getstate, random.setstate),
-            "torch": (torch.get_rng_state, torch.set_rng_state),
-        }
-        if (numpy := sys.modules.get("numpy")) is not None:
-            found["numpy"] = numpy.random.get_state, numpy.random.set_state
-        if self._device_type != "cpu":
+    def _current(self) -> RandomStates:
+        is_used = self._device_type != "cpu"
+        if is_used:
             device: Any = torch.get_device_module(self._device_type)
-            if (
-                hasattr(device, "get_rng_state")
-                and getattr(device, "is_initialized", lambda: True)()
-            ):
-                found["device"] = device.get_rng_state, device.set_rng_state
-        return found
-
-
-def set_seed(seed: int) -> None:
-    """Seeds all generators with ``seed``, below 2**32."""
-    torch.manual_seed(seed)  # of all devices
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
+            is_used = getattr(device, "is_initialized", lambda: True)()
+        return RandomStates([torch.device(self._device_type)] if is_used else [])
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..arguments import has_run
+from ..torch_state import seed_all
 from . import functions, output
 from .options import add_command, add_list_options, list_options, option
 
@@ -119,8 +120,6 @@ def _inputs(source: str, name: str | None) -> Any:
 
 def _maker(source: str, name: str, *, has_inputs: bool) -> Callable[[], Any]:
     """Returns a step factory: it runs the file again, and calls the function unless that is the step."""
-    from ..benchmarking import set_seed  # slow to import
-
     is_step = False
 
     def made_again() -> tuple[types.ModuleType, Any]:
@@ -145,7 +144,7 @@ def _maker(source: str, name: str, *, has_inputs: bool) -> Callable[[], Any]:
             if callable(made):
                 return _within(module, made)
             is_step = True  # and it has run once, so its effects are repeated
-            set_seed(seed)
+            seed_all(seed)
         return _within(*made_again())
 
     return make

@@ -22,8 +22,10 @@ from .marks import TO_LOW as TO_LOW
 from .marks import is_enabled as is_enabled
 from .marks import reserve_marks as reserve_marks
 from .model_state import ModelState as ModelState
+from .model_state import RandomStates as RandomStates
 from .model_state import Reached as Reached
 from .model_state import reached_by as reached_by
+from .model_state import seed_all as seed_all
 from .model_state import state_of_random_numbers as state_of_random_numbers
 from .model_state import unchanged as unchanged
 from .module_names import class_name as class_name

@@ -39,7 +39,10 @@ class RandomState:
 
 def state_of_random_numbers(values: Iterable[Any]) -> RandomState:
     """Returns the RNG state for calls with these arguments."""
-    devices = {tensor.device for tensor in tensors_in(values)}
+    return _state_on({tensor.device for tensor in tensors_in(values)})
+
+
+def _state_on(devices: Iterable[torch.device]) -> RandomState:
     others = []
     for device in sorted(devices, key=str):
         if device.type in ("cpu", "meta"):
@@ -48,6 +51,31 @@ def state_of_random_numbers(values: Iterable[Any]) -> RandomState:
         if hasattr(module, "get_rng_state"):
             others.append((device, module.get_rng_state(device)))
     return RandomState(torch.get_rng_state(), tuple(others))
+
+
+class RandomStates:
+    """The states of Python's, NumPy's and torch's random numbers, on the CPU and on some devices."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._torch, self._python = _state_on(devices), random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Restores them."""
+        self._torch.restore()
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch on all devices, Python and, if loaded, NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
 
 
 class Reached(NamedTuple):
@@ -150,10 +178,7 @@ class ModelState:
         self._learns = [(each, each.requires_grad) for each in parameters]
         self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._generators = [(each, each.get_state()) for each in reached.generators]
-        self._random = state_of_random_numbers([*parameters, *inputs])
-        self._python = random.getstate()
-        numpy: Any = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._random = RandomStates({each.device for each in (*parameters, *inputs)})
 
     def suspend_hooks(self) -> None:
         """Removes users' hooks on finished gradients, such as those that step an optimizer."""
@@ -189,9 +214,6 @@ class ModelState:
         for generator, state in self._generators:
             generator.set_state(state)
         self._random.restore()
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
 
     def restore(self) -> None:
         """Restores everything."""

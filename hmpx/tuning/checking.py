@@ -24,8 +24,7 @@ from .candidates import Candidate, Costs, Kept, Outcome, by_module, by_op
 from .profiling import called_spots, observing_policy
 from .request import low_type_name
 from .result import Tuned
-from .runner import Journal, Searching
-from .runner import progress as shown_progress
+from .runner import Journal, Searching, progress_of
 from .text import CHECK
 
 #: The file of a run with the command's output.
@@ -97,18 +96,22 @@ def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
     spots = {(op, module): (flops, count) for op, module, flops, count in rows}
     found = (by_module if check.by == "module" else by_op)(spots)
     commands.candidates = tuple(found)
-    with shown_progress(is_shown=is_shown) as show:
-        about = {"metric": CHECK, "low_precision_type": low_type}
-        searching = Searching(
-            commands.outcome, found, _TOLERANCE, journal, check.budget, show, about=about
+    searching = Searching(
+        commands.outcome,
+        found,
+        _TOLERANCE,
+        journal,
+        check.budget,
+        progress_of(is_shown=is_shown),
+        about={"metric": CHECK, "low_precision_type": low_type},
+    )
+    if searching.outcome(frozenset(each.name for each in found), "all fp32").error != _PASSES:
+        raise OptionError(
+            f"the command has passed once with every op in fp32, and then failed: see "
+            f"{commands.last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
+            f"its seeds, or allow more, then delete {check.directory} and start again"
         )
-        if searching.outcome(frozenset(each.name for each in found), "all fp32").error != _PASSES:
-            raise OptionError(
-                f"the command has passed once with every op in fp32, and then failed: see "
-                f"{commands.last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
-                f"its seeds, or allow more, then delete {check.directory} and start again"
-            )
-        return searching.run()
+    return searching.run()
 
 
 class _Commands:

@@ -17,8 +17,7 @@ from .evaluating import Task
 from .profiling import scores_of, seconds_of, spots_of
 from .request import FRESH, Request
 from .result import Tuned
-from .runner import Find, Journal, Searching
-from .runner import progress as shown_progress
+from .runner import Find, Journal, Searching, progress_of
 from .search import Evaluate, Search, sets_of
 
 
@@ -88,9 +87,7 @@ def tune(
         seed: Seed of random numbers in the model.
         budget: Most evaluations. Once spent, the best set so far is returned.
         journal: A file of results, from which an interrupted search continues.
-        progress: Whether to show progress: on a terminal by `rich` if installed, else as a line to stderr
-            every ten seconds. It is always logged at
-            level INFO.
+        progress: Whether to print a line to stderr every ten seconds. All are logged at level INFO.
 
     Returns:
         The set and the evidence; after Ctrl-C the best set so far.
@@ -127,25 +124,24 @@ def tune(
         seconds = _by_spot(results, "seconds", lambda: seconds_of(request, spots))
         found = timed(found, seconds)
     task.candidates, task.spots = tuple(found), spots
-    with shown_progress(is_shown=is_shown) as show:
-        return Searching(
-            task.outcome,
-            found,
-            request.tolerance,
-            results,
-            request.budget,
-            show,
-            find,
-            has_fresh=FRESH in request.inputs and request.limit is None,
-            is_noisy=request.measure is not None,
-            noise=noise,
-            about={
-                "metric": request.metric_name,
-                "low_precision_type": request.low_type,
-                "conversion": request.conversion,
-                "limit": "" if request.limit is None else "{} at most {:g}".format(*request.limit),
-            },
-        ).run()
+    return Searching(
+        task.outcome,
+        found,
+        request.tolerance,
+        results,
+        request.budget,
+        progress_of(is_shown=is_shown),
+        find,
+        has_fresh=FRESH in request.inputs and request.limit is None,
+        is_noisy=request.measure is not None,
+        noise=noise,
+        about={
+            "metric": request.metric_name,
+            "low_precision_type": request.low_type,
+            "conversion": request.conversion,
+            "limit": "" if request.limit is None else "{} at most {:g}".format(*request.limit),
+        },
+    ).run()
 
 
 def _by_spot(results: Journal, key: Any, compute: Callable[[], Any]) -> Any:

@@ -20,11 +20,11 @@ from ..policy import Policy
 from ..reports import clean
 from ..tensors import LOW_DTYPES, Opaque, parts_of, widened
 from ..torch_internals import uncompiled
-from ..torch_state import disable_casts, unchanged
+from ..torch_state import disable_casts, seed_all, unchanged
 from . import metrics
 from .assignment import assigned, policy_of, reads_first
 from .candidates import Candidate, Costs, Kept, Outcome, Seen, Spot
-from .request import FRESH, TUNING, Request, seed_all
+from .request import FRESH, TUNING, Request
 
 #: The least tolerance, as a multiple of fp32's error against itself.
 LEAST_OVER_NOISE: Final = 3

@@ -15,11 +15,11 @@ from ..errors import OptionError
 from ..policy import DENY, Decision, Policy
 from ..recording import record
 from ..reports import Row
-from ..torch_state import unchanged
+from ..torch_state import seed_all, unchanged
 from .assignment import policy_of
 from .candidates import Costs, Score, Scores, Spot
 from .metrics import loss_of
-from .request import TUNING, Request, seed_all
+from .request import TUNING, Request
 
 #: Spot -> time of its calls in fp32, and in low precision with their casts.
 Seconds = Mapping[Spot, tuple[float, float]]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
@@ -174,15 +172,6 @@ def low_type_name(low_precision_type: Any) -> str:
     return long_name(Policy({}, low_precision_type).low_precision_type)
 
 
-def seed_all(seed: int) -> None:
-    """Seeds torch, Python and, if loaded, NumPy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
 def _types(value: Any) -> tuple[str, ...]:
     """Returns the names of types, the cheapest first; at least two, fp32 among them."""
     given = arguments.items("candidates", value, "a list of types")
@@ -241,18 +230,7 @@ def _batches(name: str, inputs: Any) -> tuple[Batch, ...]:
     given = inputs if isinstance(inputs, list) else [inputs]
     if not given:
         raise OptionError(f"{name} is an empty list; give at least one batch")
-    return tuple(map(_batch, given))
-
-
-def _batch(given: Any) -> Batch:
-    args, kwargs = arguments.of_call(given)
-    names = [key for key in kwargs if not isinstance(key, str)]
-    if names:
-        raise OptionError(
-            f"a batch that is a mapping holds arguments by name, not {shown(names[0])}; "
-            "put a mapping that is the only argument into a tuple"
-        )
-    return Batch(args, kwargs, given)
+    return tuple([Batch(*arguments.of_call(each), each) for each in given])
 
 
 def _tolerance(value: object) -> float:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
-import importlib.util
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -245,41 +242,19 @@ class Journal:
 # --- progress ----------------------------------------------------------------------------------------
 
 
-#: Between two lines of progress without a terminal.
+#: Between two lines of progress on stderr.
 _PAUSE_S: Final = 10.0
 
 
-def _occasionally() -> Callable[[str], None]:
-    """Returns a function that prints a line to stderr if the last one is long ago."""
+def progress_of(*, is_shown: bool) -> Callable[[str], None]:
+    """Returns a function that logs a line and, if the last one is long ago, prints it to stderr."""
     last_s = time.monotonic()
 
-    def update(line: str) -> None:
+    def show(line: str) -> None:
         nonlocal last_s
-        if time.monotonic() - last_s >= _PAUSE_S:
+        LOGGER.info("%s", line)
+        if is_shown and time.monotonic() - last_s >= _PAUSE_S:
             last_s = time.monotonic()
-            sys.stderr.write(f"tune: {line}\n")
+            sys.stderr.write(f"{line}\n")
 
-    return update
-
-
-@contextlib.contextmanager
-def progress(*, is_shown: bool) -> Iterator[Callable[[str], None]]:
-    """Yields a function that logs a line and shows it: in a notebook, by `rich`, or every few seconds."""
-    with contextlib.ExitStack() as stack:
-        update: Callable[[str], object] = str
-        ipython: Any = sys.modules.get("IPython")
-        if is_shown and ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
-            display = importlib.import_module("IPython.display").display
-            shown = display({"text/plain": "tune"}, raw=True, display_id=True)
-            update = lambda line: shown.update({"text/plain": line}, raw=True)  # noqa: E731
-        elif is_shown and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-            console = importlib.import_module("rich.console").Console(stderr=True)
-            update = stack.enter_context(console.status("tune")).update
-        elif is_shown:
-            update = _occasionally()
-
-        def show(line: str) -> None:
-            LOGGER.info("%s", line)
-            update(line)
-
-        yield show
+    return show
