@@ -1,28 +1,44 @@
-"""The place of a plan: fake tensors of a device that may be absent, or real ones."""
+"""The place of a plan: fake tensors of a device that may be absent, or real ones.
+
+Fake tensors are corrected where they differ from the device: `_Corrections` works below autograd; `_stand_ins`
+are torch functions as an accelerator computes them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import PlanError, said_by
-from ..patching import apply, undo
-from ..tensors import is_present, map_all
+from ..patching import Patch, apply, undo, unpatched
+from ..tensors import ELIGIBLE, LOW_DTYPES, is_present, map_all
 from ..torch_internals import (
+    BATCH_NORM_OP,
+    FLASH_ATTENTION,
     HERE,
+    MASKED_ATTENTION,
+    NN,
+    VALUE_OP,
+    VF,
     FakeTensor,
+    TorchDispatchMode,
+    disable_modes,
     fake_mode,
+    has_fake_tensors,
+    here,
     planning,
     quiet,
     replacing_parameters,
     standing_in,
+    storage_of,
 )
-from .kernels import Corrections, stand_ins
 
 
 class Place:
@@ -33,7 +49,7 @@ class Place:
         self.is_small = is_small  # Tensors are real, on the CPU
         # torch has that device here; otherwise fake tensors replace it
         self.is_there = device_type == "cpu" or (is_present(device_type) and not is_small)
-        self._corrections = Corrections()
+        self._corrections = _Corrections()
         self._mode = None if is_small else fake_mode()
 
     @property
@@ -50,7 +66,7 @@ class Place:
         with contextlib.ExitStack() as stack:
             if not self.is_there:
                 stack.enter_context(standing_in(self.device_type))
-                stack.callback(undo, apply(stand_ins(self.device_type)))
+                stack.callback(undo, apply(_stand_ins(self.device_type)))
             stack.enter_context(quiet())
             stack.enter_context(replacing_parameters())
             stack.enter_context(planning())
@@ -122,3 +138,221 @@ def _like(placed: Tensor, tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(placed.detach(), requires_grad=tensor.requires_grad)
     return placed
+
+
+# --- corrections ------------------------------------------------------------------------------------
+
+_ATEN: Final = torch.ops.aten
+
+#: Norms -> the position of the weight, whose dtype decides that of statistics if the input's differs.
+_NORMS: Final = {
+    _ATEN.native_layer_norm.default: 2,
+    _ATEN.native_group_norm.default: 1,
+    _ATEN.native_batch_norm.default: 1,
+    BATCH_NORM_OP: 1,
+    _ATEN.cudnn_batch_norm.default: 1,
+}
+
+
+class _Corrections(TorchDispatchMode):  # type: ignore[misc]
+    """Corrects the results of fake tensors' kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Whether to make up requested values (False, 1, 0.5): where they don't affect sizes, as in
+        # initial values of parameters, and in optimizer steps.
+        self.answers = False
+        self.values = _Values()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is VALUE_OP and (known := self.values.of(args[0])) is not None:
+            with disable_modes():
+                return known.item()
+        if func is VALUE_OP and self.answers:
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        self.values.follow(func, args, kwargs or {}, result)
+        position = _NORMS.get(func)
+        if position is not None:
+            weight = args[position] if len(args) > position else None
+            if weight is not None and weight.dtype is not args[0].dtype:
+                first, *statistics = result
+                return (first, *(_as(each, weight.dtype) for each in statistics))
+        return result
+
+
+def _as(statistic: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor like a norm's statistic, which is never viewed, in another dtype."""
+    if statistic.dtype not in ELIGIBLE or not statistic.numel():
+        return statistic
+    return torch.empty_like(statistic, dtype=dtype)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+_WHOLE: Final = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64})
+
+#: Larger tensors have no known values, which would take time and memory.
+_MOST: Final = 1 << 20
+
+
+class _Unknown(Exception):  # noqa: N818  # nobody's mistake
+    """A tensor has no values."""
+
+
+class _Values:
+    """Values of integer and bool fake tensors, which have none themselves: positions, masks, token ids.
+
+    Programs branch on them: whether a mask is all ones, or positions start again. Calls on such tensors alone
+    are computed for real; floating-point tensors have no values.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Any, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Returns a real tensor with the values of a fake one; None if unknown."""
+        memory, values = self._known.get(_view(tensor), (None, None))
+        return values if memory is not None and memory() is not None else None
+
+    def keep(self, tensor: Tensor, values: Tensor) -> None:
+        """Stores the values of a tensor made from a real one."""
+        if values.dtype in _WHOLE and values.numel() <= _MOST and not values.is_meta:
+            self._note(tensor, values.detach().cpu().clone())
+
+    def _note(self, tensor: Tensor, values: Tensor) -> None:
+        place = _view(tensor)
+        memory = weakref.ref(storage_of(tensor), lambda _: self._known.pop(place, None))
+        self._known[place] = memory, values
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Computes a call's values, if its result and all its inputs may have any."""
+        if not isinstance(result, Tensor) or result.dtype not in _WHOLE or result.numel() > _MOST:
+            return
+        try:
+            real_args = self._real(args)
+            real_kwargs = {name: self._real(each) for name, each in kwargs.items()}
+            if "device" in real_kwargs:
+                real_kwargs["device"] = torch.device("cpu")
+            with disable_modes(), torch.no_grad():
+                values = func(*real_args, **real_kwargs)
+        except (_Unknown, RuntimeError, NotImplementedError, TypeError, ValueError):
+            self._known.pop(_view(result), None)
+            return
+        if isinstance(values, Tensor) and values.shape == result.shape:
+            self._note(result, values)
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found = self.of(value)
+            if found is None:
+                raise _Unknown
+            return found
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._real(each) for each in value])
+        return value
+
+
+def _view(tensor: Tensor) -> Any:
+    """Returns an identifier of a view of some memory: autograd makes new tensors of the same view."""
+    return (
+        storage_of(tensor)._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
+        tensor.dtype,
+    )  # fmt: skip
+
+
+# --- stand-ins -----------------------------------------------------------------------------------
+
+
+def _stand_ins(device_type: str) -> list[Patch]:
+    """Returns patches for an absent device type, which fake tensors on the CPU replace."""
+    to, cuda = Tensor.to, Tensor.cuda
+
+    def placed(value: Any) -> Any:
+        return value if isinstance(value, Tensor) else here(value, device_type)
+
+    def placing(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_fake_tensors():
+            args = tuple(map(placed, args))
+            kwargs = {name: placed(each) for name, each in kwargs.items()}
+        return to(self, *args, **kwargs)
+
+    def moving(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_fake_tensors() and device_type == "cuda":
+            return self.to(HERE)
+        return cuda(self, *args, **kwargs)
+
+    return [
+        Patch(Tensor, "to", placing),
+        Patch(Tensor, "cuda", moving),
+        Patch(VF, "dropout", _dropout),
+        Patch(NN, "scaled_dot_product_attention", _attention),
+        Patch(F, "scaled_dot_product_attention", _attention),
+    ]
+
+
+_plain_dropout, _plain_attention = unpatched(torch.dropout, F.scaled_dot_product_attention)
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """Keeps a mask of bools, like accelerators; the CPU keeps one in the input's dtype."""
+    if not (_stands_in(input) and train and 0 < p < 1 and input.numel()):
+        return _plain_dropout(input, p, train)
+    return _ATEN.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]
+
+
+def _attention(  # noqa: PLR0917  # torch's own
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Computes attention by CUDA's fused kernels: flash attention, or with a mask the other one."""
+    is_usual = query.dim() == key.dim() == value.dim() == 4 and query.dtype in ELIGIBLE
+    is_usual = is_usual and FLASH_ATTENTION is not None
+    if not (is_usual and _stands_in(query)) or query.shape[-1] != value.shape[-1]:
+        return _plain_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    width = query.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    missing = -width % 8
+    if missing:
+        query, key, value = (F.pad(each, (0, missing)) for each in (query, key, value))
+    if attn_mask is None and query.dtype in LOW_DTYPES:
+        result = FLASH_ATTENTION(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    else:
+        if key.shape[1] != query.shape[1]:
+            times = query.shape[1] // key.shape[1]
+            key, value = (each.repeat_interleave(times, 1) for each in (key, value))
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        result = MASKED_ATTENTION(
+            query, key, value, bias, learns, dropout_p, is_causal, scale=scale
+        )[0]
+    return result[..., :width] if missing else result  # type: ignore[no-any-return]
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Returns the term added to scores, in the query's dtype, for all heads: a view."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+    columns = mask.shape[-1]
+    if columns % 8:  # rows are aligned
+        mask = F.pad(mask, (0, -columns % 8))[..., :columns]
+    return mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+
+
+def _stands_in(tensor: Tensor) -> bool:
+    return has_fake_tensors() and tensor.device.type != "cpu"

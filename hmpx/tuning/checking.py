@@ -23,9 +23,8 @@ from .assignment import assigned, policy_source
 from .candidates import Candidate, Costs, Kept, Outcome, by_module, by_op
 from .profiling import called_spots, observing_policy
 from .request import low_type_name
-from .result import Tuned
+from .result import CHECK, Tuned
 from .runner import Journal, Searching, progress_of
-from .text import CHECK
 
 #: The file of a run with the command's output.
 OUTPUT: Final = "output.txt"
