@@ -25,6 +25,10 @@ _SAMPLE: Final = 512
 #: Fewer distinct magnitudes are constants, masks or a small set: no evidence of rounding.
 _FEWEST: Final = 16
 
+#: The last bit of half of all rounded values is one. Where it hardly ever is, values are short by nature: positions
+#: times slopes.
+_LEAST_ODD: Final = 1 / 8
+
 #: The bits of an fp32 value that are zero if it was bf16, and if it was fp16.
 _BELOW_BF16: Final = (1 << 16) - 1
 _BELOW_FP16: Final = (1 << 13) - 1
@@ -36,8 +40,8 @@ def contents(tensor: Tensor) -> torch.dtype | None:
     The dtype is float32, float16 or bfloat16 (which is preferred to float16 where both fit), or the tensor's
     own. n random fp32 values pass for bfloat16 with a probability of ``2 ** (-16 * n)``. Where values are no
     evidence of rounding, the answer is None: where there are at most 16 distinct magnitudes (zeros,
-    constants, masks, one-hot rows), or all are small integers times a power of two (positions, counters,
-    images).
+    constants, masks, one-hot rows), all are small integers times a power of two (positions, counters,
+    images), or hardly any needs the last bit of the dtype (positions times slopes).
 
     Reads the values once; stops at the first part that tells them from low precision.
 
@@ -60,18 +64,21 @@ def contents(tensor: Tensor) -> torch.dtype | None:
         return tensor.dtype
     with without_casts(), torch.no_grad():
         values = tensor.detach().reshape(-1)
-        sample = values[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]
+        # Strides are odd: values may have patterns of powers of two.
+        sample = values[:: values.numel() // _SAMPLE | 1][:_SAMPLE]
         if tensor.dtype is torch.float64:
             if not (_is_fp32(sample) and _is_fp32(values)):
                 return torch.float64
             sample, values = sample.float(), values.float()
-        if _any_bits(sample) & _BELOW_FP16 or (bits := _any_bits(values)) & _BELOW_FP16:
+        if (sample.view(torch.int32) & _BELOW_FP16).any() or (
+            bits := _any_bits(values)
+        ) & _BELOW_FP16:
             return torch.float32
         if not bits & _BELOW_BF16:
-            return torch.bfloat16 if _is_evidence(sample, 8) else None
+            return torch.bfloat16 if _is_evidence(sample, torch.bfloat16) else None
         if not _is_fp16(values):
             return torch.float32
-        return torch.float16 if _is_evidence(sample, 11) else None
+        return torch.float16 if _is_evidence(sample, torch.float16) else None
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -123,8 +130,8 @@ def _is_fp16(values: Tensor) -> bool:
     return True
 
 
-def _is_evidence(sample: Tensor, bits: int) -> bool:
-    """Whether values that a significand of ``bits`` bits holds are likely to be rounded ones."""
+def _is_evidence(sample: Tensor, low: torch.dtype) -> bool:
+    """Whether values that ``low`` holds are likely to be rounded ones."""
     magnitudes = sample[sample.isfinite()].double().abs()
     magnitudes = torch.unique(magnitudes[magnitudes > 0])
     if len(magnitudes) <= _FEWEST:
@@ -133,7 +140,12 @@ def _is_evidence(sample: Tensor, bits: int) -> bool:
     whole = (mantissa * 2**24).long()
     step = torch.ldexp((whole & -whole).double(), exponent - 24).min()
     least, largest = magnitudes[0], magnitudes[-1]
-    return bool(largest > 2**bits * step or largest < 4 * least)
+    info = torch.finfo(low)
+    ulps = torch.ldexp(torch.ones_like(mantissa), exponent) * (info.eps / 2)
+    is_odd = (magnitudes / ulps.clamp(min=info.smallest_normal * info.eps)) % 2 == 1
+    if is_odd.double().mean() < _LEAST_ODD:
+        return False
+    return bool(largest > 2 / info.eps * step or largest < 4 * least)
 
 
 def _kind(tensor: Tensor) -> str:

@@ -42,6 +42,7 @@ def test_one_value_more_tells_them_apart(count: int) -> None:
         torch.zeros(99), torch.full((50,), 0.5), torch.eye(40), torch.arange(250.0),
         torch.arange(250.0) / 256, torch.full((9,), float("nan")), torch.empty(0),
         torch.where(drawn(100) > 0, 0.0, -float("inf")),
+        torch.arange(24.0) * 2.0 ** -torch.arange(2, 9, 2)[:, None],  # positions times slopes
     ],
 )  # fmt: skip
 def test_constants_masks_and_integers_are_no_evidence(values: torch.Tensor) -> None:
