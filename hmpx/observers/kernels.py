@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,17 +11,29 @@ import torch
 from ..tensors import floating_in
 from ..torch_internals import TorchDispatchMode
 
-_aten: Final = torch.ops.aten
-
-#: Kernels that move values.
+#: Kernels that move values, and whose schemas don't tell so.
 _MOVES: Final = frozenset(
     {
-        _aten._to_copy, _aten.clone, _aten.copy_, _aten.cat, _aten.stack, _aten.detach, _aten.index,
-        _aten.index_select, _aten.gather, _aten.fill_, _aten.zero_, _aten.constant_pad_nd,
-        _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty,
-        _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten._local_scalar_dense, _aten.lift_fresh,
+        "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy_", "fill_", "flip", "gather", "index",
+        "index_select", "repeat", "roll", "stack", "zero_",
     }
 )  # fmt: skip
+
+#: Options of kernels that make a new tensor, from another's shape or values.
+_OF_NEW: Final = frozenset({"dtype", "layout", "device"})
+
+
+@functools.cache
+def _is_computing(kernel: Any) -> bool:
+    """Whether a kernel computes, rather than makes a tensor, a view, a copy or a Python number."""
+    schema = kernel._schema
+    return not (
+        kernel.is_view
+        or torch.Tag.view_copy in kernel.tags
+        or kernel.overloadpacket.__name__ in _MOVES
+        or {each.name for each in schema.arguments} >= _OF_NEW
+        or not any("Tensor" in str(each.type) for each in schema.returns)
+    )
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[misc]
@@ -44,7 +57,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[misc]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not func.is_view and func.overloadpacket not in _MOVES:
+        if _is_computing(func):
             given = floating_in([*args, *kwargs.values()])
             self._dtypes.update(dict.fromkeys([each.dtype for each in given]))
         return func(*args, **kwargs)
