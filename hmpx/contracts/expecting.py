@@ -27,7 +27,7 @@ from ..policy import Call
 from ..tensors import LOW_DTYPES, floating_in, long_name, node_of, tensors_in
 from ..torch_internals import uncompiled
 from ..torch_state import place, spot
-from .lines import KEYS, Line, read, written
+from .lines import KEYS, Line, read, real, written
 from .writing import as_yaml, contract_of
 
 Mode = Literal["raise", "collect"]
@@ -299,7 +299,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
 
     def _compare(self, line: Line, key: str, place: _Place, found: Any, lost: str = "") -> None:
         self._met.add(line)
-        expected = line.expected[key]
+        expected, found = line.expected[key], real(found)
         if found not in expected:
             texts = written(expected), long_name(found), lost
             self._report(Breach(line.where, key, *place, *texts))

@@ -184,3 +184,8 @@ _READERS: Final = {
 def written(dtypes: tuple[torch.dtype, ...]) -> str:
     """Returns dtypes as messages name them: ``"float32 or float64"``."""
     return " or ".join(map(long_name, dtypes))
+
+
+def real(dtype: Any) -> Any:
+    """Returns the dtype of the parts of complex numbers; other dtypes and formats as they are."""
+    return dtype.to_real() if isinstance(dtype, torch.dtype) and dtype.is_complex else dtype

@@ -16,6 +16,7 @@ from ..ops import facts
 from ..session import observable
 from ..tensors import Named, long_name
 from ..torch_internals import uncompiled
+from .lines import real
 
 _Dtypes = dict[Any, None]  # an ordered set
 
@@ -72,14 +73,14 @@ def _is_inside(module: str, outer: str) -> bool:
 def _texts(**found: _Dtypes) -> dict[str, Any]:
     """Returns key -> dtype names of floating dtypes; one name instead of a list of one."""
     texts = {
-        key: [long_name(each) for each in dtypes if _is_floating(each)]
+        key: [*dict.fromkeys([long_name(real(each)) for each in dtypes if _is_number(each)])]
         for key, dtypes in found.items()
     }
     return {key: each[0] if len(each) == 1 else each for key, each in texts.items() if each}
 
 
-def _is_floating(dtype: torch.dtype | Named) -> bool:
-    return not isinstance(dtype, torch.dtype) or dtype.is_floating_point
+def _is_number(dtype: torch.dtype | Named) -> bool:
+    return not isinstance(dtype, torch.dtype) or dtype.is_floating_point or dtype.is_complex
 
 
 def _literal(name: str) -> str:

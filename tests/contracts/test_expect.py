@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import hmpx
@@ -129,6 +130,18 @@ def test_a_written_contract_holds_for_other_data_and_other_weights(
         torch.autocast("cpu", enabled=not low),
     ):
         model(drawn(9, 32, seed=1))
+
+
+def test_complex_numbers_have_the_precision_of_their_parts() -> None:
+    def run() -> torch.Tensor:
+        x = drawn(64)
+        return (torch.fft.rfft(x) * torch.fft.rfft(x)).abs() * drawn(33)
+
+    text = hmpx.expect.of(run, ())
+    with hmpx.expect(yaml.safe_load(text)):
+        run()
+    assert not breaches([{"op": "mul", "compute": "float32", "output": "float32"}], run)
+    assert breaches([{"op": "mul", "compute": "float64"}], run)
 
 
 def test_results_and_gradients_keep_their_bits() -> None:
