@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import OptionError, short
-from ..linting import SIBLINGS
+from ..linting import siblings
 from ..places import located
 from ..policy import Decision, Policy, is_policy_file, load_policy
 from ..reports import Report, Row, Table, read_json, short_dtype
@@ -160,9 +160,10 @@ def _outcome(row: Row) -> str:
 
 def _consequences(one: Mapping[_Place, Row], two: Mapping[_Place, Row]) -> Iterator[str]:
     for place, row in two.items():
-        dtypes = {*row.input_dtypes}
-        was = {*one[place].input_dtypes} if place in one else set()
-        if place.op in SIBLINGS and len(dtypes) > 1 and len(was) == 1:
+        which = siblings(place.op)
+        dtypes = {*row.input_dtypes[which]}
+        was = {*one[place].input_dtypes[which]} if place in one else set()
+        if len(dtypes) > 1 and len(was) == 1:
             module = f" in {place.module}" if place.module else ""
             listed = " and ".join(sorted(map(short_dtype, dtypes)))
             yield f"mixed siblings: {place.op}{module} at {place.location} gets {listed}"

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .findings import RULES, Finding, as_github, as_json, as_sarif
 from .linting import Lint, lint
-from .rules import SIBLINGS
+from .rules import siblings
 
-__all__ = ["RULES", "SIBLINGS", "Finding", "Lint", "as_github", "as_json", "as_sarif", "lint"]
+__all__ = ["RULES", "Finding", "Lint", "as_github", "as_json", "as_sarif", "lint", "siblings"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -11,13 +12,14 @@ from torch import Tensor
 from ..accuracy import Origins, is_readable, may_read
 from ..observers import user_location
 from ..tensors import LOW_DTYPES, leaves, short_name
-from ..torch_internals import TorchDispatchMode
+from ..torch_internals import TorchDispatchMode, dispatch_modes
 from ..torch_state import spot
 from .findings import Finding
 from .trace import CONVERTING, DIFFERENCES, Seen, Trace
 
-#: Values read where reading all would be slow.
+#: Values read where reading all would be slow, and to see whether it is worth while.
 _SAMPLE: Final = 1 << 16
+_FEW: Final = 64
 
 #: No position or counter is greater; masks are.
 _MOST_COUNTED: Final = 2.0**40
@@ -38,7 +40,7 @@ def rounded_integers(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Fin
         is_index = not each.is_floating_point() and seen.call.op not in _ARITHMETIC
         if each.is_complex() or is_index:
             continue
-        remedy = f"keep them in float32: {seen.line()} in the fp32 list"
+        remedy = f"{seen.line()} in the fp32 list"
         if found := _rounded(seen.place, each, low, remedy):
             yield from found
             return
@@ -48,18 +50,25 @@ def _rounded(
     at: tuple[str, str, str], tensor: Tensor, low: torch.dtype, remedy: str
 ) -> list[Finding]:
     """Returns a finding if the values are integers, and some of them change in ``low``."""
-    values = tensor.detach().reshape(-1)[:_SAMPLE].double()
-    values = values[values.abs() < _MOST_COUNTED]
-    if not values.numel() or not (values == values.round()).all():
+    values = tensor.detach().reshape(-1)
+    for count in (_FEW, _SAMPLE):  # few values tell most tensors
+        sample = values[:count].double()
+        sample = sample[sample.abs() < _MOST_COUNTED]
+        if not (sample == sample.round()).all():
+            return []
+    values = sample
+    if not values.numel():
         return []
-    changed = (values.to(low).double() != values).double().mean().item()
+    changed, remedied = (
+        (values.to(each).double() != values).double().mean().item() for each in (low, torch.float32)
+    )
     if not changed:
         return []
     evidence = (
         f"{changed:.0%} of the whole numbers up to {values.abs().max().item():,.0f} change in "
         f"{short_name(low)}, which counts to {round(2 / torch.finfo(low).eps):,}"
     )
-    return [Finding("HP102", *at, evidence, changed, None, remedy)]
+    return [Finding("HP102", *at, evidence, changed, remedied, remedy)]
 
 
 #: Ops that compute with integers and low tensors; others take integers as indices.
@@ -73,6 +82,25 @@ class IntegerCasts(TorchDispatchMode):  # type: ignore[misc]
         """Takes the function that gets the findings."""
         super().__init__()
         self._add = add
+        self._depth = self._thread = 0
+
+    def __enter__(self) -> IntegerCasts:
+        self._depth, self._thread = dispatch_modes(), threading.get_ident()
+        super().__enter__()
+        return self
+
+    def pause(self) -> None:
+        """Leaves the mode, unless it is paused, belongs to another thread, or is below one of the program."""
+        if self._is_at(self._depth + 1):
+            self.__exit__(None, None, None)
+
+    def resume(self) -> None:
+        """Enters the mode again where it was."""
+        if self._is_at(self._depth):
+            self.__enter__()
+
+    def _is_at(self, depth: int) -> bool:
+        return threading.get_ident() == self._thread and dispatch_modes() == depth
 
     def __torch_dispatch__(
         self,

@@ -51,6 +51,7 @@ class Lint:
         self._fp16: OpCall | None = None
         self._before: list[tuple[str, Tensor, Tensor]] = []
         self._attached: Attached | None = None
+        self._integers = IntegerCasts(self._add)
         self._block: contextlib.ExitStack | None = None
 
     @property
@@ -85,7 +86,8 @@ class Lint:
             block.enter_context(register_optimizer_step_pre_hook(self._before_step))
             block.enter_context(register_optimizer_step_post_hook(self._after_step))
             block.enter_context(uncompiled())
-            block.enter_context(IntegerCasts(self._add))
+            self._integers.__enter__()
+            block.callback(self._integers.pause)
             self._block = block.pop_all()
         return self
 
@@ -164,9 +166,9 @@ class Lint:
                     self._add([Finding("HP107", name, "", "", evidence, share, None, remedy)])
         self._before = []
         self._step += 1
-        if self._attached is not None:
-            pauses = self._step % self._every != 0
-            self._attached.pause() if pauses else self._attached.resume()
+        for each in (self._attached, self._integers):
+            if each is not None:
+                each.pause() if self._step % self._every else each.resume()
 
     def _check_scaling(self) -> None:
         """HP110: a backward through float16 without a loss scaler."""

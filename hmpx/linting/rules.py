@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
@@ -9,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from ..accuracy import Origins
 from ..places import located
 from ..tensors import LOW_DTYPES, short_name
@@ -23,6 +25,9 @@ _TIMES: Final = 4.0
 
 #: Values read where reading all would be slow.
 _SAMPLE: Final = 1 << 16
+
+#: Streams of fewer values cost neither bytes nor time.
+_FEW: Final = 1024
 
 Rule = Callable[[Seen, Trace, Origins], Iterator[Finding]]
 
@@ -161,22 +166,11 @@ def long_sum(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
     is_running = seen.call.op.startswith(("cumsum", "cumprod", "logcumsumexp"))
     if len(seen.inputs) > 1 or (terms < 2 / torch.finfo(low).eps and not is_running):
         return
-    error = _error(seen.outputs, seen.run(lambda each: each.detach().double()))
-    remedied = _error(
-        seen.run(lambda each: each.detach().float()), seen.run(lambda each: each.detach().double())
-    )
-    if (
-        error is None
-        or remedied is None
-        or error < _UNITS * _unit(low)
-        or error < _TIMES * remedied
-    ):
+    if (found := _worse_than_fp32(seen, low)) is None:
         return
     length = seen.inputs[0].numel() if is_running else terms
     evidence = f"{length:,.0f} terms are added in {short_name(low)}"
-    yield Finding(
-        "HP104", *seen.place, evidence, error, remedied, f"{seen.line()} in the fp32 list"
-    )
+    yield Finding("HP104", *seen.place, evidence, *found, f"{seen.line()} in the fp32 list")
 
 
 def _stalled(seen: Seen, low: torch.dtype) -> Iterator[Finding]:
@@ -184,12 +178,17 @@ def _stalled(seen: Seen, low: torch.dtype) -> Iterator[Finding]:
     if seen.call.op not in ("iadd", "add") or len(seen.inputs) < 2:
         return
     total, term = seen.inputs[0].detach().double(), seen.inputs[1].detach().double()
-    half_ulp = 2.0 ** torch.frexp(total)[1].double() * torch.finfo(low).eps / 4
-    is_small = (term != 0) & (term.abs() <= half_ulp)
-    share = is_small.double().mean().item() if is_small.numel() else 0.0
+    share, remedied = (_share_too_small(term, total, each) for each in (low, torch.float32))
     if share > 0.5:
         evidence = f"{share:.0%} of the terms are at most half an ulp of the {short_name(low)} sum"
-        yield Finding("HP104", *seen.place, evidence, share, None, "keep the sum in float32")
+        yield Finding("HP104", *seen.place, evidence, share, remedied, "keep the sum in float32")
+
+
+def _share_too_small(term: Tensor, total: Tensor, dtype: torch.dtype) -> float:
+    """Returns the share of terms that are at most half an ulp of the total in ``dtype``."""
+    half_ulp = 2.0 ** torch.frexp(total)[1].double() * torch.finfo(dtype).eps / 4
+    is_small = (term != 0) & (term.abs() <= half_ulp)
+    return is_small.double().mean().item() if is_small.numel() else 0.0
 
 
 # --- HP105, HP106 and HP108: dtypes ------------------------------------------------------------------
@@ -208,6 +207,8 @@ def silent_fp32(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]
     wide = [each for each in seen.inputs if each.dtype is torch.float32]
     if not lows or not wide or any(each.numel() >= output.numel() for each in wide):
         return
+    if output.numel() < _FEW:
+        return
     what = (
         "a parameter"
         if isinstance(wide[0], nn.Parameter)
@@ -217,7 +218,12 @@ def silent_fp32(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]
         f"{what} in float32 made a {short_name(lows[0].dtype)} stream of shape {tuple(output.shape)} float32: "
         f"{output.numel() * 2:,} bytes more"
     )
-    yield Finding("HP105", *seen.place, evidence, 1.0, None, f"{seen.line()} in the bf16 list")
+    found = _low_run(seen, lows[0].dtype)
+    error = _error(found, seen.run(lambda each: each.detach().double()))
+    if error is not None:
+        evidence += f"; in {short_name(lows[0].dtype)} its error is {error:.1g}"
+    remedied = None if found is None else 0.0
+    yield Finding("HP105", *seen.place, evidence, 1.0, remedied, f"{seen.line()} in the bf16 list")
 
 
 def useless_island(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
@@ -250,19 +256,32 @@ def _low_run(seen: Seen, low: torch.dtype) -> list[Tensor] | None:
     return found if found and found[0].dtype is low else None
 
 
-#: Ops whose tensors are of one kind: query, key and value, or the parts of one tensor.
-SIBLINGS: Final = frozenset(
-    {"scaled_dot_product_attention", "cat", "concat", "stack", "hstack", "vstack"}
-)
+@functools.cache
+def siblings(op: str) -> slice:
+    """Returns which floating inputs of an op are of one kind: query, key and value, or a list of tensors."""
+    sites = ops.table()[op].sites if op in ops.table() else ()
+    names = [ops.parameters(site).names for site in sites]
+    if any(each[:3] == ("query", "key", "value") for each in names):
+        return slice(3)
+    return slice(None if any(each[:1] == ("tensors",) for each in names) else 0)
 
 
 def mixed_siblings(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP108: parts of one thing in two dtypes."""
-    dtypes = dict.fromkeys([each.dtype for each in seen.inputs if each.dim()])
-    if seen.call.op not in SIBLINGS or len(dtypes) < 2:
+    parts = [each for each in seen.inputs[siblings(seen.call.op)] if each.dim()]
+    dtypes = dict.fromkeys([each.dtype for each in parts])
+    low = next((each for each in dtypes if each in LOW_DTYPES), None)
+    if len(dtypes) < 2 or low is None:
         return
+    stray = [each for each in parts if each.dtype is not low]
+    maker, remedied, remedy = trace.producer(stray[0]), None, "cast where the stray one is made"
+    if maker is not None and maker.call.op in CONVERTING:
+        remedy = f"no cast at {located(maker.call.location)}"
+    elif maker is not None and _low_run(maker, low):
+        remedied, remedy = 0.0, f"{maker.line()} in the bf16 list"
     evidence = f"its inputs are {' and '.join(map(short_name, dtypes))}"
-    yield Finding("HP108", *seen.place, evidence, 1.0, None, "cast where the stray one is made")
+    share = sum(each.nbytes for each in stray) / sum(each.nbytes for each in parts)
+    yield Finding("HP108", *seen.place, evidence, share, remedied, remedy)
 
 
 # --- HP109: range ----------------------------------------------------------------------------------
@@ -273,32 +292,37 @@ def out_of_range(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding
     for each in seen.outputs:
         if each.dtype not in LOW_DTYPES or not each.numel():
             continue
-        limits, values = torch.finfo(each.dtype), each.detach().reshape(-1)[:_SAMPLE].double().abs()
-        values = values[(values < limits.max) & (values > 0)]  # masks are the largest number
-        if not values.numel():
-            continue
-        largest, tiny = values.max().item(), (values < limits.tiny).double().mean().item()
-        if largest > limits.max / 4:
-            evidence = f"the largest value is {largest:.3g}; {short_name(each.dtype)} ends at {limits.max:.3g}"
-            yield Finding(
-                "HP109",
-                *seen.place,
-                evidence,
-                largest / limits.max,
-                None,
-                f"{seen.line()} in the fp32 list",
-            )
-        elif tiny > 0.01:
-            evidence = f"{tiny:.0%} of the values are subnormal in {short_name(each.dtype)}"
-            yield Finding(
-                "HP109",
-                *seen.place,
-                evidence,
-                tiny,
-                None,
-                f"{seen.line()} in the fp32 list, or a loss scaler",
-            )
+        limits, name = torch.finfo(each.dtype), short_name(each.dtype)
+        largest, tiny = _extremes(each)
+        before = [_extremes(given)[0] for given in seen.inputs if given.dtype is each.dtype]
+        remedy = f"{seen.line()} in the fp32 list"
+        if largest > limits.max / 4 >= max(before, default=0.0):
+            evidence = f"the largest value is {largest:.3g}; {name} ends at {limits.max:.3g}"
+            effects = largest / limits.max, largest / torch.finfo(torch.float32).max
+            yield Finding("HP109", *seen.place, evidence, *effects, remedy)
+        elif tiny > 0.01 and (found := _worse_than_fp32(seen, each.dtype)) is not None:
+            evidence = f"{tiny:.0%} of the values are subnormal in {name}"
+            yield Finding("HP109", *seen.place, evidence, *found, f"{remedy}, or a loss scaler")
         return
+
+
+def _extremes(tensor: Tensor) -> tuple[float, float]:
+    """Returns the largest magnitude, and the share of subnormal ones; without zeros and masks."""
+    limits, values = torch.finfo(tensor.dtype), tensor.detach().reshape(-1)[:_SAMPLE].double().abs()
+    values = values[(values < limits.max) & (values > 0)]  # masks are the largest number
+    if not values.numel():
+        return 0.0, 0.0
+    return values.max().item(), (values < limits.tiny).double().mean().item()
+
+
+def _worse_than_fp32(seen: Seen, low: torch.dtype) -> tuple[float, float] | None:
+    """Returns the errors of the result and of one in float32; None if the remedy gains little."""
+    reference = seen.run(lambda each: each.detach().double())
+    error = _error(seen.outputs, reference)
+    remedied = _error(seen.run(lambda each: each.detach().float()), reference)
+    if error is None or remedied is None:
+        return None
+    return (error, remedied) if error > _UNITS * _unit(low) and error > _TIMES * remedied else None
 
 
 RULES_OF_CALLS: Final[tuple[Rule, ...]] = (

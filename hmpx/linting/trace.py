@@ -113,19 +113,21 @@ class Trace:
         for each in seen.outputs:
             self._made[each] = weakref.ref(seen)
 
+    def producer(self, tensor: Tensor) -> Seen | None:
+        """Returns the kept call whose result is ``tensor``, or of which it is a view."""
+        base = tensor._base
+        found = self._made.get(tensor)
+        if found is None and base is not None:
+            found = self._made.get(base)
+        return found() if found is not None else None
+
     def maker(self, tensor: Tensor) -> Seen | None:
         """Returns the kept call that computed the values of ``tensor``, before conversions and views."""
+        seen = self.producer(tensor)
         for _ in range(_MOST_CALLS):
-            found = self._made.get(tensor)
-            seen = found() if found is not None else None
-            if seen is None:
-                if tensor._base is None:
-                    return None
-                tensor = tensor._base
-            elif seen.call.op in CONVERTING and seen.inputs:
-                tensor = seen.inputs[0]
-            else:
+            if seen is None or seen.call.op not in CONVERTING or not seen.inputs:
                 return seen
+            seen = self.producer(seen.inputs[0])
         return None
 
     def exact(self, tensor: Tensor, *, round_inputs: bool = False) -> Tensor | None:
