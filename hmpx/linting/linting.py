@@ -169,21 +169,27 @@ class Lint:
         for each in (self._attached, self._integers):
             if each is not None:
                 each.pause() if self._step % self._every else each.resume()
+        self._trace, self._origins = Trace(), Origins()  # which keep tensors alive
 
     def _check_scaling(self) -> None:
         """HP110: a backward through float16 without a loss scaler."""
         call, self._fp16 = self._fp16, None
         if call is None or any(each.is_enabled() for each in list(SCALERS)):
             return
-        has_gradients = any(
-            each.grad is not None for model in self._models.values() for each in model.parameters()
-        )
-        if has_gradients:
-            evidence = "gradients came through float16 without a loss scaler"
+        gradients = [
+            each.grad
+            for model in self._models.values()
+            for each in model.parameters()
+            if each.grad is not None and is_readable(each.grad)
+        ]
+        with without_casts(), torch.no_grad():
+            nonzero = sum((each != 0).sum().item() for each in gradients)
+            share = sum(map(_subnormal_in_fp16, gradients)) / max(1, nonzero)
+        if share > 0.01:
+            evidence = f"{share:.0%} of the gradients are subnormal in fp16, without a loss scaler"
             remedy = "scale the loss with torch.amp.GradScaler, or use bfloat16"
-            self._add(
-                [Finding("HP110", call.op, call.module, call.location, evidence, 1.0, None, remedy)]
-            )
+            place = call.op, call.module, call.location
+            self._add([Finding("HP110", *place, evidence, share, None, remedy)])
 
     def _check_made(self, model: nn.Module) -> None:
         """HP111: fp32 parameters and buffers whose contents are low."""
@@ -196,6 +202,13 @@ class Lint:
                 evidence = f"{short_name(found)} values in float32"
                 remedy = "make it in float32, or load it from a float32 checkpoint"
                 self._add([Finding("HP111", name, "", "", evidence, 1.0, None, remedy)])
+
+
+def _subnormal_in_fp16(gradient: Tensor) -> float:
+    """Returns the number of values that float16 holds as subnormal ones."""
+    is_held = gradient.half().to(gradient.dtype) == gradient
+    is_small = (gradient != 0) & (gradient.abs() < torch.finfo(torch.float16).tiny)
+    return (is_held & is_small).sum().item()
 
 
 def lint(*, every: int = 50, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> Lint:

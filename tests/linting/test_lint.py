@@ -90,8 +90,9 @@ def subnormal(scale: float) -> None:
     drawn(1000).to(FP16) * scale
 
 
-def unscaled(dtype: torch.dtype) -> None:
-    nn.Linear(16, 16).to(dtype)(drawn(4, 16).to(dtype)).sum().backward()
+def unscaled(scale: float) -> None:
+    loss = nn.Linear(16, 16).to(FP16)(drawn(4, 16).to(FP16)).float().mean() * 1e-4
+    (loss * scale).backward()
 
 
 def rounded_weights(is_rounded: bool) -> None:
@@ -117,7 +118,7 @@ def rounded_weights(is_rounded: bool) -> None:
         (attended, torch.float32, BF16, "HP108"),
         (near_the_end, 100.0, 2.0, "HP109"),
         (subnormal, 1e-5, 1.0, "HP109"),
-        (unscaled, FP16, BF16, "HP110"),
+        (unscaled, 1.0, 2.0**16, "HP110"),
         (rounded_weights, True, False, "HP111"),
     ],
 )  # fmt: skip
