@@ -65,7 +65,7 @@ def measure(training: Training, rounds: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Prints a table for each model and size; with ``--save`` also writes all figures."""
     parser = timing.make_parser(__doc__)
-    timing.add_device_options(parser, ("gpt", "bert", "resnet"), (), "models")
+    timing.add_device_options(parser, ("gpt", "resnet"), (), "models")
     timing.add_time_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
