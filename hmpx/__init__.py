@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .linting import Finding, Lint, lint
     from .planning import Plan, plan
     from .recording import record
+    from .repeating import Invariance, Variation, invariance
     from .tuning import Tuned, tune
     from .watching import Offence, Watch, watch
 else:  # not needed by a program's first op
@@ -56,6 +57,7 @@ else:  # not needed by a program's first op
             "linting": "Finding Lint lint",
             "planning": "Plan plan",
             "recording": "record",
+            "repeating": "Invariance Variation invariance",
             "tuning": "Tuned tune",
             "watching": "Offence Watch watch",
         },
@@ -89,6 +91,7 @@ __all__ = [
     "Frozen",
     "HmpxError",
     "HmpxWarning",
+    "Invariance",
     "Lint",
     "NonFiniteError",
     "Offence",
@@ -103,6 +106,7 @@ __all__ = [
     "Session",
     "TorchError",
     "Tuned",
+    "Variation",
     "Watch",
     "Weight",
     "attach",
@@ -117,6 +121,7 @@ __all__ = [
     "explain",
     "formats",
     "freeze",
+    "invariance",
     "is_converted",
     "lint",
     "load_policy",

@@ -10,18 +10,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, compute, number_formats, patches, session, torch_state
-from ..errors import FreezeError, printable
+from .. import arguments, number_formats, patches, session, torch_state
+from ..compute import prepare
+from ..errors import FreezeError, OptionError, printable
 from ..policy import LowType
-from ..tensors import chunk_of, widened
+from ..tensors import chunk_of, short_name, widened
 from ..torch_internals import FakeTensor
+from .layer_cast import is_layer_cast, upcast_parameters
 from .originals import Originals, Slot, slots_of
 from .seal import REMEDY, is_sealed, seal
 from .uses import FoundTensor, Place, found_tensors, replaced, watch_forward
 from .weights import Rounding, Weight, judged, listed, one_rounding, table
 
 _OUTPUTS: Final = ("fp32", "keep")
-_STORES: Final = ("dtype", "prepared", "codes")
+_LAYER_CAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORES: Final = ("dtype", "prepared", "codes", *_LAYER_CAST)
 
 
 def freeze(
@@ -29,6 +32,7 @@ def freeze(
     *example_inputs: Any,
     outputs: str = "fp32",
     store: str = "dtype",
+    compute: str | None = None,
     keep_fp32: bool = True,
     **kwargs: Any,
 ) -> Frozen:
@@ -37,6 +41,9 @@ def freeze(
     Watches one forward on the example. A weight that it casts to bfloat16 or float16 on every use is
     stored in that type; others stay as they are. The model then gives the same results, bit for bit,
     without casting weights. Training it and loading weights into it are errors.
+
+    ``store="bfloat16", compute="float32"`` needs neither an example nor a conversion (LayerCast): it rounds
+    all parameters, and upcasts them where a module reads them, so that every op computes in float32.
 
     Args:
         model: In evaluation mode. Its parameters stay the same objects.
@@ -47,6 +54,8 @@ def freeze(
             convolution weights, laid out for their kernel, once a call without gradients computes in
             float32. ``"codes"`` stores weights used in a single number format as its codes, in uint8,
             uint16 or int32, and decodes them at each use, if the policy has one format and no rules.
+            ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
+        compute: ``"float32"`` for LayerCast; None for the conversion in force.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
         **kwargs: Keyword inputs of the forward to watch.
 
@@ -54,7 +63,9 @@ def freeze(
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
             training mode or already frozen, or FakeTensorMode would lose its values. The model is then
             untouched, as it is if its forward raises an error, which passes with a note.
-        OptionError: ``outputs``, ``store`` or ``keep_fp32`` has an invalid value.
+            With ``compute="float32"``: torch is converted, or the model is in training mode or frozen.
+        OptionError: ``outputs``, ``store``, ``compute`` or ``keep_fp32`` has an invalid value, or they do
+            not fit together.
 
     Example:
         >>> model = torch.nn.Linear(2, 3).eval()
@@ -69,6 +80,16 @@ def freeze(
     outputs = arguments.choice("outputs", outputs, _OUTPUTS)
     store = arguments.choice("store", store, _STORES)
     keep_fp32 = arguments.truth("keep_fp32", keep_fp32)
+    if compute is not None:
+        arguments.choice("compute", compute, ("float32",))
+    if (compute is not None) != (store in _LAYER_CAST):
+        raise OptionError(
+            'store="bfloat16" and store="float16" go with compute="float32", and other stores without it'
+        )
+    if store in _LAYER_CAST:
+        if example_inputs or kwargs:
+            raise OptionError(f'store="{store}" takes no example: it stores all parameters')
+        return _layer_cast(model, _LAYER_CAST[store], outputs, keep_fp32=keep_fp32)
     if len(example_inputs) == 1 and not kwargs and _are_keywords(model, *example_inputs):
         kwargs, example_inputs = dict(*example_inputs), ()
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
@@ -101,7 +122,7 @@ def freeze(
         if outputs == "fp32":
             attached.callback(model.register_forward_hook(_widen).remove)
         if store == "prepared":
-            attached.callback(compute.prepare([f.tensor for f in lows.values()], model))
+            attached.callback(prepare([f.tensor for f in lows.values()], model))
         if lows:
             seal(model, slots, dtypes, in_force, attached)
         patches.forget_compiled()
@@ -149,8 +170,15 @@ def _checked(model: object, *, has_example: bool) -> session.Session:
             f"casts are off here, so {name} uses no weight in low precision; call hmpx.freeze "
             "outside of the hmpx.disable_casts block, or of the region in which torch.autocast is off"
         )
+    _check_free(model)
+    return in_force
+
+
+def _check_free(model: nn.Module) -> None:
+    """Raises FreezeError if a model is frozen, or in training mode."""
+    name = type(model).__name__
     for path, module in model.named_modules():
-        if is_sealed(module):
+        if is_sealed(module) or is_layer_cast(module):
             where = f"{path!r} in {name}" if path else name
             raise FreezeError(f"{where} is frozen already; {REMEDY} before freezing it again")
     if model.training:
@@ -158,7 +186,60 @@ def _checked(model: object, *, has_example: bool) -> session.Session:
             f"{name} is in training mode, and frozen weights can't be trained; call model.eval() "
             "first"
         )
-    return in_force
+
+
+def _layer_cast(model: object, dtype: torch.dtype, outputs: str, *, keep_fp32: bool) -> Frozen:
+    """Stores all float32 parameters in ``dtype``, to be upcast where modules read them."""
+    if not isinstance(model, nn.Module):
+        raise FreezeError(f"hmpx.freeze takes a torch.nn.Module, not {type(model).__name__}")
+    if session.current() is not None:
+        raise FreezeError(
+            "torch is converted, so ops would not compute in float32; call hmpx.revert() before "
+            'hmpx.freeze(model, compute="float32")'
+        )
+    _check_free(model)
+    found = found_tensors(model)
+    firsts = {id(f.tensor): f for f in reversed(found)}
+    weights = [_in_16_bits(f, dtype, firsts[id(f.tensor)]) for f in found]
+    lows = {
+        id(f.tensor): firsts[id(f.tensor)] for f, w in zip(found, weights, strict=True) if w.is_low
+    }
+    with torch.no_grad():
+        stored = [(f.tensor, f.tensor.detach().to(dtype)) for f in lows.values()]
+    _check_values_last(model, lows.values(), stored, keep_fp32)
+    for f, (tensor, low) in zip(lows.values(), stored, strict=True):
+        is_real = not (low.is_meta or isinstance(low, FakeTensor))
+        if is_real and bool((low.isinf() & ~tensor.isinf()).any()):
+            raise FreezeError(f"{f.name!r} has values beyond {short_name(dtype)}'s largest number")
+    slots = slots_of(model, [f.tensor for f in lows.values()])
+    originals = Originals(slots, set()) if keep_fp32 else None
+    attached = contextlib.ExitStack()
+    try:
+        for module in model.modules():
+            if module._parameters:
+                attached.callback(upcast_parameters(module))
+    except BaseException:
+        attached.close()
+        raise
+    for tensor, low in stored:
+        tensor.data = low
+    if outputs == "fp32":
+        attached.callback(model.register_forward_hook(_widen).remove)
+    patches.forget_compiled()
+    return Frozen(model, tuple(weights), originals, attached)
+
+
+def _in_16_bits(f: FoundTensor, dtype: torch.dtype, first: FoundTensor) -> Weight:
+    """Returns how LayerCast stores a tensor, which is ``first`` under its first name."""
+    kept, size = f.tensor.dtype, f.tensor.nbytes if f.place is not None and f is first else 0
+    is_low = f.kind == "parameter" and f.place is not None and kept is torch.float32
+    why = "upcast where it is read"
+    if not is_low:
+        why = f.fault or ("is a buffer" if f.kind == "buffer" else f"is {short_name(kept)}")
+    if f is not first:
+        why = f"is {first.name}"
+    stored = (dtype, size // 2) if is_low else (kept, size)
+    return Weight(f.name, f.kind, kept, stored[0], size, stored[1], why)
 
 
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:

@@ -1,0 +1,376 @@
+"""`invariance`: runs a model on a batch and on one row of it, and repeats each call."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import arguments
+from ..errors import OptionError, noted
+from ..observers import Attached, CallTensors, OpCall
+from ..session import observable
+from ..tensors import CAST, LOW_DTYPES, copied, map_all, tensors_in, tensors_of
+from ..torch_internals import uncompiled
+from ..torch_state import ModelState, reached_by, state_of_random_numbers
+from .batches import Arguments, BatchedCall, OneRow, Rows, UnknownRowsError, as_values, rows_of
+from .variations import BY_ROW, Difference, Invariance, Variation, difference
+
+_Site: TypeAlias = tuple[str, str, str]
+_Run: TypeAlias = Callable[[Arguments], list[Tensor]]
+_Where: TypeAlias = "list[Rows | None]"
+
+#: Line options tried as remedies -> the dtype that the call computes in.
+_LINES: Final = {"fp32": torch.float32, "accumulate=float64": torch.float64}
+
+#: How often a call is timed.
+_TIMED: Final = 3
+
+
+def invariance(
+    model: Callable[..., Any], *batch: Any, rows: int = 8, threads: Sequence[int] | None = None
+) -> Invariance:
+    """Finds the calls of a model whose bits depend on the batch, on the number of threads, or on the run.
+
+    The model runs on one row of the batch and on all rows, without gradients. Each call of the second run is
+    repeated on its own inputs: the same again, with rows alone, permuted, with more rows, and with other
+    numbers of threads. The model, its buffers, the RNG state and the number of threads are unchanged.
+    Works with and without a conversion, and under torch.autocast.
+
+    Args:
+        model: The model, or any function. A compiled one runs uncompiled.
+        *batch: Its arguments: tensors whose first dimension is the batch, at least two rows. A single
+            mapping is passed by name. Tensors with another first dimension are the same for each batch.
+        rows: How many rows are repeated alone, at most, in each call.
+        threads: Numbers of threads to try on the CPU. Default: 1, 2 and that of the processor's cores.
+
+    Raises:
+        OptionError: There is no tensor with two rows, ``rows`` or ``threads`` is not a positive whole number,
+            or the model returns a generator or a coroutine, which has not run. An error of the model on one
+            row passes with a note.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).double()
+        >>> found = hmpx.invariance(model, torch.randn(4, 8, dtype=torch.float64))
+        >>> found.calls, found.by_definition
+        (2, ())
+    """
+    if not callable(model):
+        raise OptionError(f"model must be a module or a function, not {type(model).__name__}")
+    rows = arguments.whole("rows", rows, 1)
+    tried = [arguments.whole("threads", each, 1) for each in threads or (1, 2, os.cpu_count() or 1)]
+    size = next((each.shape[0] for each in tensors_of(batch) if each.dim()), 0)
+    if size < 2:
+        raise OptionError("invariance takes a batch of at least two rows, its first dimension")
+
+    def one_row(tensor: Tensor) -> Tensor:
+        has_rows = tensor.dim() > 0 and tensor.shape[0] == size
+        return tensor[-1:].clone() if has_rows else tensor
+
+    state = ModelState(reached_by(model, *batch), list(tensors_of(batch)))
+    small = _OneRowRun()
+    large = _Repeats(small.calls, size, rows, sorted(set(tried)))
+    try:
+        with observable(), uncompiled(), torch.no_grad():
+            try:
+                _run(model, map_all(batch, one_row), small.observe)
+            except Exception as error:
+                raise noted(error, "Raised by the run on one row of the batch") from None
+            state.restart()
+            _run(model, copied(batch), large.observe)
+    finally:
+        state.restore()
+    return large.report()
+
+
+def _run(model: Callable[..., Any], batch: tuple[Any, ...], observer: Callable[..., None]) -> None:
+    with Attached(observer, tensors=True, every_op=True):
+        named = len(batch) == 1 and isinstance(batch[0], Mapping)
+        arguments.has_run("model", model(**batch[0]) if named else model(*batch))
+
+
+class _OneRowRun:
+    """The observer of the run on one row: keeps its calls by their sites."""
+
+    def __init__(self) -> None:
+        self.calls: dict[_Site, list[OneRow]] = defaultdict(list)
+
+    def observe(self, call: OpCall, tensors: CallTensors | None) -> None:
+        if tensors is not None:
+            self.calls[_site(call)].append(OneRow.of(tensors))
+
+
+def _site(call: OpCall) -> _Site:
+    return call.site, call.module, call.location
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to repeat a call.
+
+    Attributes:
+        kind: A key of `Variation.found`.
+        says: The beginning of the sentence.
+        arguments: The arguments of the repeated call.
+        index: The rows of the batch to compare; empty for whole results.
+        threads: The number of threads; 0 for the current number.
+    """
+
+    kind: str
+    says: str
+    arguments: Arguments
+    index: Sequence[int] = ()
+    threads: int = 0
+
+    def differs(self, run: _Run, expected: list[Tensor], where: _Where) -> Difference | None:
+        """Returns how the result differs from that on the whole batch."""
+        now = torch.get_num_threads()
+        try:
+            if self.threads:
+                torch.set_num_threads(self.threads)
+            found = run(self.arguments)
+        finally:
+            if self.threads:
+                torch.set_num_threads(now)
+        if self.index:
+            same = [*range(len(self.index))]
+            pairs = [*zip(expected, found, where, strict=True)]
+            expected = [rows.of(each, self.index) if rows else each for each, _, rows in pairs]
+            found = [rows.of(each, same) if rows else each for _, each, rows in pairs]
+        return difference(expected, found)
+
+
+class _Repeats:
+    """The observer of the run on all rows: repeats each call."""
+
+    def __init__(
+        self, calls: dict[_Site, list[OneRow]], batch: int, rows: int, threads: Sequence[int]
+    ) -> None:
+        self._calls, self._batch, self._threads = calls, batch, threads
+        self._next: Counter[_Site] = Counter()
+        last, count = batch - 1, min(rows, batch)
+        self._alone = [last - last * each // max(count - 1, 1) for each in range(count)][::-1]
+        self._found: dict[tuple[str, str, str, bool], Variation] = {}
+        self._skipped: Counter[str] = Counter()
+        self._count = 0
+
+    def report(self) -> Invariance:
+        """Returns the places found."""
+        every = self._found.values()
+        return Invariance(
+            tuple(each for each in every if not each.by_definition),
+            tuple(each for each in every if each.by_definition),
+            dict(self._skipped),
+            self._count,
+        )
+
+    def observe(self, call: OpCall, tensors: CallTensors | None) -> None:
+        """Repeats one call, and restores the RNG state."""
+        if tensors is None or not tensors_in([tensors.result]):
+            return
+        self._count += 1
+        state = state_of_random_numbers(
+            tensors_in([*tensors.given, *tensors.given_kwargs.values()])
+        )
+        try:
+            found = self._repeated(call, tensors)
+        finally:
+            state.restore()
+        if found is not None:
+            key = call.op, call.module, call.location, bool(found.by_definition)
+            known = self._found.get(key)
+            self._found[key] = replace(known, calls=known.calls + 1) if known else found
+
+    def _repeated(self, call: OpCall, tensors: CallTensors) -> Variation | None:
+        place = call.op, call.module, call.location
+        run, given = _runner(call, tensors), (tensors.given, tensors.given_kwargs)
+        expected = tensors_in([tensors.result])
+        again = difference(expected, run(given))
+        if again is not None:
+            return Variation(*place, {"repeated": f"differs when repeated: {again}"})
+        batched, where, ways = self._batch_ways(call, tensors, given)
+        ways += self._thread_ways(call, given)
+        found: dict[str, str] = {}
+        for way in ways:
+            if way.kind in found or (differing := way.differs(run, expected, where)) is None:
+                continue
+            found[way.kind] = f"{way.says}: {differing}"
+            if way.kind == "alone" and batched is not None:
+                copies = batched.with_rows([way.index[0]] * self._batch)
+                same = replace(way, arguments=copies)
+                why = _by_definition(call, tensors, run, where, copies=same, expected=expected)
+                if why:
+                    return Variation(*place, found, why)
+        if not found:
+            return None
+        low = call.dtype if call.dtype in LOW_DTYPES else None
+        remedies = None
+        if (*place, False) not in self._found:
+            failed = [way for way in ways if way.kind in found]
+            remedies = self._remedies(tensors, run, failed, batched, where, low=low)
+        return Variation(*place, found, "", remedies, low is not None)
+
+    # --- ways to repeat a call -----------------------------------------------------------------
+
+    def _thread_ways(self, call: OpCall, given: Arguments) -> list[_Way]:
+        now = torch.get_num_threads()
+        others = [each for each in self._threads if each != now and call.device_type == "cpu"]
+        return [
+            _Way("threads", f"differs with threads={each} instead of {now}", given, threads=each)
+            for each in others
+        ]
+
+    def _batch_ways(
+        self, call: OpCall, tensors: CallTensors, given: Arguments
+    ) -> tuple[BatchedCall | None, _Where, list[_Way]]:
+        """Returns the call with its rows, and where they are in its results; None if they are unknown."""
+        size, site = self._batch, _site(call)
+        index = self._next[site]
+        self._next[site] += 1
+        try:
+            if index >= len(self._calls[site]):
+                raise UnknownRowsError("the run on one row has no such call")
+            one = self._calls[site][index]
+            batched = BatchedCall(given, one.arguments, size)
+            results, ones = tensors_in([tensors.result]), tensors_in([one.result])
+            if len(results) != len(ones):
+                raise UnknownRowsError("the number of its results follows the batch")
+            where = [rows_of(a, b, size) for a, b in zip(results, ones, strict=True)]
+        except UnknownRowsError as error:
+            self._skipped[str(error)] += 1
+            return None, [], []
+        if not batched.has_rows:
+            return None, where, []
+        ways = [
+            _Way("alone", f"row {row} differs when alone", batched.with_rows([row]), [row])
+            for row in self._alone
+        ]
+        back = [*range(size)][::-1]
+        ways.append(_Way("permuted", "rows differ when permuted", batched.with_rows(back), back))
+        if not batched.has_fixed_size:
+            more = 1 << size.bit_length()
+            padded = batched.with_rows([*range(size), *[0] * (more - size)])
+            ways.append(_Way("padded", f"rows differ when padded to {more}", padded, range(size)))
+        return batched, where, ways
+
+    # --- remedies ------------------------------------------------------------------------------
+
+    def _remedies(
+        self,
+        tensors: CallTensors,
+        run: _Run,
+        failed: Sequence[_Way],
+        batched: BatchedCall | None,
+        where: _Where,
+        *,
+        low: torch.dtype | None,
+    ) -> dict[str, float]:
+        """Returns the time of the call with each remedy, in multiples of its own; NaN if it still differs."""
+        given = tensors.given, tensors.given_kwargs
+        own = _seconds(lambda: run(given))
+        found = {}
+        for line, dtype in _LINES.items():
+            if line == "fp32" and low is None:
+                continue
+            other = _in_dtype(tensors, dtype, low if line != "fp32" else None)
+            try:
+                expected = other(given)
+                differ = any(each.differs(other, expected, where) for each in failed)
+            except (RuntimeError, TypeError, ValueError):  # no such kernel
+                continue
+            found[line] = math.nan if differ else _seconds(lambda: other(given)) / own  # noqa: B023
+        if batched is not None and not {"threads", "repeated"} & {each.kind for each in failed}:
+            alone = [batched.with_rows([row]) for row in range(self._batch)]
+            found[BY_ROW] = _seconds(lambda: [run(each) for each in alone]) / own
+        return found
+
+
+def _runner(call: OpCall, tensors: CallTensors) -> _Run:
+    """Returns the call as the program runs it, on other arguments."""
+    is_autocast = call.cast_policy == "PASS" and isinstance(call.dtype, torch.dtype)
+
+    def run(given: Arguments) -> list[Tensor]:
+        args, kwargs = as_values(given, Tensor.clone) if tensors.writes else given
+        if is_autocast:
+            low = call.dtype if call.dtype in LOW_DTYPES else None
+            with torch.autocast(call.device_type or "cpu", low):
+                return tensors_in([call.function(*args, **kwargs)])
+        function = tensors.run if call.cast_policy == "PASS" else tensors.run_cast
+        return tensors_in([function(*args, **kwargs)])
+
+    return run
+
+
+def _in_dtype(tensors: CallTensors, dtype: torch.dtype, low: torch.dtype | None) -> _Run:
+    """Returns the call computed in a dtype, with inputs and results rounded as before unless it is fp32."""
+    outputs = [each.dtype for each in tensors_in([tensors.result])]
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in CAST:
+            return tensor.clone() if tensors.writes else tensor
+        return (tensor if low is None else tensor.to(low)).to(dtype, copy=tensors.writes)
+
+    def run(given: Arguments) -> list[Tensor]:
+        args, kwargs = as_values(given, cast)
+        found = tensors_in([tensors.run(*args, **kwargs)])
+        if dtype is torch.float32:
+            return found
+        return [each.to(own) for each, own in zip(found, outputs, strict=True)]
+
+    return run
+
+
+def _by_definition(
+    call: OpCall,
+    tensors: CallTensors,
+    run: _Run,
+    where: _Where,
+    *,
+    copies: _Way,
+    expected: list[Tensor],
+) -> str:
+    """Returns why another batch gives another result, whatever the arithmetic; ``""`` if it does not."""
+    if None in where:
+        return "by definition: its result combines the rows"
+    if _draws(call, tensors):
+        return "by definition: draws random numbers for the whole batch"
+    # The same shapes, with the row in all places
+    found = run(copies.arguments)
+    pairs = [*zip(expected, found, where, strict=True)]
+    differs = difference(
+        *([rows.of(each[side], copies.index) for *each, rows in pairs if rows] for side in (0, 1))
+    )
+    return "by definition: uses the values of other rows" if differs else ""
+
+
+def _draws(call: OpCall, tensors: CallTensors) -> bool:
+    """Whether the call draws random numbers; the caller restores the RNG state."""
+    args, kwargs = tensors.given, tensors.given_kwargs
+    if tensors.writes:
+        args, kwargs = as_values((args, kwargs), Tensor.clone)
+    given = tensors_in([*args, *kwargs.values()])
+    before = state_of_random_numbers(given)
+    call.function(*args, **kwargs)
+    after = state_of_random_numbers(given)
+    states = zip(
+        *([state.cpu, *(each for _, each in state.others)] for state in (before, after)),
+        strict=True,
+    )
+    return any(not torch.equal(a, b) for a, b in states)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    """Returns the shortest duration of a few calls."""
+    found = []
+    for _ in range(_TIMED):
+        start = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - start)
+    return min(found)
