@@ -199,7 +199,6 @@ def _runners(
     conditions: Conditions,
     seed: int,
 ) -> Iterator[Runner]:
-    """Yields a runner for each variant."""
     runners: list[Runner] = []
     for name in DEFAULT if names is None else names:
         variant = VARIANTS[name]

@@ -148,7 +148,6 @@ def _are_keywords(model: object, example: object) -> bool:
 
 
 def _checked(model: object, *, has_example: bool) -> session.Session:
-    """Returns the session in force."""
     if not isinstance(model, nn.Module):
         raise FreezeError(
             f"hmpx.freeze takes a torch.nn.Module, not {type(model).__name__}; pass the model "

@@ -303,7 +303,6 @@ def _rank_table(world_size: int, ranks: Sequence[PerRank]) -> Table:
 
 
 def _memory_table(plan: Plan) -> Table:
-    """Returns the memory of all runs side by side, and how much of each is in low precision."""
     memories = [run.memory for run in plan.runs]
     lines = [(name, [getattr(each, field) for each in memories]) for field, name in _OF_RUN.items()]
     dtypes = dict.fromkeys(dtype for memory in memories for dtype in memory.saved)

@@ -89,10 +89,7 @@ def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
     header |= {"by": check.by, "runs": str(check.runs)}
     journal = Journal(os.fspath(check.directory / "journal.jsonl"), header)
     commands = _Commands(check, low_type)
-    rows = journal.remembered(
-        "spots", lambda: [[*spot, *each] for spot, each in commands.spots().items()]
-    )
-    spots = {(op, module): (flops, count) for op, module, flops, count in rows}
+    spots: Costs = journal.by_spot("spots", commands.spots)
     found = (by_module if check.by == "module" else by_op)(spots)
     commands.candidates = tuple(found)
     searching = Searching(

@@ -114,14 +114,14 @@ def tune(
     task = Task(request)
     noise = task.noise()
     results = Journal(request.journal, request.header() if request.journal else {})
-    spots: Costs = _by_spot(results, "spots", lambda: spots_of(request))
+    spots: Costs = results.by_spot("spots", lambda: spots_of(request))
     scores = _scores(request, spots, request.low_type, results)
     found = (by_module if request.by == "module" else by_op)(spots, scores)
     if request.may_follow:
         found = [replace(each, may_follow=may_follow(each.op)) for each in found]
     find = _find(request, spots, scores, found, results)
     if request.objective == "time":
-        seconds = _by_spot(results, "seconds", lambda: seconds_of(request, spots))
+        seconds = results.by_spot("seconds", lambda: seconds_of(request, spots))
         found = timed(found, seconds)
     task.candidates, task.spots = tuple(found), spots
     return Searching(
@@ -144,19 +144,8 @@ def tune(
     ).run()
 
 
-def _by_spot(results: Journal, key: Any, compute: Callable[[], Any]) -> Any:
-    """Returns a journaled mapping of spots to tuples, or None."""
-
-    def rows() -> list[list[Any]] | None:
-        found = compute()
-        return None if found is None else [[*spot, *each] for spot, each in found.items()]
-
-    known = results.remembered(key, rows)
-    return None if known is None else {(op, module): tuple(each) for op, module, *each in known}
-
-
 def _scores(request: Request, spots: Costs, low_type: str, results: Journal) -> Scores | None:
-    found = _by_spot(results, ["scores", low_type], lambda: scores_of(request, spots, low_type))
+    found = results.by_spot(["scores", low_type], lambda: scores_of(request, spots, low_type))
     return None if found is None else {spot: Score(*each) for spot, each in found.items()}
 
 
@@ -167,7 +156,6 @@ def _find(
     found: Sequence[Candidate],
     results: Journal,
 ) -> Find:
-    """Returns the search function."""
     if request.objective == "time":
         return find_in_time
     if not request.types:

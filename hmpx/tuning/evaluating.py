@@ -141,7 +141,6 @@ class Task:
         return session.restore(policy, self.request.device_types, self.request.options, False)
 
     def _errors(self, found: list[Any], expected: list[Any], inputs: str) -> list[float]:
-        """Returns the error of each batch; infinite if not finite."""
         batches = self.request.inputs[inputs]
         with torch.no_grad(), disable_casts():
             errors = [

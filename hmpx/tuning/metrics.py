@@ -29,8 +29,9 @@ def relative_l2(found: Any, expected: Any) -> float:
         return _disagreement(_exact_of(found), _exact_of(expected))
     difference = norm = 0.0
     for low, high in _pairs(floating_of(found), references):
-        difference += _square(torch.where(low == high, 0, low - high))
-        norm += _square(torch.where(high.isfinite(), high, 0))
+        differing = torch.where(low == high, 0, low - high)
+        difference += float(differing.abs().square().sum())
+        norm += float(torch.where(high.isfinite(), high, 0).abs().square().sum())
     return math.sqrt(ratio(difference, norm))
 
 
@@ -136,10 +137,6 @@ def _pairs(found: list[Tensor], expected: list[Tensor]) -> list[tuple[Tensor, Te
     return [
         (a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)
     ]
-
-
-def _square(tensor: Tensor) -> float:
-    return float(tensor.abs().square().sum())
 
 
 def _disagreement(found: list[Any], expected: list[Any]) -> float:

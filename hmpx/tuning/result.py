@@ -271,12 +271,10 @@ def _shares(tuned: Tuned) -> str:
 
 
 def _by_effect(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Returns candidates, those out of range first, then those with the largest effect."""
     return sorted(candidates, key=lambda each: (not each.is_hard, -(each.score or 0.0), each.name))
 
 
 def _kept_table(tuned: Tuned) -> Table:
-    """Returns a row for each kept candidate, the one with the largest effect first."""
     members = {bare(name): name for name in tuned.kept}
     flops = max(1, sum(each.flops for each in tuned.candidates))
     count = max(1, sum(each.bytes for each in tuned.candidates))
@@ -313,7 +311,6 @@ def _path_table(tuned: Tuned) -> Table:
 
 
 def _candidate_table(tuned: Tuned) -> Table:
-    """Returns a row for each candidate, the one with the largest effect first."""
     rows = [
         (each.name, _effect(each), tuned.types[each.name], f"{each.flops:,}", f"{each.bytes:,}")
         for each in _by_effect(tuned.candidates)
@@ -339,7 +336,6 @@ def _effect(candidate: Candidate) -> str:
 
 
 def _rank(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
-    """Returns the rank of a candidate by effect; ``""`` if that is not known."""
     if candidate.score is None:
         return ""
     better = sum(
@@ -387,7 +383,6 @@ def _notebook_part(tuned: Tuned) -> str:
 
 
 def _files(tuned: Tuned) -> dict[str, str]:
-    """Maps each file's name to its content."""
     low = tuned.low_precision_type
     types = assigned(tuned.candidates, tuned.kept, low)
     source = policy_source(types, low)
@@ -449,7 +444,6 @@ def _section(title: str, lines: Sequence[str]) -> str:
 
 
 def _explained(tuned: Tuned, lines: Iterable[str], *, is_listed: bool = True) -> list[str]:
-    """Returns the lines of a list with comments on their candidates."""
     kept = {bare(name): name for name in tuned.kept}
     found: list[str] = []
     for line in lines:

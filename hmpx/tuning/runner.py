@@ -224,6 +224,16 @@ class Journal:
                 self._write(text.encode() + b"\n")
         return self._known[name]
 
+    def by_spot(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Returns the value of a key that is a mapping of spots to tuples, or None."""
+
+        def rows() -> list[list[Any]] | None:
+            found = compute()
+            return None if found is None else [[*spot, *each] for spot, each in found.items()]
+
+        known = self.remembered(key, rows)
+        return None if known is None else {(op, module): tuple(each) for op, module, *each in known}
+
     def _write(self, data: bytes, size: int | None = None) -> None:
         """Appends to the file, cut to ``size`` before if given, and flushes it to disk."""
         try:
