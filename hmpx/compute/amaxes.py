@@ -278,19 +278,23 @@ class Histories:
 
 
 def _checked(key: object, saved: object) -> Mapping[str, Any]:
-    wrong = OptionError(
+    is_right = isinstance(key, str) and isinstance(saved, Mapping) and saved.keys() == _FIELDS
+    if is_right:
+        found: Any = saved
+        steps, amaxes = found["steps"], found["amaxes"]
+        is_right = isinstance(amaxes, list) and len(amaxes) <= MOST_STEPS
+        is_right = is_right and type(steps) is int and steps >= 0
+    if is_right:
+        numbers = [
+            *amaxes,
+            found["reference"],
+            0.0 if found["pending"] is None else found["pending"],
+        ]
+        if all(type(each) in (int, float) and 0 <= each <= MOST for each in numbers):
+            return dict(found)
+    raise OptionError(
         f"amaxes of {shown(key)}: not in the form of Histories.state_dict(): {shown(saved)}"
     )
-    if not isinstance(key, str) or not isinstance(saved, Mapping) or saved.keys() != _FIELDS:
-        raise wrong
-    steps, amaxes, pending = saved["steps"], saved["amaxes"], saved["pending"]
-    is_right = isinstance(amaxes, list) and len(amaxes) <= MOST_STEPS
-    if not is_right or type(steps) is not int or steps < 0:
-        raise wrong
-    numbers = [*amaxes, saved["reference"], 0.0 if pending is None else pending]
-    if not all(type(each) in (int, float) and 0 <= each <= MOST for each in numbers):
-        raise wrong
-    return dict(saved)
 
 
 #: The keys of `History.saved`.

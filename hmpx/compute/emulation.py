@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import OptionError
 from ..number_formats import Custom, Format, Rounder, decode, rounder
-from ..tensors import CAST, ELIGIBLE, SEQUENCES, Args, Kwargs, map_tensors
+from ..tensors import CAST, ELIGIBLE, Args, Kwargs, map_tensors
 from ..torch_internals import (
     FunctionalTensor,
     behind_transform,
@@ -31,7 +31,7 @@ from .composition import call_raised, is_onnx_made, is_traced, rounded, traced
 from .emulated_products import ByAxis, EmulatedProduct, factored, has_axis, may_be_factored
 from .lowering import Lowering
 from .rounding import may_overflow, straight_through, warning_of_overflow
-from .watching import AS_DATA, EMULATION_WATCHERS, note_rounding
+from .watching import EMULATION_WATCHERS, note_data, note_rounding
 
 #: fp32 results may be rounded again to formats with up to this many significand bits: 2 * 11 + 2 <= 24.
 _MOST_BITS: Final = 11
@@ -320,7 +320,7 @@ class Emulation:
         """
         format = self.formats.weights
         if EMULATION_WATCHERS:
-            _note_data(args, kwargs, format)
+            note_data(args, kwargs, format)
         if not self.is_product or not any(
             [isinstance(v, Tensor) and v.dtype in _CODES for v in (*args[1:], *kwargs.values())]  # noqa: C419
         ):
@@ -339,16 +339,6 @@ class Emulation:
 
         new_args = (args[0], *map(value, args[1:])) if args else args
         return new_args, {name: value(given) for name, given in kwargs.items()}
-
-
-def _note_data(args: Args, kwargs: Kwargs, format: Format) -> None:
-    """Reports the parameters among the arguments that can't be codes."""
-    if args and isinstance(args[0], nn.Parameter):
-        note_rounding(args[0], format, AS_DATA[0])
-    for value in (*args, *kwargs.values()):
-        for item in value if isinstance(value, SEQUENCES) else ():
-            if isinstance(item, nn.Parameter):
-                note_rounding(item, format, AS_DATA[1])
 
 
 def _is_wide(format: Format) -> bool:

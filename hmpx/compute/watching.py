@@ -6,10 +6,11 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..tensors import SEQUENCES, Args, Kwargs
 from ..torch_internals import run_when_traced
 
 if TYPE_CHECKING:
@@ -34,13 +35,17 @@ _unrounded: Final = contextvars.ContextVar[Note | None]("hmpx_watcher", default=
 
 
 @contextlib.contextmanager
-def watched_deciding(note: Note) -> Iterator[None]:
-    """Calls ``note`` with inputs whose dtype, beyond their cast, affects the result of a call in the block."""
-    DECIDING_WATCHERS.append(note)
+def _watched(watchers: list[Any], note: Any) -> Iterator[None]:
+    watchers.append(note)
     try:
         yield
     finally:
-        DECIDING_WATCHERS.remove(note)
+        watchers.remove(note)
+
+
+def watched_deciding(note: Note) -> contextlib.AbstractContextManager[None]:
+    """Calls ``note`` with inputs whose dtype, beyond their cast, affects the result of a call in the block."""
+    return _watched(DECIDING_WATCHERS, note)
 
 
 def note_deciding(op: str, inputs: list[Tensor]) -> None:
@@ -49,20 +54,25 @@ def note_deciding(op: str, inputs: list[Tensor]) -> None:
         note(op, inputs)
 
 
-@contextlib.contextmanager
-def watched_emulation(note: RoundingNote) -> Iterator[None]:
+def watched_emulation(note: RoundingNote) -> contextlib.AbstractContextManager[None]:
     """Calls ``note`` for each parameter rounded in the block; dispatch modes don't see this rounding."""
-    EMULATION_WATCHERS.append(note)
-    try:
-        yield
-    finally:
-        EMULATION_WATCHERS.remove(note)
+    return _watched(EMULATION_WATCHERS, note)
 
 
 def note_rounding(parameter: Tensor, format: Format, as_data: str = "") -> None:
     """Reports a rounded parameter."""
     for note in EMULATION_WATCHERS:
         note(parameter, format, as_data)
+
+
+def note_data(args: Args, kwargs: Kwargs, format: Format) -> None:
+    """Reports the parameters among the arguments that can't be codes."""
+    if args and isinstance(args[0], nn.Parameter):
+        note_rounding(args[0], format, AS_DATA[0])
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, SEQUENCES) else ():
+            if isinstance(item, nn.Parameter):
+                note_rounding(item, format, AS_DATA[1])
 
 
 @contextlib.contextmanager

@@ -59,17 +59,7 @@ _MOST_KINDS: Final = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """The description of a call.
-
-    Attributes:
-        input_dtypes: Dtypes of the floating inputs, before and
-        cast_dtypes: after casting.
-        device_type: Device type of the first floating input.
-        dtype: As in `OpCall`.
-        cast_policy: As in `OpCall`.
-        reason: As in `OpCall`.
-        casts: Which of the floating inputs are cast, and the size of their elements afterwards.
-    """
+    """The description of a call; the fields are those of `OpCall`."""
 
     input_dtypes: tuple[torch.dtype, ...]
     cast_dtypes: tuple[torch.dtype, ...]
@@ -77,6 +67,7 @@ class Description:
     dtype: torch.dtype | Named | None
     cast_policy: str
     reason: str
+    #: Which of the floating inputs are cast, and the size of their elements afterwards.
     casts: tuple[tuple[int, int], ...] = ()
 
 

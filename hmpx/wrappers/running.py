@@ -6,7 +6,6 @@ emulated; composed; with running statistics hidden.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -81,9 +80,8 @@ def layered(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def runs_plainly(plan: CallPlan) -> bool:
     """Whether torch's function alone runs a call of plain tensors without ``out=``."""
-    is_python = plan.site.is_python
     return not (
-        is_python
+        plan.site.is_python
         or plan.keeps_parameters
         or plan.legalizes
         or plan.composes
@@ -172,13 +170,8 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
     decision = plan.decision
 
     def ending_in(output: torch.dtype | None) -> Accumulation:
-        return Accumulation(
-            plan.site.op,
-            plan.facts.kind,
-            plan.facts.casts_first,
-            decision.accumulate_dtype,
-            output,
-        )
+        op, kind, casts_first = plan.site.op, plan.facts.kind, plan.facts.casts_first
+        return Accumulation(op, kind, casts_first, decision.accumulate_dtype, output)
 
     output = decision.output_dtype
     accumulation = ending_in(None if output == INPUT else output)
@@ -213,7 +206,10 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
         if DECIDING_WATCHERS:
             deciding = first or (inputs if all_decide else inputs[:1] if first_decides else [])
             note_deciding(plan.site.op, deciding)
-        inner = functools.partial(_run_with, run, function, given, named)
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            return run(function, args, kwargs, given, named)
+
         dtype = plan.widest(inputs) if is_widest else inputs[0].dtype
         ending = by_input[first[0].dtype] if first else accumulation
         return ending.compute(inner, known, args, kwargs, given, dtype)
@@ -289,15 +285,3 @@ def _run_plainly(
     function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
 ) -> Any:
     return function(*args, **kwargs)
-
-
-def _run_with(  # a call
-    run: Runner,
-    function: Callable[..., Any],
-    given: Args,
-    named: Kwargs,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return run(function, args, kwargs, given, named)
