@@ -167,7 +167,7 @@ def cache_patches(draft: Draft) -> Iterator[Patch | ItemPatch]:
     yield Patch(Tensor, "data", _EndingProperty(draft.attribute(Tensor, "data")))
     for name in _UNNOTICED:
         yield Patch(Tensor, name, _ending(draft.attribute(Tensor, name)))
-    yield Patch(Tensor, "set_", _ending_all(draft.attribute(Tensor, "set_")))
+    yield Patch(Tensor, "set_", _ending(draft.attribute(Tensor, "set_"), lambda tensor: _end()))
     for owner in (torch, torch.utils.dlpack):
         yield Patch(owner, "to_dlpack", _ending(draft.attribute(owner, "to_dlpack")))
     yield ItemPatch(STEP_HOOKS, "hmpx", lambda *step: _end())  # fused steps bypass version counters
@@ -205,6 +205,19 @@ def _outermost(call: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _ending(
+    method: Callable[..., Any], end: Callable[[object], None] | None = None
+) -> Callable[..., Any]:
+    """Makes ``method`` end the casts that a write to its tensor's memory affects, or others by ``end``."""
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        (end or _end_in)(args[0] if args else None)
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
 class _EndingProperty:
     """``Tensor.data``, whose value shares memory with the tensor but no version counter."""
 
@@ -221,28 +234,6 @@ class _EndingProperty:
         _end_in(tensor)
         _end_in(value)  # they share its memory from now on
         self._slot.__set__(tensor, value)
-
-
-def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes ``method`` end the casts that a write to its tensor's memory affects."""
-
-    @functools.wraps(method)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        _end_in(args[0] if args else None)
-        return method(*args, **kwargs)
-
-    return wrapper
-
-
-def _ending_all(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes ``method`` end all casts."""
-
-    @functools.wraps(method)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        _end()
-        return method(*args, **kwargs)
-
-    return wrapper
 
 
 def _end_in(tensor: object) -> None:

@@ -49,16 +49,11 @@ def has_axis(format: Format) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Multiplication:
-    """How to multiply factors, and to compute the gradient of each.
-
-    Attributes:
-        function: Multiplies them; None: like `torch.einsum`.
-        convolution: The settings of `torch.convolution`, if that multiplies them.
-    """
+    """How to multiply factors, and to compute the gradient of each."""
 
     contraction: Contraction  # the factors' dimensions
-    function: Callable[[Sequence[Tensor]], Tensor] | None = None
-    convolution: tuple[Any, ...] | None = None
+    function: Callable[[Sequence[Tensor]], Tensor] | None = None  # None: like `torch.einsum`
+    convolution: tuple[Any, ...] | None = None  # the settings, if `torch.convolution` multiplies
 
     def multiply(self, factors: Sequence[Tensor]) -> Tensor:
         """Returns the product."""
@@ -87,17 +82,12 @@ class Multiplication:
 
 @dataclass(frozen=True, eq=False)
 class EmulatedProduct:
-    """A product, and how its factors are rounded.
-
-    Attributes:
-        rounders: The rounding function of each factor; None if it is already rounded, the same for all
-            products.
-        gradient: Rounds the result's gradient for the products of the backward; None computes
-            gradients in full precision, from the forward's rounded values.
-    """
+    """A product, and how its factors are rounded."""
 
     multiplication: Multiplication  # the product, and the gradients of its factors
-    rounders: tuple[ByAxis | None, ...]
+    rounders: tuple[ByAxis | None, ...]  # each factor's; None if it is already rounded
+    #: Rounds the result's gradient for the products of the backward; None computes gradients in full precision,
+    #: from the forward's rounded values.
     gradient: ByAxis | None
 
     def compute(self, factors: Sequence[Tensor]) -> Tensor:

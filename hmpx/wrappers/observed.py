@@ -81,8 +81,7 @@ def _observed(
     observers = frozenset(attached)
     is_listed = plan.decision.cast_policy is not CastPolicy.PASS
     is_cast = plan.site.op in facts("converting")
-    told_where_off = _by_kind(for_every_op)
-    told = _by_kind(attached) if is_listed else told_where_off
+    told = attached if is_listed else for_every_op
     descriptions = Descriptions(plan)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -201,11 +200,12 @@ def _observed(
         call = called(
             found, output_dtypes, cast_bytes, seconds, is_legalized=is_legalized, kernels=kernels
         )
-        with_values, others = told if is_on else told_where_off
+        present = told if is_on else for_every_op
         if values is not None:
-            for each in with_values:
-                if each not in PAUSED:
+            for each in present:
+                if each.values and each not in PAUSED:
                     each.observer(call, *values)
+        others = [each for each in present if not each.values]
         if others:
             with apart():
                 for each in others:
@@ -244,15 +244,6 @@ def _amid_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
         return function(*args, **kwargs)
     finally:
         _here.is_in_call = was_in_call
-
-
-def _by_kind(
-    attached: tuple[Attached, ...],
-) -> tuple[tuple[Attached, ...], tuple[Attached, ...]]:
-    """Returns the `ValueObserver`s among these observers, and the others."""
-    return tuple([each for each in attached if each.values]), tuple(
-        [each for each in attached if not each.values]
-    )
 
 
 def _dtypes_of(result: Any) -> tuple[torch.dtype, ...]:
