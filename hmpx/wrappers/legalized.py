@@ -77,7 +77,7 @@ class Legalization:
         self._is_convolution = self._op in CONVOLUTIONS and not plan.site.is_python
         self._reads_once = mode == "auto" and self._op == "linear"
         self._leaves_inference = not self._is_always and plan.device_types == {"cpu"}
-        self._rounds_late = plan.rounds_late
+        self._is_on_several, self._rounds_late = len(plan.device_types) > 1, plan.rounds_late
         self._cast_usual = usual_caster(plan) if plan.rounds_late else None
         self._upcast = widen_matrices if self._kind == "gemm" else widen
         self._settled: set[str] = set()  # device types of which no call is ever legalized
@@ -88,7 +88,7 @@ class Legalization:
     ) -> Any:
         """Runs a call; with ``rounds_late`` of its plan its inputs are uncast."""
         plan, is_cast = self._plan, True
-        is_open = self._control.legalizes and not (self._settled and self._is_settled(args))
+        is_open = self._control.legalizes and not (self._is_on_several and self._is_settled(args))
         if is_open and self._first is not None and len(args) > self._first + 1:
             is_open = self.may_apply(args[self._first], args[self._first + 1])
         if self._rounds_late:
@@ -112,10 +112,11 @@ class Legalization:
 
     def _is_settled(self, args: Args) -> bool:
         """Whether the first input is on a device where no call is legalized."""
+        if is_dynamo_compiling() or not args:  # avoids guards on `_settled`
+            return False
         # After a tensor of another dtype, the next input decides.
-        is_known = bool(args) and getattr(args[0], "dtype", None) in ELIGIBLE
-        # Without a guard on `_settled`
-        return is_known and not is_dynamo_compiling() and args[0].device.type in self._settled
+        is_known = getattr(args[0], "dtype", None) in ELIGIBLE
+        return is_known and args[0].device.type in self._settled
 
     def may_apply(self, a: Any, b: Any) -> bool:
         """Whether the product of two matrices may be legalized, judged by their sizes alone."""
@@ -182,7 +183,7 @@ class Legalization:
         inputs = inputs_of(args, kwargs)
         if inputs is None or inputs.first.device.type not in plan.device_types:
             return None
-        if inputs.first.device.type in self._settled and not is_dynamo_compiling():
+        if not is_dynamo_compiling() and inputs.first.device.type in self._settled:
             return None
         low = self._dtype
         if is_cast:
