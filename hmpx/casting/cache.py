@@ -36,21 +36,13 @@ _epochs: Final = itertools.count(1)  # no number repeats, whichever threads draw
 
 @dataclass(slots=True)
 class _Cast:
-    """A parameter's cast, and the data to check that both still hold the same values.
-
-    Attributes:
-        parameter: The parameter.
-        low: Its cast.
-        version: The parameter's version counter.
-        low_version: The cast's version counter; None if it has none.
-        pointer: To the parameter's values.
-    """
+    """A parameter's cast, and the data to check that both still hold the same values."""
 
     parameter: nn.Parameter
-    low: Tensor
-    version: int
-    low_version: int | None
-    pointer: int
+    low: Tensor  # its cast
+    version: int  # the parameter's version counter
+    low_version: int | None  # the cast's; None if it has none
+    pointer: int  # to the parameter's values
 
 
 #: A parameter by its id, the dtype, and whether inference mode is on.

@@ -222,13 +222,9 @@ is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class _Here(threading.local):
-    """The state of a thread.
+    """The state of a thread."""
 
-    Attributes:
-        is_in_call: An observed call: conversions during it are not the program's.
-    """
-
-    is_in_call = False
+    is_in_call = False  # an observed call: conversions during it are not the program's
 
 
 _here: Final = _Here()

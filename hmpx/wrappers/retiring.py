@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .. import patches
@@ -20,28 +20,18 @@ from ..patching import Change, Patch
 _in_force: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
+@dataclass(slots=True, eq=False)
 class Control:
-    """The mutable state of one wrapper.
+    """The mutable state of one wrapper, which starts in use."""
 
-    Attributes:
-        forward: Gets all calls once the wrapper is retired; else None.
-        legalizes: Calls may be legalized.
-        looks_at_all: Even calls whose inputs need no cast don't go straight to torch's function.
-        may_apply: Whether a product of two matrices may be legalized, judged by their sizes alone.
-        names: The wrapper's module and name in use, and those once it is retired.
-        alone: Count of references to the wrapper when only hmpx held it.
-        others: References by others when the last conversion took it.
-    """
-
-    __slots__ = ("alone", "forward", "legalizes", "looks_at_all", "may_apply", "names", "others")
-
-    def __init__(self, *, legalizes: bool = False) -> None:
-        """Starts in use."""
-        self.forward: Callable[..., Any] | None = None
-        self.legalizes = self.looks_at_all = legalizes
-        self.may_apply: Callable[[Any, Any], bool] = lambda a, b: True
-        self.names: list[tuple[str, str]] = []
-        self.alone = self.others = 0
+    legalizes: bool = False  # calls may be legalized
+    looks_at_all: bool = False  # settled calls, too, don't go straight to torch's function
+    forward: Callable[..., Any] | None = None  # gets all calls once the wrapper is retired
+    #: Whether a product of two matrices may be legalized, judged by their sizes alone.
+    may_apply: Callable[[Any, Any], bool] = lambda a, b: True
+    names: list[tuple[str, str]] = field(default_factory=list)  # in use, and once it is retired
+    alone: int = 0  # count of references to the wrapper when only hmpx held it
+    others: int = 0  # references by others when the last conversion took it
 
     def settle(self) -> None:
         """Ends the legalization of calls."""
@@ -86,15 +76,10 @@ def in_slot(site: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """Makes a wrapper call the function in its slot, for all kept references; or puts it back in use.
-
-    Attributes:
-        wrapper: The wrapper.
-        value: Whether it is retired.
-    """
+    """Makes a wrapper call the function in its slot, for all kept references; or puts it back in use."""
 
     wrapper: Callable[..., Any]
-    value: bool = True
+    value: bool = True  # whether it is retired
     is_foreign = False
     stays_idle = True
 

@@ -46,17 +46,12 @@ SMALL_PRODUCT: Final = 8192
 
 @dataclass(frozen=True)
 class Capability:
-    """How one kind of op runs on one device in one dtype.
-
-    Attributes:
-        inference: Time of the native forward relative to fp32 with casts; None if not measured.
-        slow_in_inference: Whether fp32 with casts is clearly faster than the native kernels.
-    """
+    """How one kind of op runs on one device in one dtype."""
 
     reported: bool | None  # what torch reports about the hardware; None if it reports nothing
-    inference: float | None = None
+    inference: float | None = None  # native forward's time by fp32's with casts; None: not measured
     training: float | None = None  # the same ratio for forward and backward together
-    slow_in_inference: bool = field(init=False)
+    slow_in_inference: bool = field(init=False)  # fp32 with casts is clearly faster
     slow_in_training: bool = field(init=False)
 
     def __post_init__(self) -> None:
