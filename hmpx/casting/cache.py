@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -43,31 +42,15 @@ class _Cast:
     version: int  # the parameter's version counter
     low_version: int | None  # the cast's; None if it has none
     pointer: int  # to the parameter's values
+    memories: set[int]  # possible writes to the memory at these addresses end the cast
 
 
 #: A parameter by its id, the dtype, and whether inference mode is on.
 _Key: TypeAlias = tuple[int, torch.dtype, bool]
 
 
-class _Casts:
-    """The casts of one module call, indexed by parameter and by the memory that they depend on."""
-
-    def __init__(self) -> None:
-        self.by_key: dict[_Key, _Cast] = {}
-        self._by_memory: dict[int, set[_Key]] = defaultdict(set)
-
-    def watch(self, key: _Key, tensor: Tensor) -> None:
-        """Ends a cast on a possible write to the memory of ``tensor``."""
-        self._by_memory[_memory(tensor)].add(key)
-
-    def end_at(self, memory: int) -> None:
-        """Ends the casts that a write to this memory may affect."""
-        for key in self._by_memory.pop(memory, ()):
-            self.by_key.pop(key, None)
-
-    def end(self) -> None:
-        """Ends all casts."""
-        self.by_key.clear()
+#: The casts of one module call.
+_Casts: TypeAlias = dict[_Key, _Cast]
 
 
 def _memory(tensor: Tensor) -> int:
@@ -75,8 +58,7 @@ def _memory(tensor: Tensor) -> int:
     return _storage(tensor).data_ptr()
 
 
-#: The casts of all running module calls, by id.
-_running: Final[dict[int, _Casts]] = {}
+_running: Final[dict[int, _Casts]] = {}  # those of all running module calls, by id
 
 
 def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
@@ -95,12 +77,12 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
         return convert(tensor)
     needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
     key = (id(tensor), dtype, torch.is_inference_mode_enabled())
-    known = casts.by_key.get(key)
+    known = casts.get(key)
     if known is not None and _is_fresh(known, tensor):
         if not is_only_read:
             if known.low_version is None:
                 return convert(tensor)
-            casts.watch(key, known.low)
+            known.memories.add(_memory(known.low))
         if needs_gradient:
             return _Reused.apply(tensor, known.low)  # type: ignore[no-any-return, no-untyped-call]
         return known.low
@@ -108,14 +90,12 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
     low = convert(tensor)
     low_version = None if low.is_inference() else low._version
     if _is_unshared(tensor) and (is_only_read or low_version is not None):
-        casts.by_key[key] = _Cast(
-            tensor, _detach(low), tensor._version, low_version, _data_ptr(tensor)
+        memories = {_memory(each) for each in ([tensor] if is_only_read else [tensor, low])}
+        casts[key] = _Cast(
+            tensor, _detach(low), tensor._version, low_version, _data_ptr(tensor), memories
         )
-        casts.watch(key, tensor)
-        if not is_only_read:
-            casts.watch(key, low)
         if epoch != _epoch:  # another thread has ended casts meanwhile, perhaps this one
-            casts.by_key.pop(key, None)
+            casts.pop(key, None)
     return low
 
 
@@ -185,7 +165,7 @@ def _outermost(call: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or getattr(_thread, "casts", None) is not None:
             return call(self, *args, **kwargs)
-        casts = _Casts()
+        casts: _Casts = {}
         try:
             _running[id(casts)] = _thread.casts = casts
             return call(self, *args, **kwargs)
@@ -243,7 +223,9 @@ def _end_in(tensor: object) -> None:
         return
     _epoch = next(_epochs)
     for casts in list(_running.values()):
-        casts.end_at(memory)
+        for key, each in list(casts.items()):
+            if memory in each.memories:
+                casts.pop(key, None)
 
 
 def _end() -> None:
@@ -252,4 +234,4 @@ def _end() -> None:
     if not torch.compiler.is_dynamo_compiling():
         _epoch = next(_epochs)
         for casts in list(_running.values()):
-            casts.end()
+            casts.clear()
