@@ -137,7 +137,7 @@ def _is_evidence(sample: Tensor, low: torch.dtype) -> bool:
     if len(magnitudes) <= _FEWEST:
         return False
     mantissa, exponent = torch.frexp(magnitudes)
-    whole = (mantissa * 2**24).long()
+    whole = (mantissa * 2**24).to(torch.int64)
     step = torch.ldexp((whole & -whole).double(), exponent - 24).min()
     least, largest = magnitudes[0], magnitudes[-1]
     info = torch.finfo(low)
