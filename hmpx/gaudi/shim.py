@@ -85,7 +85,8 @@ class Finder:
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         """Raises an error without a ``name``, so that ``from module import name`` passes it on."""
-        if not name.startswith(f"{ROOT}."):
+        asker = sys._getframe(2).f_globals.get("__name__")  # find_spec asks whether a module exists
+        if not name.startswith(f"{ROOT}.") or asker == "importlib.util":
             return None
         remedy = _remedy(name) or "guard its import with try and except ImportError"
         raise ModuleNotFoundError(

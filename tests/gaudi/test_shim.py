@@ -196,6 +196,12 @@ def test_modules_import_by_the_names_in_use(module: str) -> None:
         assert getattr(found, name) is not None
 
 
+@pytest.mark.usefixtures("shim")
+def test_a_module_without_stand_in_is_not_found() -> None:
+    """Programs look for optional parts this way."""
+    assert importlib.util.find_spec("habana_frameworks.torch.hpex.kernels") is None
+
+
 MODULES = "hmpx's stand-in for 'habana_frameworks' has no "
 NAMED = "hmpx's stand-in for 'habana_frameworks.torch.core' has no 'quantize'; "
 
