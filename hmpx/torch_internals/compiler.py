@@ -290,12 +290,13 @@ def uncompiled() -> Iterator[None]:
             _asking.add(block)
         yield
     finally:
-        with _stance_lock:
-            _asking.discard(block)
-            if not _asking:
-                _stance.close()
-                if _later_stance in sys.meta_path:
-                    sys.meta_path.remove(_later_stance)
+        if not sys.is_finalizing():  # a block that was never left: torch's modules are gone
+            with _stance_lock:
+                _asking.discard(block)
+                if not _asking:
+                    _stance.close()
+                    if _later_stance in sys.meta_path:
+                        sys.meta_path.remove(_later_stance)
 
 
 def _set_stance(module: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,19 @@ def test_versions_of_torch_are_told() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "__version__", text)
             assert torch_parts.torch_version() == expected
+
+
+def test_blocks_that_a_program_never_leaves_end_quietly() -> None:
+    """Python ends them when it exits, without torch's modules."""
+    program = (
+        "import hmpx, torch\n"
+        "opened = hmpx.record()\n"
+        "opened.__enter__()\n"
+        "def recorded():\n"
+        "    with hmpx.record():\n"
+        "        yield torch.ones(2).sum()\n"
+        "running = recorded()\n"
+        "next(running)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stderr == b""
