@@ -7,12 +7,13 @@ created, and restores the old values of others. It leaves slots alone that someb
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -59,85 +60,14 @@ def _below(function: Any) -> Any:
     return function
 
 
-class Change(Protocol):
-    """A slot, and the value to put there."""
-
-    @property
-    def value(self) -> Any:
-        """The value to put there."""
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether the slot is the user's: it may reject the value, and may change at any time."""
-
-    @property
-    def stays_idle(self) -> bool:
-        """Whether the value may stay below somebody else's patch, since it no longer does anything."""
-
-    @property
-    def key(self) -> Hashable:
-        """Identifies the slot."""
-
-    @property
-    def where(self) -> str:
-        """The slot's name, for messages."""
-
-    def read(self) -> Any:
-        """Returns the slot's value; `ABSENT` if it holds none."""
-
-    def write(self, value: Any) -> None:
-        """Stores ``value`` in the slot; `ABSENT` empties it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A value to put at ``owner.attribute``, for a module, a class, an instance or a closure's cell."""
+    """A value to put at ``owner.attribute``, for a module, a class, an instance or a closure's cell.
 
-    owner: Any
-    attribute: str
-    value: Any
-    stays_idle: bool = False
-    is_foreign: bool = False
-
-    @property
-    def key(self) -> Hashable:
-        """Identifies the slot."""
-        return id(self.owner), "attribute", self.attribute
-
-    @property
-    def where(self) -> str:
-        """The slot's name, for messages."""
-        owner = self.owner
-        name = owner.__name__ if isinstance(owner, types.ModuleType) else _class_name(owner)
-        return f"{name}.{self.attribute}"
-
-    def read(self) -> Any:
-        """Returns the slot's own value, which is not inherited; `ABSENT` if it holds none."""
-        return _own(self.owner, self.attribute)
-
-    def write(self, value: Any) -> None:
-        """Makes the slot hold ``value``; `ABSENT` deletes it."""
-        if value is not ABSENT:
-            setattr(self.owner, self.attribute, value)
-        elif self.read() is not ABSENT:
-            delattr(self.owner, self.attribute)
-
-
-def _own(owner: Any, attribute: str) -> Any:
-    """Returns the value of an attribute that is not inherited; `ABSENT` if there is none."""
-    if isinstance(owner, type):
-        return owner.__dict__.get(attribute, ABSENT)
-    if issubclass(type(owner), types.ModuleType):
-        return _NAMES.__get__(owner).get(attribute, ABSENT)
-    own = getattr(owner, "__dict__", None)
-    if own is None or type(owner) is types.FunctionType:
-        return getattr(owner, attribute, ABSENT)
-    return own.get(attribute, ABSENT)
-
-
-@dataclass(frozen=True, slots=True)
-class ItemPatch:
-    """A value to put at ``owner[attribute]``, an item of a dict or a list."""
+    Attributes:
+        stays_idle: The value may stay below somebody else's patch, since it no longer does anything.
+        is_foreign: The slot is the user's: it may reject the value, and may change at any time.
+    """
 
     owner: Any
     attribute: Any
@@ -148,129 +78,134 @@ class ItemPatch:
     @property
     def key(self) -> Hashable:
         """Identifies the slot."""
-        return id(self.owner), "item", self.attribute
+        return id(self.owner), type(self), self.attribute
 
     @property
     def where(self) -> str:
         """The slot's name, for messages."""
-        return (
-            f"{type(self.owner).__name__}[{getattr(self.attribute, '__name__', self.attribute)!r}]"
-        )
+        owner = self.owner
+        if isinstance(owner, types.ModuleType):
+            return f"{owner.__name__}.{self.attribute}"
+        cls = owner if isinstance(owner, type) else type(owner)
+        return f"{cls.__module__}.{cls.__qualname__}.{self.attribute}"
 
     def read(self) -> Any:
-        """Returns the slot's value; `ABSENT` if it holds none."""
+        """Returns the slot's own value, which is not inherited; `ABSENT` if it holds none."""
+        return _own(self.owner, self.attribute)
+
+    def write(self, value: Any) -> None:
+        """Stores ``value`` in the slot; `ABSENT` empties it."""
+        if value is not ABSENT:
+            setattr(self.owner, self.attribute, value)
+        elif self.read() is not ABSENT:
+            delattr(self.owner, self.attribute)
+
+
+def _own(owner: Any, attribute: str) -> Any:
+    if isinstance(owner, type):
+        return owner.__dict__.get(attribute, ABSENT)
+    if issubclass(type(owner), types.ModuleType):
+        return _NAMES.__get__(owner).get(attribute, ABSENT)
+    own = getattr(owner, "__dict__", None)
+    if own is None or type(owner) is types.FunctionType:
+        return getattr(owner, attribute, ABSENT)
+    return own.get(attribute, ABSENT)
+
+
+class ItemPatch(Patch):
+    """A value to put at ``owner[attribute]``, an item of a dict or a list."""
+
+    __slots__ = ()
+
+    @property
+    def where(self) -> str:
+        """The slot's name, for messages."""
+        key = getattr(self.attribute, "__name__", self.attribute)
+        return f"{type(self.owner).__name__}[{key!r}]"
+
+    def read(self) -> Any:
+        """Returns the item; `ABSENT` if there is none."""
         try:
             return self.owner[self.attribute]
         except (KeyError, IndexError):
             return ABSENT
 
     def write(self, value: Any) -> None:
-        """Makes the slot hold ``value``; `ABSENT` deletes it."""
+        """Stores ``value`` as the item; `ABSENT` deletes it."""
         if value is not ABSENT:
             self.owner[self.attribute] = value
         elif self.read() is not ABSENT:
             del self.owner[self.attribute]
 
 
-@dataclass(frozen=True, slots=True)
-class EntryPatch:
-    """A value to add to a set, or to a list in front of the other entries."""
+def entries(owner: list[Any] | set[Any], *values: Any, is_foreign: bool = False) -> Patch:
+    """Returns the patch that adds entries to a set, or to a list in front of the others."""
+    ids = tuple(map(id, values))
+    return _EntryPatch(owner, ids, values, stays_idle=True, is_foreign=is_foreign)
 
-    owner: list[Any] | set[Any]
-    value: Any
-    stays_idle: bool = True
-    is_foreign: bool = False
 
-    @property
-    def key(self) -> Hashable:
-        """Identifies the slot."""
-        return id(self.owner), "entry", id(self.value)
-
-    @property
-    def where(self) -> str:
-        """The slot's name, for messages."""
-        return f"entry {self.value!r}"
+class _EntryPatch(Patch):
+    __slots__ = ()
 
     def read(self) -> Any:
-        """Returns the value if it is an entry, else `ABSENT`."""
-        if isinstance(self.owner, set):
-            return self.value if self.value in self.owner else ABSENT
-        return self.value if any(entry is self.value for entry in self.owner) else ABSENT
+        return self.value if all(map(self.owner.__contains__, self.value)) else ABSENT
 
     def write(self, value: Any) -> None:
-        """Makes the value an entry; with `ABSENT`, removes it."""
-        is_there = self.read() is not ABSENT
-        if value is ABSENT and is_there:
-            self.owner.remove(self.value)
-        elif value is not ABSENT and not is_there:
-            if isinstance(self.owner, set):
-                self.owner.add(self.value)
-            else:
-                self.owner.insert(0, self.value)
+        for entry in self.value:
+            is_there = entry in self.owner
+            if value is ABSENT and is_there:
+                self.owner.remove(entry)
+            elif value is not ABSENT and not is_there:
+                put_first = functools.partial(list.insert, self.owner, 0)
+                (self.owner.add if isinstance(self.owner, set) else put_first)(entry)
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
     """A patch in force, and the slot's value before it; `ABSENT` if it held none."""
 
-    patch: Change
+    patch: Patch
     previous: Any
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Swap:
-    """Patches that were applied, to be undone and applied again many times, quickly.
+    """Patches that were applied, to be undone and applied again many times, quickly."""
 
-    Attributes:
-        applied: The patches, in the order applied.
-        value: Whether they are to be in force.
-    """
-
-    applied: Sequence[Applied]
-    value: bool = True
-    is_foreign = False
-    stays_idle = False
-    where = "patches"
-    #: Slots of modules and classes: the owner, and its values without and with the patches. Other slots.
-    _groups: list[tuple[Any, tuple[dict[str, Any], dict[str, Any]]]] = field(default_factory=list)
-    _others: list[tuple[Change, tuple[Any, Any]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, applied: Sequence[Applied]) -> None:
         """Sorts the slots by owner."""
-        if self._groups or self._others:
-            return
-        slots: dict[Hashable, tuple[Change, Any]] = {}
-        for done in self.applied:
+        slots: dict[Hashable, tuple[Patch, Any]] = {}
+        for done in applied:
             _, before = slots.get(done.patch.key, (None, done.previous))
             slots[done.patch.key] = done.patch, before
-        groups: dict[int, tuple[Any, tuple[dict[str, Any], dict[str, Any]]]] = {}
+        # Slots of modules and classes: the owner, and its values without and with the patches.
+        self._groups: dict[int, tuple[Any, tuple[dict[str, Any], dict[str, Any]]]] = {}
+        self._others: list[tuple[Patch, tuple[Any, Any]]] = []
         for patch, before in slots.values():
-            owner = None if patch.is_foreign else getattr(patch, "owner", None)
-            if isinstance(patch, Patch) and isinstance(owner, (type, types.ModuleType)):
-                _, sides = groups.setdefault(id(owner), (owner, ({}, {})))
+            owner = patch.owner
+            is_plain = type(patch) is Patch and not patch.is_foreign
+            if is_plain and isinstance(owner, (type, types.ModuleType)):
+                _, sides = self._groups.setdefault(id(owner), (owner, ({}, {})))
                 sides[0][patch.attribute], sides[1][patch.attribute] = before, patch.value
             else:
                 self._others.append((patch, (before, patch.value)))
-        self._groups.extend(groups.values())
 
-    @property
-    def key(self) -> Hashable:
-        """Identifies the patches."""
-        return id(self._groups)
-
-    def read(self) -> bool | None:
-        """Returns whether the patches are in force; None if some are not."""
+    def is_in_force(self) -> bool | None:
+        """Whether the patches are in force; None if some are not."""
         for value in (False, True):
-            if all(_holds(owner, sides[value]) for owner, sides in self._groups) and all(
+            if all(_holds(owner, sides[value]) for owner, sides in self._groups.values()) and all(
                 patch.read() is sides[value] for patch, sides in self._others
             ):
                 return value
         return None
 
-    def write(self, value: bool) -> None:
+    def to(self, is_in_force: bool) -> Patch:
+        """Returns the patch that applies the patches or undoes them; the opposite holds now."""
+        return _Swapped(self, "", is_in_force)
+
+    def write(self, is_in_force: bool) -> None:
         """Applies the patches, or undoes them."""
-        for owner, sides in self._groups:
-            new, held = sides[value], _held(owner)
+        for owner, sides in self._groups.values():
+            new, held = sides[is_in_force], _held(owner)
             if isinstance(held, dict) and ABSENT not in new.values():
                 held.update(new)
                 continue
@@ -280,7 +215,17 @@ class Swap:
                 elif name in held:
                     delattr(owner, name)
         for patch, both in self._others:
-            _write(patch, both[value])
+            _write(patch, both[is_in_force])
+
+
+class _Swapped(Patch):
+    __slots__ = ()
+
+    def read(self) -> bool:
+        return not self.value
+
+    def write(self, value: bool) -> None:
+        self.owner.write(value)
 
 
 def _held(owner: Any) -> Mapping[str, Any]:
@@ -297,9 +242,9 @@ class Draft:
 
     def __init__(self) -> None:
         """Starts without changes."""
-        self._values: dict[Hashable, tuple[Change, Any]] = {}
+        self._values: dict[Hashable, tuple[Patch, Any]] = {}
 
-    def read(self, patch: Change) -> Any:
+    def read(self, patch: Patch) -> Any:
         """Returns the value that the slot of ``patch`` would hold; `ABSENT` for none."""
         drafted = self._values.get(patch.key)
         return patch.read() if drafted is None else drafted[1]
@@ -308,7 +253,7 @@ class Draft:
         """Returns ``getattr(owner, name)`` after the changes, for a module or a class."""
         is_class = isinstance(owner, type)
         for holder in owner.__mro__ if is_class else (owner,):
-            drafted = self._values.get((id(holder), "attribute", name))  # `Patch.key`
+            drafted = self._values.get((id(holder), Patch, name))  # `Patch.key`
             value = _own(holder, name) if drafted is None else drafted[1]
             if value is ABSENT:
                 continue
@@ -319,35 +264,46 @@ class Draft:
             raise AttributeError(f"{owner!r} has no attribute {name!r}")
         return fallback(owner, name)
 
-    def apply(self, patches: Iterable[Change]) -> list[Applied]:
+    def around(self, owner: Any, name: str, function: Callable[..., Any], **flags: bool) -> Patch:
+        """Returns the patch that calls ``function`` with the slot's function, and each call's arguments."""
+        original = self.attribute(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        is_static = isinstance(owner, type) and isinstance(_own(owner, name), staticmethod)
+        return Patch(owner, name, staticmethod(wrapper) if is_static else wrapper, **flags)
+
+    def apply(self, patches: Iterable[Patch]) -> list[Applied]:
         """Drafts ``patches`` in order."""
-        applied, values = [], self._values
+        applied = []
         for patch in patches:
-            key = patch.key
-            drafted = values.get(key)
-            applied.append(Applied(patch, patch.read() if drafted is None else drafted[1]))
-            values[key] = patch, patch.value
+            applied.append(Applied(patch, self.read(patch)))
+            self.put(patch)
         return applied
 
-    def begin_with(self, patches: Iterable[Change]) -> None:
-        """Drafts ``patches`` to be made before all others."""
+    def put(self, *patches: Patch) -> None:
+        """Drafts ``patches`` that are never undone."""
+        self._values.update({patch.key: (patch, patch.value) for patch in patches})
+
+    def begin_with(self, patches: Iterable[Patch]) -> None:
+        """Drafts ``patches`` that are never undone, to be made before all others."""
         first = Draft()
-        first.apply(patches)
+        first.put(*patches)
         self._values = first._values | self._values
 
-    def undo(self, applied: Sequence[Applied]) -> list[Change]:
+    def undo(self, applied: Sequence[Applied]) -> list[Patch]:
         """Drafts that ``applied`` are undone, newest first.
 
         Returns:
             The patches below somebody else's patches; their slots stay unchanged.
         """
-        covered, values = [], self._values
+        covered = []
         for done in reversed(applied):
             patch = done.patch
-            key = patch.key
-            drafted = values.get(key)
-            if (patch.read() if drafted is None else drafted[1]) is patch.value:
-                values[key] = patch, done.previous
+            if self.read(patch) is patch.value:
+                self._values[patch.key] = patch, done.previous
             else:
                 covered.append(patch)
         return covered
@@ -358,7 +314,7 @@ class Draft:
         A slot goes from its old value to the new one in one step, so that a call in another thread
         finds one or the other.
         """
-        written: list[tuple[Change, Any]] = []
+        written: list[tuple[Patch, Any]] = []
         try:
             for patch, value in self._values.values():
                 before = patch.read()
@@ -373,7 +329,7 @@ class Draft:
             raise
 
 
-def _write(patch: Change, value: Any) -> None:
+def _write(patch: Patch, value: Any) -> None:
     try:
         patch.write(value)
     except Exception:  # a user's module may reject the value
@@ -381,7 +337,7 @@ def _write(patch: Change, value: Any) -> None:
             raise
 
 
-def apply(patches: Iterable[Change]) -> list[Applied]:
+def apply(patches: Iterable[Patch]) -> list[Applied]:
     """Applies all ``patches`` in order, or none of them."""
     draft = Draft()
     applied = draft.apply(patches)
@@ -389,7 +345,7 @@ def apply(patches: Iterable[Change]) -> list[Applied]:
     return applied
 
 
-def undo(applied: Sequence[Applied]) -> list[Change]:
+def undo(applied: Sequence[Applied]) -> list[Patch]:
     """Undoes all of ``applied``, newest first, or nothing.
 
     Returns:
@@ -399,8 +355,3 @@ def undo(applied: Sequence[Applied]) -> list[Change]:
     covered = draft.undo(applied)
     draft.make()
     return covered
-
-
-def _class_name(owner: Any) -> str:
-    cls = owner if isinstance(owner, type) else type(owner)
-    return f"{cls.__module__}.{cls.__qualname__}"

@@ -95,12 +95,8 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "legalize must be one of 'auto', 'always', 'never', 'fast', not 'alwayss'; did you mean 'always'?"),
     (lambda: hmpx.convert(reuse_casts=[1]), "reuse_casts must be True or False, not [1]"),
     (lambda: hmpx.convert("O1", "", "", False),  # type: ignore[call-arg]
-     "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, not 4; in "
-     "HMP's old order these are convert(opt_level='O1', bf16_file_path='', fp32_file_path='', "
-     "isVerbose=False): pass them by name"),
-    (lambda: hmpx.convert("", "", False, "O1"),  # type: ignore[call-arg]
      "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, not 4; "
-     "pass the others by name"),
+     "pass the others by name: opt_level=..."),
     (lambda: hmpx.register_rule(3), "op must be an op name, or several, not 3"),
     (lambda: hmpx.register_rule([b"mm"]), "op must be an op name, or several, not [b'mm']"),
     (lambda: hmpx.register_rule("mm", lambda call: None, level="high"),
@@ -253,11 +249,6 @@ def test_a_policy_prints_as_a_table() -> None:
         "  op   policy  dtype                 reason\n"
         "  mm   LOW     bf16                  <policy>['sections'][0]['low'][0]"
     )
-    html = policy._repr_html_()
-    where = "&lt;policy&gt;[&#x27;low&#x27;][1]"
-    assert f"<td>bmm</td><td>LOW</td><td>fp16</td><td>{where}</td>" in html
-    assert "a&lt;b&gt;" in html
-    assert "<b>" not in html
 
 
 def test_option_errors_are_the_class_for_arguments() -> None:

@@ -133,7 +133,7 @@ class _Reused(torch.autograd.Function):
         return _widen(gradient), None
 
 
-def cache_patches(draft: Draft) -> Iterator[Patch | ItemPatch]:
+def cache_patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches that keep casts for a module call, and end them on writes."""
     yield Patch(nn.Module, "__call__", _outermost(draft.attribute(nn.Module, "__call__")))
     yield Patch(Tensor, "data", _EndingProperty(draft.attribute(Tensor, "data")))

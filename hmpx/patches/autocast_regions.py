@@ -55,23 +55,19 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
 
 def _region_patches(draft: Draft) -> Iterator[Patch]:
     """Records and counts regions, so that calls outside need not check whether autocast is on."""
-    enter = draft.attribute(torch.autocast, "__enter__")
-    leave = draft.attribute(torch.autocast, "__exit__")
-    is_any_enabled = is_any_autocast_enabled
 
     def earlier() -> str:
         """Represents this thread's regions that no wrapper has counted."""
         return f"autocast before convert in {threading.get_ident()}"
 
-    if is_any_enabled():
+    if is_any_autocast_enabled():
         count_autocast(earlier(), +1)
 
-    @functools.wraps(enter)
-    def noted_enter(self: torch.autocast) -> Any:
+    def noted_enter(enter: Callable[..., Any], self: torch.autocast) -> Any:
         region = None
         try:
             if is_covered(self.device):
-                region = _region(self, sys._getframe(1))
+                region = _region(self, sys._getframe(2))
                 open_region(region)
             else:
                 count_autocast(id(self), +1)
@@ -82,8 +78,7 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
             close_region(region)
             raise
 
-    @functools.wraps(leave)
-    def noted_exit(self: torch.autocast, *exc_info: Any) -> Any:
+    def noted_exit(leave: Callable[..., Any], self: torch.autocast, *exc_info: Any) -> Any:
         region = last_region(self)
         try:
             return leave(self, *exc_info)
@@ -91,11 +86,11 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
             close_region(region)
             if region is None:
                 count_autocast(id(self), -1)
-            if not is_any_enabled():
+            if not is_any_autocast_enabled():
                 count_autocast(earlier(), -1)
 
-    yield Patch(torch.autocast, "__enter__", noted_enter)
-    yield Patch(torch.autocast, "__exit__", noted_exit)
+    yield draft.around(torch.autocast, "__enter__", noted_enter)
+    yield draft.around(torch.autocast, "__exit__", noted_exit)
 
 
 def _region(autocast: torch.autocast, frame: types.FrameType | None) -> Region:
@@ -143,12 +138,11 @@ def tracing_patch(draft: Draft) -> Patch:
 
     It records them in the new graph, without entering them.
     """
-    mode = sys.modules[TRACER].PreDispatchTorchFunctionMode
-    handle = draft.attribute(mode, "__torch_function__")
 
-    @functools.wraps(handle)
-    def noting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_replayed = _module(sys._getframe(1)) != "torch.amp.autocast_mode"
+    def noting(  # noqa: PLR0917  # torch's, after the original
+        handle: Any, self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        is_replayed = _module(sys._getframe(2)) != "torch.amp.autocast_mode"
         if is_replayed and func is enter_autocast:
             region = None
             autocast = torch.autocast(*args)
@@ -161,7 +155,8 @@ def tracing_patch(draft: Draft) -> Patch:
             close_region(vars(self)[_REPLAYED].pop())
         return handle(self, func, types, args, kwargs)
 
-    return Patch(mode, "__torch_function__", noting)
+    mode = sys.modules[TRACER].PreDispatchTorchFunctionMode
+    return draft.around(mode, "__torch_function__", noting)
 
 
 #: Attribute of that mode: the regions that it has recorded and that are still open.

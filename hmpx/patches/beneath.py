@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -27,21 +28,17 @@ LOGGER: Final = logging.getLogger("hmpx")
 def operator_patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches of operator calls."""
     for kind in (OpOverload, OpOverloadPacket):
-        yield Patch(kind, "__call__", _completed(draft.attribute(kind, "__call__")))
+        yield draft.around(kind, "__call__", _complete)
 
 
-def _completed(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def complete(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(self, *args, **kwargs)
-        except Exception as error:
-            again = _retry(functools.partial(call, self), self, error, args, kwargs)
-            if again is None:
-                raise
-        return again()  # here nothing keeps the error's frames alive
-
-    return complete
+def _complete(call: Callable[..., Any], operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(operator, *args, **kwargs)
+    except Exception as error:
+        again = _retry(functools.partial(call, operator), operator, error, args, kwargs)
+        if again is None:
+            raise
+    return again()  # here nothing keeps the error's frames alive
 
 
 def _retry(
@@ -73,50 +70,44 @@ def _log(operator: str) -> None:
 # --- TorchScript -------------------------------------------------------------------------------
 
 
+#: Functions that were traced during a conversion: their graphs hold the casts.
+_traced: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+
 def scripting_patches(
     draft: Draft, run_suspended: Callable[..., Any], low_dtype: torch.dtype | None
 ) -> Iterator[Patch]:
     """Yields the patches of `torch.jit.script`, and of calls of scripted functions."""
-    script = draft.attribute(torch.jit, "script")
-    yield Patch(torch.jit, "script", _scripting_uncast(script, run_suspended))
-    if low_dtype is not None:
-        for kind in SCRIPTED:
-            call = draft.attribute(kind, "__call__")
-            yield Patch(kind, "__call__", _casting_inside(call, low_dtype))
-
-
-def _casting_inside(call: Callable[..., Any], low_dtype: torch.dtype) -> Callable[..., Any]:
-    """Makes ``call`` run in a region of torch.autocast if it gets low-precision tensors."""
-
-    @functools.wraps(call)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for tensor in tensors_of((args[1:], kwargs)):
-            if tensor.dtype in LOW_DTYPES and has_casts(tensor.device.type):
-                with torch.autocast(tensor.device.type, low_dtype):
-                    return call(*args, **kwargs)
-        return call(*args, **kwargs)
-
-    return wrapper
-
-
-def _scripting_uncast(
-    script: Callable[..., Any], run_suspended: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Makes `torch.jit.script` find torch's own functions: it accepts no others."""
     has_warned = False
 
-    @functools.wraps(script)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def script_uncast(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal has_warned
-        is_by_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+        is_by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
         if not has_warned and not is_by_torch:
             has_warned = True
             warnings.warn(
                 "torch.jit.script takes only torch's own functions, so scripted code is not cast. "
                 "Use torch.jit.trace or torch.export to have the casts in the graph",
                 HmpxWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         return run_suspended(script, *args, **kwargs)
 
-    return wrapper
+    def trace(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        traced = original(*args, **kwargs)
+        _traced.add(traced if isinstance(traced, SCRIPTED) else traced.forward)
+        return traced
+
+    def cast_inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args[0] in _traced:
+            return call(*args, **kwargs)
+        for tensor in tensors_of((args[1:], kwargs)):
+            if tensor.dtype in LOW_DTYPES and has_casts(tensor.device.type):
+                with torch.autocast(tensor.device.type, low_dtype):
+                    return call(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    yield draft.around(torch.jit, "script", script_uncast)
+    yield draft.around(torch.jit, "trace", trace)
+    if low_dtype is not None:
+        yield from [draft.around(kind, "__call__", cast_inside) for kind in SCRIPTED]

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import torch_state
 from ..compute import reported
 from ..later import AfterImport
-from ..patching import Draft, EntryPatch, Patch
+from ..patching import Draft, Patch, entries
 from ..policy import Policy
 from ..tensors import LOW_PRECISION
 from ..torch_internals import (
@@ -70,7 +70,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
     add: Callable[[Patch], None],
     *,
     is_cached: bool,
-) -> Iterator[Patch | EntryPatch]:
+) -> Iterator[Patch]:
     """Yields the patches that make inductor's kernels, caches and settings fit a conversion."""
     # Computed on first use: it is slower than most of `convert`.
     tag = functools.cache(functools.partial(_digest, decides))
@@ -115,7 +115,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         if (module := sys.modules.get(name)) is not None:
             action(module)
         else:
-            yield EntryPatch(sys.meta_path, AfterImport({name: action}))
+            yield entries(sys.meta_path, AfterImport({name: action}))
 
 
 # --- constants ---------------------------------------------------------------------------------

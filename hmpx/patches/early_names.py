@@ -23,10 +23,7 @@ from typing import Any
 
 import torch
 
-from ..patching import EntryPatch, ItemPatch, Patch, names_of
-
-#: A patch of a name in a module, of an item of a container, of an entry of a set.
-NamePatch = Patch | ItemPatch | EntryPatch
+from ..patching import ItemPatch, Patch, entries, names_of
 
 #: Their tables describe torch's own functions.
 _TORCHS = ("torch", "functorch")
@@ -46,7 +43,7 @@ _ATOMS = _DATA | {types.ModuleType, types.FunctionType, types.BuiltinFunctionTyp
 _LONGEST = 1000
 
 
-def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
+def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch]:
     """Yields the patches that rebind each name to its wrapper."""
     seen: set[int] = set()
     for module in _modules().values():
@@ -57,15 +54,11 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
 
 def in_module(
     module: types.ModuleType, replacements: Mapping[int, Any], seen: set[int]
-) -> Iterator[NamePatch]:
+) -> Iterator[Patch]:
     """Yields the patches that rebind the names of one module, as `early_name_patches` does."""
     wanted, held = replacements.keys(), names_of(module)
     values = list(held.values())  # a copy: other threads may import
-    if not wanted.isdisjoint(map(id, values)):
-        for key, value in list(held.items()):
-            if id(value) in wanted:
-                yield Patch(module, key, replacements[id(value)], is_foreign=True)
-    again: dict[int, functools.partial[Any] | types.MethodType] = {}
+    rebound = {address: replacements[address] for address in wanted & set(map(id, values))}
     for value in [each for each in values if type(each) not in _ATOMS]:  # few
         kind = type(value)
         if kind in _CONTAINERS:
@@ -77,14 +70,14 @@ def in_module(
         elif kind is functools.partial:
             if id(value.func) in wanted:
                 function = replacements[id(value.func)]
-                again[id(value)] = functools.partial(function, *value.args, **value.keywords)
+                rebound[id(value)] = functools.partial(function, *value.args, **value.keywords)
         elif kind is types.MethodType and id(value.__func__) in wanted:
-            again[id(value)] = types.MethodType(replacements[id(value.__func__)], value.__self__)
+            rebound[id(value)] = types.MethodType(replacements[id(value.__func__)], value.__self__)
         elif issubclass(kind, type) and not (id(value) in seen or _is_plain(value, seen)):
             yield from _class_patches(value, replacements, seen)
-    for key, value in list(held.items()) if again else ():
-        if id(value) in again:
-            yield Patch(module, key, again[id(value)], is_foreign=True)
+    for key, value in list(held.items()) if rebound else ():
+        if id(value) in rebound:
+            yield Patch(module, key, rebound[id(value)], is_foreign=True)
 
 
 def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, Any]]:
@@ -259,7 +252,7 @@ def _is_plain(kind: type, seen: set[int]) -> bool:
 
 def _class_patches(
     overriding: type, replacements: Mapping[int, Any], seen: set[int]
-) -> Iterator[NamePatch]:
+) -> Iterator[Patch]:
     """Yields the patches of the tables of a class with a ``__torch_function__``.
 
     They may be inherited from classes that no module names. Searched classes, such as
@@ -288,7 +281,7 @@ def _named(kind: type) -> list[Any]:
 
 def _item_patches(
     container: dict[Any, Any] | list[Any], replacements: Mapping[int, Any]
-) -> Iterator[NamePatch]:
+) -> Iterator[Patch]:
     if len(container) > _LONGEST:
         return
     values = container.values() if isinstance(container, dict) else container
@@ -300,15 +293,16 @@ def _item_patches(
     yield from _table_patches(container, replacements)
 
 
-def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
+def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[Patch]:
     """Yields the patches that add a wrapper for each key, or entry, that is a torch function."""
     if type(table) not in _TABLES or len(table) > _LONGEST:
         return
     if replacements.keys().isdisjoint(map(id, table)):
         return
     if type(table) is set:
-        found = [replacements[id(entry)] for entry in list(table) if id(entry) in replacements]
-        yield from (EntryPatch(table, w, is_foreign=True) for w in found if w not in table)
+        found = {replacements[id(entry)] for entry in table if id(entry) in replacements} - table
+        if found:
+            yield entries(table, *found, is_foreign=True)
         return
     for key, value in list(table.items()):
         wrapper = replacements.get(id(key))

@@ -17,7 +17,7 @@ from typing import Any
 from .. import ops
 from ..later import AfterImport
 from ..ops import OPERATORS, Found
-from ..patching import ABSENT, Change, Draft, EntryPatch, Patch
+from ..patching import ABSENT, Draft, Patch, entries
 from ..torch_internals import (
     OPERATORS_MODULE,
     REFRESH_PACKET,
@@ -124,7 +124,7 @@ def _function_site(name: str, found: Found, draft: Draft) -> ForeignSite:
     )
 
 
-def is_renewed(patch: Change) -> bool:
+def is_renewed(patch: Patch) -> bool:
     """Whether torch itself has replaced, in an operator, the function that ``patch`` put there."""
     is_of_operator = isinstance(getattr(patch, "owner", None), (OpOverload, OpOverloadPacket))
     return is_of_operator and patch.read() is not patch.value
@@ -167,7 +167,7 @@ def _operator_site(qualified: str, owner: Any, schemas: list[Any], draft: Draft)
 
 def following(
     names: Collection[str], draft: Draft, follow: Callable[[Collection[str], object], None]
-) -> Iterator[Change]:
+) -> Iterator[Patch]:
     """Yields the patches that call ``follow`` when modules are imported or operators are defined."""
     by_module: dict[str, list[str]] = {}
     operators = {name for name in names if name.startswith(f"{OPERATORS}.")}
@@ -177,26 +177,23 @@ def following(
                 by_module.setdefault(module, []).append(name)
     if by_module:
         actions = {name: functools.partial(follow, found) for name, found in by_module.items()}
-        yield EntryPatch(sys.meta_path, AfterImport(actions))
+        yield entries(sys.meta_path, AfterImport(actions))
     if operators:
         yield from _following_operators(operators, draft, follow)
 
 
 def _following_operators(
     names: set[str], draft: Draft, follow: Callable[[Collection[str], object], None]
-) -> Iterator[Change]:
+) -> Iterator[Patch]:
     def followed(owner: Any, name: str, name_of: Callable[..., str]) -> Patch:
-        original = draft.attribute(owner, name)
-
-        @functools.wraps(original)
-        def following(*args: Any, **kwargs: Any) -> Any:
+        def following(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             operator = f"{OPERATORS}.{name_of(*args)}"
             if operator in names:
                 follow([operator], None)
             return result
 
-        return Patch(owner, name, following)
+        return draft.around(owner, name, following)
 
     yield followed(OpNamespace, "__getattr__", lambda self, op_name: f"{self.name}.{op_name}")
     if hasattr(OpOverload, TOGGLE_DISPATCH):  # since torch 2.14

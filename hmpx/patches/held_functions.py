@@ -10,7 +10,6 @@ so those of builtins are made static methods.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -62,8 +61,6 @@ def _node_patches(draft: Draft, replacements: Mapping[int, Callable[..., Any]]) 
     full = draft.attribute(torch, "full")  # as patched: it clamps numbers
     wrappers[id(unwrapped(full))] = full
     get, put = NODE_TARGET.__get__, NODE_TARGET.__set__
-    key = draft.attribute(NODE_TABLE, NODE_KEY)
-    find, init = draft.attribute(fx.Graph, "find_nodes"), draft.attribute(fx.Node, "__init__")
 
     def read(self: fx.Node) -> Any:
         target = get(self)
@@ -72,22 +69,26 @@ def _node_patches(draft: Draft, replacements: Mapping[int, Callable[..., Any]]) 
     def write(self: fx.Node, target: Any) -> None:
         put(self, unwrapped(target))
 
-    @functools.wraps(init)
-    def make(
-        self: fx.Node, graph: Any, name: Any, op: Any, target: Any, *args: Any, **kwargs: Any
+    def init(  # noqa: PLR0917  # torch's, after the original
+        original: Any,
+        node: Any,
+        graph: Any,
+        name: Any,
+        op: Any,
+        target: Any,
+        *more: Any,
+        **kwargs: Any,
     ) -> None:
-        init(self, graph, name, op, unwrapped(target), *args, **kwargs)
+        original(node, graph, name, op, unwrapped(target), *more, **kwargs)
 
-    @functools.wraps(find)
-    def find_nodes(self: fx.Graph, *, op: str, target: Any = None, **kwargs: Any) -> Any:
-        return find(self, op=op, target=unwrapped(target), **kwargs)
+    def find(original: Any, graph: fx.Graph, *, target: Any = None, **kwargs: Any) -> Any:
+        return original(graph, target=unwrapped(target), **kwargs)
 
-    @functools.wraps(key)
-    def key_of(self: Any, node: fx.Node) -> Any:
-        op, target = key(self, node)
+    def key(original: Any, self: Any, node: fx.Node) -> Any:
+        op, target = original(self, node)
         return op, unwrapped(target)
 
     yield Patch(fx.Node, "target", property(read, write))
-    yield Patch(fx.Node, "__init__", make)
-    yield Patch(fx.Graph, "find_nodes", find_nodes)
-    yield Patch(NODE_TABLE, NODE_KEY, key_of)
+    yield draft.around(fx.Node, "__init__", init)
+    yield draft.around(fx.Graph, "find_nodes", find)
+    yield draft.around(NODE_TABLE, NODE_KEY, key)

@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..compute import widen
 from ..errors import warn
-from ..patching import Draft, EntryPatch, ItemPatch, Patch
+from ..patching import Draft, ItemPatch, Patch, entries
 from ..places import is_ours
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, short_name
 from ..torch_internals import BUFFER_HOOKS, device_constructors, rebuild_tensor
@@ -45,14 +45,16 @@ _has_results: object = None
 _warned: object = None
 
 
-def kept_value_patches(draft: Draft) -> Iterator[Patch | ItemPatch | EntryPatch]:
+def kept_value_patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches of functions that create low-precision tensors on request, or that keep tensors."""
+    constructors = []
     for owner, name in _requests():
         original = draft.attribute(owner, name)
-        noting = _noting(original)
-        yield Patch(owner, name, named_after(original, noting, name, owner))
+        noting = named_after(original, _noting(original), name, owner)
+        yield Patch(owner, name, noting)
         if unwrapped(original) in device_constructors():
-            yield EntryPatch(device_constructors(), noting)
+            constructors.append(noting)
+    yield entries(device_constructors(), *constructors)
     module, name = sys.modules[rebuild_tensor.__module__], rebuild_tensor.__name__
     yield Patch(module, name, functools.wraps(rebuild_tensor)(_noting(rebuild_tensor)))
     yield Patch(nn.Parameter, "__new__", _new(draft.attribute(nn.Parameter, "__new__")))

@@ -39,10 +39,8 @@ def partition_patches(module: Any, draft: Draft, *, is_choosy: bool) -> Iterator
     """Yields the patch that makes compiled graphs keep parameters instead of their casts."""
     if of_later(AOT_GRAPHS, _PARTITION) is None:
         return
-    partition = draft.attribute(module, _PARTITION)
 
-    @functools.wraps(partition)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def mark_first(partition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *others, partition_fn = args
         written = _written_inputs(others)
         if written is None:
@@ -50,7 +48,7 @@ def partition_patches(module: Any, draft: Draft, *, is_choosy: bool) -> Iterator
         marking = functools.partial(_partitioned, is_choosy, written, partition_fn)
         return partition(*others, marking, **kwargs)
 
-    yield Patch(module, _PARTITION, wrapper)
+    yield draft.around(module, _PARTITION, mark_first)
 
 
 def _written_inputs(facts: Iterable[Any]) -> set[int] | None:

@@ -66,16 +66,14 @@ def _optimizer_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[P
     for optimizer_class in _subclasses(Optimizer):
         if has_hooked_step(optimizer_class):
             yield _step_patch(optimizer_class, draft.attribute(optimizer_class, "step"))
-    patch_step_function = draft.attribute(Optimizer, PREPARE_STEP)
 
-    @functools.wraps(patch_step_function)
-    def prepare(self: Optimizer) -> None:
+    def prepare(patch_step_function: Callable[..., Any], self: Optimizer) -> None:
         had_hooked_step = has_hooked_step(type(self))
         patch_step_function(self)
         if not had_hooked_step and has_hooked_step(type(self)):
             add(_step_patch(type(self), vars(type(self))["step"]))
 
-    yield Patch(Optimizer, PREPARE_STEP, prepare)
+    yield draft.around(Optimizer, PREPARE_STEP, prepare)
 
 
 def _step_patch(optimizer_class: type[Optimizer], step: Callable[..., Any]) -> Patch:
@@ -126,15 +124,11 @@ def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patc
 
     A scale of 65,536 is infinite in float16.
     """
-    patched: weakref.WeakSet[type[GradScaler]] = weakref.WeakSet(
-        [GradScaler, *_subclasses(GradScaler)]
-    )
+    patched = weakref.WeakSet[type[GradScaler]]([GradScaler, *_subclasses(GradScaler)])
     for scaler_class in list(patched):
         yield from _scaling_patches(scaler_class, draft)
-    init = draft.attribute(GradScaler, "__init__")
 
-    @functools.wraps(init)
-    def prepare(self: GradScaler, *args: Any, **kwargs: Any) -> None:
+    def prepare(init: Callable[..., Any], self: GradScaler, *args: Any, **kwargs: Any) -> None:
         for scaler_class in type(self).__mro__:
             if issubclass(scaler_class, GradScaler) and scaler_class not in patched:
                 patched.add(scaler_class)
@@ -142,7 +136,7 @@ def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patc
                     add(patch)
         init(self, *args, **kwargs)
 
-    yield Patch(GradScaler, "__init__", prepare)
+    yield draft.around(GradScaler, "__init__", prepare)
 
 
 def _scaling_patches(scaler_class: type[GradScaler], draft: Draft) -> Iterator[Patch]:
@@ -178,31 +172,24 @@ _NO_LOSS: Final = object()
 
 def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     """Patches the functions behind `torch.utils.checkpoint.checkpoint`, so early imports of it work."""
-    module = torch.utils.checkpoint
-    forward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "forward")
-    backward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "backward")
-    generator = draft.attribute(module, CHECKPOINT_GENERATOR)
     apply = draft.read(Patch(torch.autograd.Function, "apply", None))
 
     # The descriptor of a class method: since torch 2.14 a C descriptor, called with the class.
     apply_to = getattr(apply, "__func__", apply)
     apply_as_training = as_training(apply_to)
 
-    @functools.wraps(forward)
-    def reentrant(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+    def forward(original: Callable[..., Any], ctx: Any, function: Any, *args: Any) -> Any:
         setattr(ctx, _NOTED, True)
-        return forward(ctx, _as_it_runs_here(run_function, runs_first=True), *args)
+        return original(ctx, _as_it_runs_here(function, runs_first=True), *args)
 
-    @functools.wraps(backward)
-    def reentrant_backward(ctx: Any, *args: Any) -> Any:
+    def backward(original: Callable[..., Any], ctx: Any, *args: Any) -> Any:
         if hasattr(ctx, _NOTED):
-            return backward(ctx, *args)
+            return original(ctx, *args)
         with without_casts():  # its forward ran before convert
-            return backward(ctx, *args)
+            return original(ctx, *args)
 
-    @functools.wraps(generator)
-    def non_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(_as_it_runs_here(fn, runs_first=False), *args, **kwargs)
+    def non_reentrant(original: Callable[..., Any], fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(_as_it_runs_here(fn, runs_first=False), *args, **kwargs)
 
     @functools.wraps(apply_to)
     def counting(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -210,9 +197,10 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
         run = apply_as_training if is_training() else apply_to
         return run(cls, *args, **kwargs)
 
-    yield Patch(module.CheckpointFunction, "forward", staticmethod(reentrant))
-    yield Patch(module.CheckpointFunction, "backward", staticmethod(reentrant_backward))
-    yield Patch(module, CHECKPOINT_GENERATOR, non_reentrant)
+    module = torch.utils.checkpoint
+    yield draft.around(module.CheckpointFunction, "forward", forward)
+    yield draft.around(module.CheckpointFunction, "backward", backward)
+    yield draft.around(module, CHECKPOINT_GENERATOR, non_reentrant)
     yield Patch(torch.autograd.Function, "apply", classmethod(counting))
 
 
@@ -268,27 +256,21 @@ def _warn_of_step(function: Callable[..., Any]) -> None:
 
 def _module_patches(draft: Draft) -> Iterator[Patch]:
     """Patches code that decides by dtypes before any op is called."""
-    get_fastpath_enabled = draft.attribute(torch.backends.mha, "get_fastpath_enabled")
 
-    @functools.wraps(get_fastpath_enabled)
-    def only_where_casts_are_off() -> bool:
+    def has_fastpath(get_fastpath_enabled: Callable[[], bool]) -> bool:
         # The inference fast path of TransformerEncoder and MultiheadAttention is one fused kernel,
         # which no list names.
         return is_off() and get_fastpath_enabled()
 
-    yield Patch(torch.backends.mha, "get_fastpath_enabled", only_where_casts_are_off)
-    rnn_base = torch.nn.RNNBase
-    check_input = draft.attribute(rnn_base, "check_input")
-
-    @functools.wraps(check_input)
-    def check_but_for_casts(self: torch.nn.RNNBase, *args: Any, **kwargs: Any) -> None:
+    def check(check_input: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         # It raises an error if the input's dtype differs from the weights', unless autocast is on.
         # The check calls no op, so autocast casts nothing.
         was_enabled = torch.is_autocast_enabled("cpu")
         torch.set_autocast_enabled("cpu", was_enabled or not is_off())
         try:
-            check_input(self, *args, **kwargs)
+            check_input(*args, **kwargs)
         finally:
             torch.set_autocast_enabled("cpu", was_enabled)
 
-    yield Patch(rnn_base, "check_input", check_but_for_casts)
+    yield draft.around(torch.backends.mha, "get_fastpath_enabled", has_fastpath)
+    yield draft.around(torch.nn.RNNBase, "check_input", check)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..patching import Applied, Draft, Patch
 from .compiled import unwrapped
-from .early_names import NamePatch, early_name_patches, in_module, torchs_modules
+from .early_names import early_name_patches, in_module, torchs_modules
 
 #: A replacement that is not a wrapper -> the function that it replaced.
 _originals: Final[weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]] = (
@@ -63,7 +63,7 @@ def function_in(value: Any) -> Any:
 _METHODS: Final = (classmethod, staticmethod, types.MethodType)
 
 
-def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> Iterator[NamePatch]:
+def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> Iterator[Patch]:
     """Yields the patches that rebind names taken during a conversion to torch's functions.
 
     A table built meanwhile, with wrappers as keys, gets the functions as additional keys: after a

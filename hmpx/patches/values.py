@@ -96,17 +96,12 @@ def control_flow_patches(draft: Draft) -> Iterator[Patch]:
         original = draft.attribute(torch, name)
         wrapper = named_after(original, settle(original), name)
         package = original.__globals__["__package__"]  # torch imports it from there
-        owners = (torch, sys.modules[package])
-        yield from (Patch(owner, name, wrapper) for owner in owners)
+        yield Patch(torch, name, wrapper)
+        yield Patch(sys.modules[package], name, wrapper)
 
 
 def _cond(original: Callable[..., Any]) -> Callable[..., Any]:
-    def cond(
-        pred: Any,
-        true_fn: Callable[..., Any],
-        false_fn: Callable[..., Any],
-        operands: Any = (),
-    ) -> Any:
+    def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
         if is_off():
             return original(pred, true_fn, false_fn, operands)
 
@@ -122,9 +117,7 @@ def _cond(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _while_loop(original: Callable[..., Any]) -> Callable[..., Any]:
-    def while_loop(
-        cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Any
-    ) -> Any:
+    def while_loop(cond_fn: Any, body_fn: Callable[..., Any], carried_inputs: Any) -> Any:
         def body(*carried: Any) -> Any:
             return _alike(body_fn(*carried), carried)
 
@@ -159,15 +152,8 @@ def gradient_patches(draft: Draft) -> Iterator[Patch]:
     for module in NAMING_GETTERS:
         yield Patch(module, "get_default_nowrap_functions", lambda: getters)
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        yield Patch(Tensor, name, _registering(draft.attribute(Tensor, name)))
-    init = draft.attribute(BackwardHook, "__init__")
-
-    @functools.wraps(init)
-    def collect(self: Any, module: Any, user_hooks: Any, user_pre_hooks: Any) -> None:
-        hooks, pre_hooks = ([_fitting(hook, 1) for hook in h] for h in (user_hooks, user_pre_hooks))
-        init(self, module, hooks, pre_hooks)
-
-    yield Patch(BackwardHook, "__init__", collect)
+        yield draft.around(Tensor, name, _register)
+    yield draft.around(BackwardHook, "__init__", _collect)
 
 
 def _grad(slot: Any) -> property:
@@ -179,12 +165,15 @@ def _grad(slot: Any) -> property:
     return property(slot.__get__, set_grad, slot.__delete__, slot.__doc__)
 
 
-def _registering(register: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(register)
-    def registering(self: Tensor, hook: Callable[..., Any]) -> Any:
-        return register(self, _fitting(hook, 0))
+def _register(register: Callable[..., Any], tensor: Tensor, hook: Callable[..., Any]) -> Any:
+    return register(tensor, _fitting(hook, 0))
 
-    return registering
+
+def _collect(
+    init: Callable[..., Any], self: Any, module: Any, user_hooks: Any, user_pre_hooks: Any
+) -> None:
+    hooks, pre_hooks = ([_fitting(hook, 1) for hook in h] for h in (user_hooks, user_pre_hooks))
+    init(self, module, hooks, pre_hooks)
 
 
 def _fitting(hook: Callable[..., Any], position: int) -> Callable[..., Any]:
@@ -219,36 +208,23 @@ def _cast(value: Tensor, dtype: Any) -> Tensor:
 
 def numpy_patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches that give numpy float32 copies of bfloat16 tensors instead of views."""
-    yield Patch(Tensor, "numpy", _method(draft.attribute(Tensor, "numpy")))
+    yield draft.around(Tensor, "numpy", _numpy)
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "from_dlpack"):
-        yield Patch(numpy, "from_dlpack", _from_dlpack(draft.attribute(numpy, "from_dlpack")))
+        yield draft.around(numpy, "from_dlpack", _from_dlpack)
 
 
-def _method(original: Callable[..., Any]) -> Callable[..., Any]:
-    def numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if has_torch_function_unary(self):
-            return handle_torch_function(numpy, (self,), self, *args, **kwargs)
-        return original(_known_to_numpy(self), *args, **kwargs)
-
-    return _named_after(original, numpy)
+def _numpy(original: Callable[..., Any], tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    if has_torch_function_unary(tensor):
+        return handle_torch_function(Tensor.numpy, (tensor,), tensor, *args, **kwargs)
+    return original(_known_to_numpy(tensor), *args, **kwargs)
 
 
-def _from_dlpack(original: Callable[..., Any]) -> Callable[..., Any]:
-    def from_dlpack(x: Any, /, **kwargs: Any) -> Any:
-        return original(_known_to_numpy(x) if isinstance(x, Tensor) else x, **kwargs)
-
-    return _named_after(original, from_dlpack)
+def _from_dlpack(original: Callable[..., Any], x: Any, /, **kwargs: Any) -> Any:
+    return original(_known_to_numpy(x) if isinstance(x, Tensor) else x, **kwargs)
 
 
 def _known_to_numpy(tensor: Tensor) -> Tensor:
     """Returns ``tensor``, or its values in float32 if it is bfloat16 and torch is converted."""
-    if tensor.dtype is torch.bfloat16 and torch_state.in_force() is not None:
-        return widen(tensor)
-    return tensor
-
-
-def _named_after(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    function.__qualname__ = getattr(original, "__qualname__", function.__name__)
-    function.__doc__ = original.__doc__
-    return function
+    is_bf16 = tensor.dtype is torch.bfloat16
+    return widen(tensor) if is_bf16 and torch_state.in_force() is not None else tensor

@@ -81,11 +81,6 @@ class Policy:
 
         return texts.table(self)
 
-    def _repr_html_(self) -> str:
-        from . import texts
-
-        return texts.as_html(self)
-
     def __hash__(self) -> int:
         return hash((frozenset(self.decisions.items()), self.low_precision_type, self.sections))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -52,19 +51,6 @@ def table(policy: Policy) -> str:
     return lined(lines)
 
 
-def as_html(policy: Policy) -> str:
-    """Returns the table for notebooks, folded."""
-    title = f"Policy, {policy_line(policy)}"
-    rows = [_html_row(row, "td") for row in _rows(policy.decisions)]
-    for section in policy.sections:
-        rows.append(f'<tr><th colspan="4">{html.escape(_heading(section))}</th></tr>')
-        rows += [_html_row(row, "td") for row in _rows(section.decisions)]
-    return (
-        f"<details><summary>{html.escape(title)}</summary><table>"
-        f"<thead>{_html_row(_TITLES, 'th')}</thead><tbody>{''.join(rows)}</tbody></table></details>"
-    )
-
-
 def _rows(decisions: Mapping[str, Decision]) -> Iterator[tuple[str, str, str, str]]:
     for op in sorted(decisions):
         decision = decisions[op]
@@ -80,10 +66,6 @@ def _heading(section: Section) -> str:
     ]
     where = f" ({section.where})" if section.where else ""
     return f"where {', '.join(conditions)}{where}"
-
-
-def _html_row(cells: Iterable[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 # --- policy files ------------------------------------------------------------------------------

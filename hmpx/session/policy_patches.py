@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -113,11 +113,25 @@ def _made(
     asked: tuple[Rule, ...],
 ) -> Callable[..., Any] | None:
     """Returns the wrapper of ``function``; None if no call of it would be cast."""
-    make = _maker(function, site, plan, conversion.observers)
+    observers = conversion.observers
+
+    def make(decision: Decision) -> Callable[..., Any] | None:
+        decision = _as_kernels_need_it(decision, plan.site.op, plan.device_types)
+        is_same = decision is plan.decision
+        decided = plan if is_same else dataclasses.replace(plan, decision=decision)
+        if is_format(decision.dtype):
+            lowerings = compute.lowerings(plan.site.op, decision.dtype.name)
+            decided = dataclasses.replace(decided, lowerings=lowerings)
+        if _is_observed(function, site, decision, observers):
+            return wrappers.make_observed_wrapper(function, decided, observers)
+        if _is_settled_by_torch(site, decision, plan.facts):
+            return wrappers.make_wrapper_where_lacking(function, plan)
+        return wrappers.make_wrapper(function, decided)
+
     if asked and not site.in_place:
         low_type = conversion.policy.low_precision_type
         return wrappers.make_choosing_wrapper(function, plan, asked, low_type, make)
-    is_observed = _is_observed(function, site, plan.decision, conversion.observers)
+    is_observed = _is_observed(function, site, plan.decision, observers)
     if is_observed or is_format(plan.decision.dtype):  # registered functions may compute in formats
         return make(plan.decision)
     return wrappers.shared(function, plan, functools.partial(make, plan.decision))
@@ -132,83 +146,64 @@ def foreign_names(policy: Policy) -> list[str]:
     ]
 
 
-class Foreign:
-    """Wrappers of other libraries' functions, for the libraries that are loaded.
+class Foreign(NamedTuple):
+    """Wrappers of other libraries' functions, for the libraries that are loaded."""
 
-    Attributes:
-        patches: The patches that install the wrappers.
-        made: The wrappers.
-        said: Problems with names in the lists.
-    """
+    patches: list[Patch]  # They install the wrappers
+    made: list[Callable[..., Any]]  # The wrappers
+    said: list[str]  # Problems with names in the lists
 
-    def __init__(
-        self,
-        conversion: Conversion,
-        draft: Draft,
-        present: tuple[Callable[..., Any], ...] = (),
-    ) -> None:
-        """Starts without wrappers; ``present`` are those already installed."""
-        self.patches: list[Patch] = []
-        self.made: list[Callable[..., Any]] = []
-        self.said: list[str] = []
-        self._conversion, self._draft = conversion, draft
-        self._present = {id(wrapper) for wrapper in present}
-        self._taken: dict[tuple[int, str], tuple[str, Decision]] = {}
-        self._deciding = (
-            _deciding(conversion.policy) if rules.all_rules() or conversion.policy.sections else {}
-        )
 
-    def take(self, names: Iterable[str], module: object = None) -> None:
-        """Makes the wrappers of these ops; ``module`` is fully executed, others may not be."""
-        for name in names:
-            decision = self._conversion.policy.decisions.get(name, UNDECIDED)
-            is_shipped = decision.reason.startswith(SHIPPED)
-            sites = list(foreign_sites_of(name, self._draft))
-            if not (sites or is_shipped) and (why := ops.lacking(name, module)):
-                self.said.append(f"{decision.reason or 'a rule'}: {why}")
-            for site in sites:
-                if id(site.function) not in self._present and self._is_first(site, name, decision):
-                    self._wrap(site, name, decision)
-
-    def _is_first(self, site: ForeignSite, name: str, decision: Decision) -> bool:
-        key = (
-            (id(site.owner), site.attribute)
-            if isinstance(site.owner, type)
-            else (id(site.function), "")
-        )
-        first, said = self._taken.setdefault(key, (name, decision))
-        if (
-            said != decision
-            and not said.reason.startswith(SHIPPED)
-            and (not decision.reason.startswith(SHIPPED))
-        ):
-            self.said.append(
-                f"{decision.reason}: {name!r} is left out: it is {first!r}, which is decided "
-                f"otherwise at {said.reason}; keep one of the lines"
+def foreign_patches(
+    conversion: Conversion,
+    draft: Draft,
+    names: Iterable[str],
+    module: object = None,
+    present: Iterable[Callable[..., Any]] = (),
+) -> Foreign:
+    """Returns the wrappers of these ops, except of those ``present``; ``module`` is fully executed."""
+    found = Foreign([], [], [])
+    policy, options = conversion.policy, conversion.options
+    deciding = _deciding(policy) if rules.all_rules() or policy.sections else {}
+    if options.legalize != "always":
+        # How fast another library's function is in low precision is unknown.
+        options = dataclasses.replace(options, legalize="never")
+    skipped = set(map(id, present))
+    taken: dict[tuple[int, str], tuple[str, Decision]] = {}
+    for name in names:
+        decision = policy.decisions.get(name, UNDECIDED)
+        is_shipped = decision.reason.startswith(SHIPPED)
+        sites = list(foreign_sites_of(name, draft))
+        if not (sites or is_shipped) and (why := ops.lacking(name, module)):
+            found.said.append(f"{decision.reason or 'a rule'}: {why}")
+        for site in sites:
+            if id(site.function) in skipped:
+                continue
+            of_class = id(site.owner), site.attribute
+            key = of_class if isinstance(site.owner, type) else (id(site.function), "")
+            first, said = taken.setdefault(key, (name, decision))
+            if said != decision and not (is_shipped or said.reason.startswith(SHIPPED)):
+                found.said.append(
+                    f"{decision.reason}: {name!r} is left out: it is {first!r}, which is decided "
+                    f"otherwise at {said.reason}; keep one of the lines"
+                )
+            if first != name:
+                continue
+            call_site = CallSite(
+                op=name,
+                name=site.qualified,
+                parameters=site.parameters,
+                in_place=site.in_place,
+                is_python=True,
+                is_overridable=False,
+                writes=site.writes,
             )
-        return first == name
-
-    def _wrap(self, site: ForeignSite, name: str, decision: Decision) -> None:
-        conversion = self._conversion
-        options = conversion.options
-        if options.legalize != "always":
-            # How fast another library's function is in low precision is unknown.
-            options = dataclasses.replace(options, legalize="never")
-        call_site = CallSite(
-            op=name,
-            name=site.qualified,
-            parameters=site.parameters,
-            in_place=site.in_place,
-            is_python=True,
-            is_overridable=False,
-            writes=site.writes,
-        )
-        plan = CallPlan(call_site, OpFacts(), decision, conversion.device_types, options)
-        asked = self._deciding.get(name, ())
-        wrapper = _made(conversion, site.function, site, plan, asked)
-        if wrapper is not None:
-            self.made.append(wrapper)
-            self.patches.append(site.holding(wrapper))
+            plan = CallPlan(call_site, OpFacts(), decision, conversion.device_types, options)
+            wrapper = _made(conversion, site.function, site, plan, deciding.get(name, ()))
+            if wrapper is not None:
+                found.made.append(wrapper)
+                found.patches.append(site.holding(wrapper))
+    return found
 
 
 def originals(wrappers: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
@@ -236,33 +231,9 @@ def _deciding(policy: Policy) -> dict[str, tuple[Rule, ...]]:
         if rule.op == "*":
             names |= set(filter(ops.is_foreign, policy.decisions))
     found: dict[str, tuple[Rule, ...]] = {
-        name: (*rules.registered(name), *by_section.get(name, ())) for name in sorted(names)
+        n: (*rules.registered(n), *by_section.get(n, ())) for n in sorted(names)
     }
     return {name: asked for name, asked in found.items() if asked}
-
-
-def _maker(
-    function: Callable[..., Any],
-    site: ops.Site | ForeignSite,
-    plan: CallPlan,
-    observers: tuple[Attached, ...],
-) -> wrappers.Maker:
-    """Returns a function from a decision to its wrapper; None if the wrapper would do nothing."""
-
-    def make(decision: Decision) -> Callable[..., Any] | None:
-        decision = _as_kernels_need_it(decision, plan.site.op, plan.device_types)
-        is_same = decision is plan.decision
-        decided = plan if is_same else dataclasses.replace(plan, decision=decision)
-        if is_format(decision.dtype):
-            lowerings = compute.lowerings(plan.site.op, decision.dtype.name)
-            decided = dataclasses.replace(decided, lowerings=lowerings)
-        if _is_observed(function, site, decision, observers):
-            return wrappers.make_observed_wrapper(function, decided, observers)
-        if _is_settled_by_torch(site, decision, plan.facts):
-            return wrappers.make_wrapper_where_lacking(function, plan)
-        return wrappers.make_wrapper(function, decided)
-
-    return make
 
 
 def _is_observed(

@@ -28,8 +28,10 @@ def checked(given: Mapping[str, Any]) -> Request:
     for name in given["_unknown"]:
         raise unknown_argument("convert", name, [each for each in given if each[0] != "_"])
     if given["_too_many"]:
-        first = [given[name] for name in ("bf16_file_path", "fp32_file_path", "isVerbose")]
-        raise OptionError(_too_many((*first, *given["_too_many"])))
+        raise OptionError(
+            "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, "
+            f"not {3 + len(given['_too_many'])}; pass the others by name: opt_level=..."
+        )
     verbose = _verbosity(given["verbose"], given["isVerbose"])
     options = Options.checked(given)
     found_types = parse_device_types(given["device_types"])
@@ -39,11 +41,7 @@ def checked(given: Mapping[str, Any]) -> Request:
 
 
 def _check_effect(options: Options, policy: Policy) -> None:
-    """Checks that options of number formats apply to some op; rules may give ops a format.
-
-    Raises:
-        OptionError: They apply to none.
-    """
+    """Checks that options of number formats apply to some op; rules may give ops a format."""
     unset = Options()
     of_formats = [each.name for each in fields(Options) if each.metadata["is_of_formats"]]
     given = [name for name in of_formats if getattr(options, name) != getattr(unset, name)]
@@ -88,21 +86,3 @@ def _verbosity(verbose: object, of_hmp: object) -> bool | str:
     elif is_a(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise OptionError(f"{name} must be {_EXPECTED}, not {shown(value)}")
-
-
-#: HMP's original order of arguments.
-_OLD_ORDER: Final = ("opt_level", "bf16_file_path", "fp32_file_path", "isVerbose")
-
-
-def _too_many(given: tuple[object, ...]) -> str:
-    given = tuple([str.__str__(each) if is_a(each, str) else each for each in given])
-    message = (
-        "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, "
-        f"not {len(given)}"
-    )
-    if len(given) == len(_OLD_ORDER) and is_a(given[0], str) and given[0] in ("O1", "O2"):
-        named = ", ".join(
-            f"{name}={shown(each)}" for name, each in zip(_OLD_ORDER, given, strict=True)
-        )
-        return f"{message}; in HMP's old order these are convert({named}): pass them by name"
-    return f"{message}; pass the others by name"

@@ -18,12 +18,12 @@ from ..casting import Options
 from ..errors import HmpxWarning
 from ..observers import ATTACHED, Attached, log_observer
 from ..patches import early_name_patches, is_renewed, missed, retired
-from ..patching import Change, Draft, Patch
+from ..patching import Draft, Patch
 from ..policy import Policy
 from ..registry import eventually, exclusive
 from ..rules import Registered, all_rules
 from ..wrappers import in_force
-from .policy_patches import Conversion, Foreign, originals, replacements
+from .policy_patches import Conversion, foreign_patches, originals, replacements
 from .steps import draft_steps, has_history
 from .switching import (
     IS_COUNTED,
@@ -123,12 +123,6 @@ class Session:
         more = f" and {len(devices) - 3} more" if len(devices) > 3 else ""
         return f"<hmpx.Session {state}: {made} on {', '.join(devices[:3])}{more}>"
 
-    def _repr_html_(self) -> str:
-        """Returns the notebook output: the state, and the folded table of the policy."""
-        import html
-
-        return f"<p><code>{html.escape(repr(self))}</code></p>{self.policy._repr_html_()}"
-
     def equals(self, other: Session) -> bool:
         """Whether both convert alike."""
         mine, others = self._decides(self.rules), other._decides(other.rules)
@@ -176,7 +170,7 @@ class Session:
     def _extend(
         self,
         draft: Draft,
-        patches: Iterable[Change],
+        patches: Iterable[Patch],
         *,
         notes_modules: bool,
         made: Iterable[Callable[..., Any]] = (),
@@ -185,14 +179,14 @@ class Session:
         installed = self._installation
         kept = [done for done in installed.applied if not is_renewed(done.patch)]
         if made or len(kept) < len(installed.applied):
-            draft.apply([Patch(self, "kept", None)])  # there are other references
+            draft.put(Patch(self, "kept", None))  # there are other references
         extended = dataclasses.replace(
             installed,
             applied=(*kept, *draft.apply(patches)),
             wrappers=(*installed.wrappers, *made),
             notes_modules=notes_modules,
         )
-        draft.apply([Patch(self, "_installation", extended)])
+        draft.put(Patch(self, "_installation", extended))
         draft.make()
 
     @eventually
@@ -208,10 +202,9 @@ class Session:
             return
         draft, installed = Draft(), self._installation
         conversion = self._conversion(installed.observers)
-        foreign = Foreign(conversion, draft, installed.wrappers)
-        foreign.take(names, module)
+        foreign = foreign_patches(conversion, draft, names, module, installed.wrappers)
         if foreign.made:
-            patches: list[Change] = [*foreign.patches]
+            patches: list[Patch] = [*foreign.patches]
             earlier = [*retired(), *installed.wrappers]
             patches += early_name_patches(replacements(foreign.made, earlier))
             patches.append(in_force([*installed.wrappers, *foreign.made]))
@@ -236,8 +229,7 @@ class Session:
         taken = [done.patch for done in applied if id(done.patch) not in covered]
         kept = tuple(done for done in applied if id(done.patch) in covered)
         emptied = dataclasses.replace(self._installation, applied=kept)
-        draft.apply([Patch(self, "_installation", emptied)])
-
+        draft.put(Patch(self, "_installation", emptied))
         try:
             draft.make()
             return function(*args, **kwargs)

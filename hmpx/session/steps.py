@@ -28,12 +28,19 @@ from ..patches import (
     retired,
     standing_for,
 )
-from ..patching import Applied, Change, Draft, ItemPatch
+from ..patching import Applied, Draft, ItemPatch, Patch
 from ..policy import Policy
 from ..rules import all_rules
 from ..torch_internals import STEP_HOOKS
 from ..wrappers import in_force, in_use
-from .policy_patches import Conversion, Foreign, foreign_names, originals, patches, replacements
+from .policy_patches import (
+    Conversion,
+    foreign_names,
+    foreign_patches,
+    originals,
+    patches,
+    replacements,
+)
 from .switching import Installation
 
 if TYPE_CHECKING:
@@ -60,8 +67,7 @@ def draft_steps(
     """
     policy, rules = conversion.policy, all_rules()
     wrapping, made = patches(conversion, draft)
-    others = Foreign(conversion, draft)
-    others.take(foreign_names(policy))
+    others = foreign_patches(conversion, draft, foreign_names(policy))
     wrapping += others.patches
     made += others.made
     draft.begin_with(in_use(made))  # before calls can find one in a slot
@@ -88,7 +94,7 @@ def _steps(  # noqa: PLR0917  # all that a conversion is
     installed: Installation,
     applied: Sequence[Applied],
     replaced: Sequence[Callable[..., Any]],
-) -> Iterator[Iterable[Change]]:
+) -> Iterator[Iterable[Patch]]:
     """Yields the patches of each step after the wrappers; ``applied`` are those of the steps before.
 
     If two patch the same slot, the later patch calls the earlier one.

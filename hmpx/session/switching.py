@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import operator
@@ -25,7 +24,7 @@ from ..patches import (
     standing_for,
     taken_name_patches,
 )
-from ..patching import Applied, Change, Draft, Patch, Swap
+from ..patching import Applied, Draft, Patch, Swap
 from ..registry import exclusive
 from ..rules import RULES, Registered
 from ..wrappers import in_use, references, references_of_others, retirements
@@ -86,9 +85,7 @@ class Kept:
         self._alone: tuple[int, ...] = ()  # reference counts if nobody else holds any
         self._counts: tuple[int, ...] = ()  # when it was left last
         self._has_news = False  # whether other code had taken a function since
-        self._held: list[
-            Callable[..., Any]
-        ] = []  # wrappers that other code holds: retired meanwhile
+        self._held: list[Callable[..., Any]] = []  # by other code: retired meanwhile
         self._originals: tuple[Any, ...] = ()
         self._as_left: tuple[object, ...] = ()
 
@@ -108,18 +105,18 @@ class Kept:
         if installation is not self.installation:
             self.installation, self._originals = installation, ()
             self._swap = Swap(installation.applied)
-        if self._swap.read() is not True:
+        if not self._swap.is_in_force():
             return False
         self._has_news, self._counts = counts != self._counts, counts
         if self._has_news:
             draft.undo(installation.applied)
-            draft.apply(taken_name_patches(draft, [*retired(), *installation.wrappers]))
+            draft.put(*taken_name_patches(draft, [*retired(), *installation.wrappers]))
         else:
-            draft.apply([dataclasses.replace(self._swap, value=False)])
+            draft.put(self._swap.to(False))
         # The wrappers are first, and the others are not retired.
         found = zip(installation.wrappers, counts, self._alone, strict=False)
         self._held = [each for each, count, alone in found if count > alone]
-        draft.apply(retirements(self._held, ()))
+        draft.put(*retirements(self._held))
         return True
 
     def note_left(self) -> None:
@@ -138,7 +135,7 @@ class Kept:
     def put_back(self, draft: Draft) -> bool:
         """Drafts restoring the conversion; False if it would differ from before."""
         modules, counts = self._as_left
-        if _newest_module() != modules or self._swap.read() is not False:
+        if _newest_module() != modules or self._swap.is_in_force() is not False:
             return False
         wrappers = self.installation.wrappers
         if self._has_news or references(self._originals) != counts:
@@ -148,8 +145,8 @@ class Kept:
             known = {done.patch.key for done in applied}
             if not all(patch.key in known for patch in early_name_patches(wanted)):
                 return False
-        draft.apply(in_use(self._held))  # before calls can find a wrapper
-        draft.apply([self._swap])
+        draft.put(*in_use(self._held))  # before calls can find a wrapper
+        draft.put(self._swap.to(True))
         return True
 
 
@@ -179,12 +176,11 @@ def forget_left() -> None:
     """Drops the last session left."""
     if _left is not None:
         draft = Draft()
-        draft.apply(_ended(_left, ()))
-        draft.apply([Patch(sys.modules[__name__], "_left", None)])
+        draft.put(*_ended(_left, ()), Patch(sys.modules[__name__], "_left", None))
         draft.make()
 
 
-def _ended(session: Session, kept: Sequence[Callable[..., Any]]) -> list[Change]:
+def _ended(session: Session, kept: Sequence[Callable[..., Any]]) -> list[Patch]:
     """Returns the changes that remove a session, apart from the wrappers in ``kept``."""
     installed = session._installation if session.kept is None else session.kept.installation
     return [*retirements(installed.wrappers, kept), Patch(session, "kept", None)]
@@ -214,7 +210,7 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
     All changes are drafted first. The previous session's wrappers are retired last, so that calls in other
     threads find the old ones or the new ones, never torch without any.
     """
-    left, draft, covered = _left, Draft(), list[Change]()
+    left, draft, covered = _left, Draft(), list[Patch]()
     replaced = Installation() if old is None else old._installation
     kept = None if old is None or session is not None or not is_kept else old.kept
     back = None if session is None or session is not left or old is not None else session.kept
@@ -229,23 +225,23 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
         draft = Draft()
         covered = draft.undo(replaced.applied)
         if session is None:
-            draft.apply(taken_name_patches(draft, [*retired(), *replaced.wrappers]))
+            draft.put(*taken_name_patches(draft, [*retired(), *replaced.wrappers]))
         else:
             installation, back = session._draft(draft, replaced)
     if session is not None:
-        draft.apply([Patch(session, "_installation", installation)])
+        draft.put(Patch(session, "_installation", installation))
     if old is not None and old is not session:
-        draft.apply([Patch(old, "_installation", Installation(rules=replaced.rules))])
+        draft.put(Patch(old, "_installation", Installation(rules=replaced.rules)))
         if not old._is_entered:  # no block will return to the one before it
-            draft.apply([Patch(old, "_previous", None)])
-    draft.apply(_state_patches(old, session, installation.rules))
+            draft.put(Patch(old, "_previous", None))
+    draft.put(*_state_patches(old, session, installation.rules))
     this = sys.modules[__name__]
-    draft.apply([Patch(this, "_current", session), Patch(this, "_left", old if stays else None)])
+    draft.put(Patch(this, "_current", session), Patch(this, "_left", old if stays else None))
     if not (stays or returns):
         for each in filter(None, (old, left)):
-            draft.apply(_ended(each, installation.wrappers))
+            draft.put(*_ended(each, installation.wrappers))
     if session is not None:
-        draft.apply([Patch(session, "kept", back)])
+        draft.put(Patch(session, "kept", back))
     said = _said_of(covered)
 
     def finish() -> None:
@@ -265,7 +261,7 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
 
 def _state_patches(
     old: Session | None, session: Session | None, rules: tuple[Registered, ...]
-) -> Iterable[Change]:
+) -> Iterable[Patch]:
     """Returns the patches of the state that regions and caches compare."""
     epoch = torch_state.in_force()
     if (old is None) != (session is None):
@@ -283,7 +279,7 @@ def _forget_caches(*, keeps_graphs: bool) -> None:
     forget_overrides()
 
 
-def _said_of(covered: Iterable[Change]) -> str:
+def _said_of(covered: Iterable[Patch]) -> str:
     """Returns the warning about slots that other code has patched since; ``""`` for none."""
     names = {patch.where for patch in covered if not (patch.is_foreign or patch.stays_idle)}
     if not names:

@@ -137,9 +137,7 @@ def _running_modules() -> list[nn.Module]:
     return _running.modules or ([] if _running.since is _noting else _running_frames())
 
 
-def module_patches(
-    draft: Draft, first_call_ended: Callable[[nn.Module], None]
-) -> Iterator[Patch | ItemPatch]:
+def module_patches(draft: Draft, first_call_ended: Callable[[nn.Module], None]) -> Iterator[Patch]:
     """Yields the patches that record running modules."""
     has_ended = False
     without_parameters: weakref.WeakSet[nn.Module] = weakref.WeakSet()

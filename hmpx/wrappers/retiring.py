@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .. import patches
 from ..casting import CallPlan
-from ..patching import Change, Patch
+from ..patching import Patch
 
 #: Dotted name of a slot -> the wrapper in it, and the wrapped function.
 _in_force: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -74,32 +74,23 @@ def in_slot(site: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return current if wrapped is original else original
 
 
-@dataclass(frozen=True, slots=True)
-class Retirement:
-    """Makes a wrapper call the function in its slot, for all kept references; or puts it back in use."""
+class _Retirement(Patch):
+    """Makes the wrapper ``owner`` call the function in its slot, for all kept references, or puts it back in use."""
 
-    wrapper: Callable[..., Any]
-    value: bool = True  # whether it is retired
-    is_foreign = False
-    stays_idle = True
-
-    @property
-    def key(self) -> Hashable:
-        """Identifies the wrapper."""
-        return id(self.wrapper), "retirement"
+    __slots__ = ()
 
     @property
     def where(self) -> str:
         """The slot's name."""
-        return str(vars(self.wrapper)["__hmpx_site__"])
+        return str(vars(self.owner)["__hmpx_site__"])
 
     def read(self) -> bool:
         """Returns whether it is retired now."""
-        return vars(self.wrapper)["__hmpx_control__"].forward is not None
+        return vars(self.owner)["__hmpx_control__"].forward is not None
 
     def write(self, value: bool) -> None:
         """Retires the wrapper, or puts it in use."""
-        wrapper, site = self.wrapper, self.where
+        wrapper, site = self.owner, self.where
         control: Control = vars(wrapper)["__hmpx_control__"]
         original = vars(wrapper)["__wrapped__"]
         if not control.names:
@@ -115,16 +106,16 @@ class Retirement:
 
 
 def retirements(
-    wrappers: Iterable[Callable[..., Any]], kept: Collection[Callable[..., Any]]
-) -> list[Change]:
+    wrappers: Iterable[Callable[..., Any]], kept: Collection[Callable[..., Any]] = ()
+) -> list[Patch]:
     """Returns the patches that retire ``wrappers`` except those in ``kept``."""
     used = set(map(id, kept))
-    return [Retirement(each) for each in wrappers if id(each) not in used]
+    return [_Retirement(w, "", True, stays_idle=True) for w in wrappers if id(w) not in used]
 
 
-def in_use(wrappers: Iterable[Callable[..., Any]]) -> list[Change]:
+def in_use(wrappers: Iterable[Callable[..., Any]]) -> list[Patch]:
     """Returns the patches that put wrappers in use. Apply them before a wrapper is in a slot."""
-    return [Retirement(each, False) for each in wrappers]
+    return [_Retirement(wrapper, "", False) for wrapper in wrappers]
 
 
 # --- wrappers that conversions share -----------------------------------------------------------

@@ -88,6 +88,24 @@ def test_traced_modules_hold_the_casts(tmp_path: Path) -> None:
     torch.testing.assert_close(run_elsewhere("trace", tmp_path), expected, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_traced_calls_are_not_cast_again() -> None:
+    """torch.autocast would compute this op in fp32."""
+
+    def pad(x: Tensor) -> Tensor:
+        return F.pad(x, (1, 1), mode="replicate")
+
+    x = torch.randn(1, 3, 4, dtype=BF16)
+    with hmpx.convert(device_types={"cpu"}):
+        module, function = torch.jit.trace(Padding(), x), torch.jit.trace(pad, x)
+        assert module(x).dtype is function(x).dtype is pad(x).dtype is BF16
+
+
+class Padding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, (1, 1), mode="replicate")
+
+
 def activation(x: Tensor) -> Tensor:
     return F.gelu(F.relu(x) @ x)
 

@@ -170,7 +170,7 @@ def test_each_set_converts_without_a_warning(name: str) -> None:
     """Nothing in a shipped set is unknown, repeated or in conflict with `strict` either."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        session = hmpx.convert(lists=name, strict=True)
+        session = hmpx.convert(lists=LISTS / name, strict=True)  # as a user's own lists
     policies = {decision.cast_policy for decision in session.policy.decisions.values()}
     assert {CastPolicy.LOW, CastPolicy.FP32} <= policies
 

@@ -106,7 +106,7 @@ def test_an_error_halfway_through_convert_leaves_a_clean_state(
     expected = (ones() @ ones()).dtype
     write, written = patching._write, []
 
-    def failing_write(patch: patching.Change, value: object) -> None:
+    def failing_write(patch: patching.Patch, value: object) -> None:
         written.append(patch)
         if len(written) == 100:
             raise TypeError("a slot that can't be set")
