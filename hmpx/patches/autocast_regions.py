@@ -133,8 +133,8 @@ def _module(frame: Any) -> str:
 # --- exported graphs --------------------------------------------------------------------------
 
 
-def tracing_patch(draft: Draft) -> Patch:
-    """Returns the patch that lets torch.export record regions when it traces a graph with regions.
+def tracing_patches(draft: Draft) -> Iterator[Patch]:
+    """Yields the patch that lets torch.export record regions when it traces a graph with regions.
 
     It records them in the new graph, without entering them.
     """
@@ -156,7 +156,7 @@ def tracing_patch(draft: Draft) -> Patch:
         return handle(self, func, types, args, kwargs)
 
     mode = sys.modules[TRACER].PreDispatchTorchFunctionMode
-    return draft.around(mode, "__torch_function__", noting)
+    yield draft.around(mode, "__torch_function__", noting)
 
 
 #: Attribute of that mode: the regions that it has recorded and that are still open.

@@ -17,7 +17,7 @@ from ..errors import HmpxWarning
 from ..patching import Draft, Patch
 from ..tensors import LOW_DTYPES, Args, Kwargs, tensors_of
 from ..torch_internals import SCRIPTED, OpOverload, OpOverloadPacket, dispatch_modes
-from ..torch_state import has_casts, is_below_dispatcher
+from ..torch_state import has_casts, in_force, is_below_dispatcher
 
 # --- operators ---------------------------------------------------------------------------------
 
@@ -95,7 +95,8 @@ def scripting_patches(
 
     def trace(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         traced = original(*args, **kwargs)
-        _traced.add(traced if isinstance(traced, SCRIPTED) else traced.forward)
+        if in_force() is not None:
+            _traced.add(traced if isinstance(traced, SCRIPTED) else traced.forward)
         return traced
 
     def cast_inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,6 +109,7 @@ def scripting_patches(
         return call(*args, **kwargs)
 
     yield draft.around(torch.jit, "script", script_uncast)
-    yield draft.around(torch.jit, "trace", trace)
+    # torch.compile also patches it on its first use.
+    yield draft.around(torch.jit, "trace", trace, stays_idle=True)
     if low_dtype is not None:
         yield from [draft.around(kind, "__call__", cast_inside) for kind in SCRIPTED]

@@ -14,7 +14,7 @@ import hashlib
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,7 +47,7 @@ from ..torch_internals import (
 )
 from ..torch_state import AUTOCAST_STATE
 from ..version import __version__
-from .autocast_regions import tracing_patch
+from .autocast_regions import tracing_patches
 from .partitioned import partition_patches
 
 
@@ -76,7 +76,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
     tag = functools.cache(functools.partial(_digest, decides))
     yield Patch(sys.modules[__name__], "_tag", tag)
     yield Patch(sys.modules[__name__], "_is_cached", is_cached)
-    actions = {
+    actions: dict[str, Callable[[Any], object]] = {
         SELECT_ALGORITHM: _unwrap_kernels,
         CODE_CACHE: _tag_keys,
         DYNAMO_FUNCTIONS: _fold_originals,
@@ -86,31 +86,17 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         INDUCTOR_GRAPHS: _lower_originals("GraphLowering"),
         INDUCTOR_SUBGRAPHS: _lower_originals("PointwiseSubgraphLowering"),
     }
-    if TRACER in sys.modules:
-        yield tracing_patch(draft)
-    else:
-        actions[TRACER] = lambda module: add(tracing_patch(Draft()))
+    patches: dict[str, Callable[[Draft], Iterable[Patch]]] = {TRACER: tracing_patches}
     if _rounds_in_graphs(policy, device_types, legalize):
-
-        def keep_casts(module: Any) -> None:
-            for patch in _keeping_casts(sys.modules[INDUCTOR_CONFIG], Draft()):
-                add(patch)
-
-        if INDUCTOR_CPP in sys.modules:
-            yield from _keeping_casts(sys.modules[INDUCTOR_CONFIG], draft)
-        else:
-            actions[INDUCTOR_CPP] = keep_casts
+        patches[INDUCTOR_CPP] = _keeping_casts
     if keep_weight_casts is not True:
         is_choosy = keep_weight_casts == "auto"
-        if (module := sys.modules.get(AOT_GRAPHS)) is not None:
-            yield from partition_patches(module, draft, is_choosy=is_choosy)
+        patches[AOT_GRAPHS] = functools.partial(partition_patches, is_choosy=is_choosy)
+    for name, patches_of in patches.items():
+        if name in sys.modules:
+            yield from patches_of(draft)
         else:
-
-            def mark_casts(module: Any) -> None:
-                for patch in partition_patches(module, Draft(), is_choosy=is_choosy):
-                    add(patch)
-
-            actions[AOT_GRAPHS] = mark_casts
+            actions[name] = lambda module, of=patches_of: [*map(add, of(Draft()))]
     for name, action in actions.items():
         if (module := sys.modules.get(name)) is not None:
             action(module)
@@ -324,12 +310,12 @@ def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: st
     return legalize == "always" or (legalize == "auto" and reported("cpu", dtype) is False)
 
 
-def _keeping_casts(config: Any, draft: Draft) -> Iterator[Patch]:
+def _keeping_casts(draft: Draft) -> Iterator[Patch]:
     """Yields the patch that makes inductor round where eager mode does, in all threads.
 
     Otherwise it elides round-trip casts; the bit arithmetic of `graph_rounding` that avoids this is slower.
     """
-    entry: Any = of_later(config.__name__, "_config.emulate_precision_casts")
+    entry: Any = of_later(INDUCTOR_CONFIG, "_config.emulate_precision_casts")
     keeping = Patch(entry, "default", True)
     if entry is not None and draft.read(keeping) is False:  # a thread's own value takes precedence
         yield keeping

@@ -7,6 +7,7 @@ again instead, its casts are marked for recomputation.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ _VIEWS: Final = frozenset({
 })  # fmt: skip
 
 
-def partition_patches(module: Any, draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
+def partition_patches(draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
     """Yields the patch that makes compiled graphs keep parameters instead of their casts."""
     if of_later(AOT_GRAPHS, _PARTITION) is None:
         return
@@ -48,7 +49,7 @@ def partition_patches(module: Any, draft: Draft, *, is_choosy: bool) -> Iterator
         marking = functools.partial(_partitioned, is_choosy, written, partition_fn)
         return partition(*others, marking, **kwargs)
 
-    yield draft.around(module, _PARTITION, mark_first)
+    yield draft.around(sys.modules[AOT_GRAPHS], _PARTITION, mark_first)
 
 
 def _written_inputs(facts: Iterable[Any]) -> set[int] | None:

@@ -40,9 +40,9 @@ from .sections import Section as Section
 from .sections import matches as matches
 
 if TYPE_CHECKING:
-    from .files import Reader as Reader
     from .files import read_policy_file as read_policy_file
     from .nodes import DICT as DICT
+    from .nodes import Reader as Reader
     from .nodes import of_mapping as of_mapping
     from .nodes import of_yaml as of_yaml
     from .texts import policy_line as policy_line
@@ -50,8 +50,8 @@ else:  # YAML files and tables for people
     __getattr__ = shown_later(
         __name__,
         {
-            "nodes": "DICT of_mapping of_yaml",
-            "files": "Reader read_policy_file",
+            "nodes": "DICT Reader of_mapping of_yaml",
+            "files": "read_policy_file",
             "texts": "policy_line",
         },
     )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import torch
 import yaml
 
-from .. import arguments, tensors
+from .. import arguments
 from ..errors import OpListError, OptionError, PolicyFileError, short, shown, suggestion
 from ..number_formats import OVERFLOWS, ROUNDING_MODES
 from . import nodes
@@ -27,7 +25,7 @@ from .op_lists import (
     SectionSource,
     is_policy_file,
 )
-from .sections import CONDITIONS, regex_of
+from .sections import CONDITIONS
 
 if TYPE_CHECKING:
     from ..number_formats import Format
@@ -44,7 +42,7 @@ def read_policy_file(
     if not is_policy_file(plain):
         raise PolicyFileError(f"{name}: a policy file ends in {', '.join(POLICY_SUFFIXES)}")
     text = read_text(plain, "a policy file", PolicyFileError)
-    reader = _Reader(name, Path(plain).parent)
+    reader = _PolicyReader(name, Path(plain).parent)
     if plain.endswith(".json"):
         source = reader.gaudi_config(nodes.of_json(text, name))
     else:
@@ -58,91 +56,22 @@ def read_policy_file(
 
 def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
     """Returns the content of a policy file with these keys and values."""
-    reader = _Reader(nodes.DICT, Path())
+    reader = _PolicyReader(nodes.DICT, Path())
     source = reader.policy(nodes.of_mapping(mapping))
     reader.check()
     return source
 
 
-class _Reader:
-    """Converts the nodes of one file to values; keys and values with faults are skipped."""
+class _PolicyReader(nodes.Reader):
+    """Converts the nodes of a policy file."""
 
-    def __init__(self, source: str, folder: Path) -> None:
-        self._source, self._folder = source, folder
-        self.faults: list[PolicyFileError] = []
-
-    def check(self) -> None:
-        if self.faults:
-            raise self.faults[0]
-
-    def where(self, node: yaml.Node) -> str:
-        return f"{self._source}{nodes.place(node)}"
-
-    def error(self, node: yaml.Node, message: object) -> PolicyFileError:
-        return PolicyFileError(f"{self.where(node)}: {message}")
-
-    # --- mappings, lists and single values
-
-    def mapping(self, node: yaml.Node, readers: _Readers, what: str) -> dict[str, Any]:
-        self._check_tag(node)
-        if not isinstance(node, yaml.MappingNode):
-            raise self.error(node, f"{what} must be a mapping of keys to values")
-        found: dict[str, Any] = {}
-        seen: dict[str, str] = {}
-        for key_node, value in node.value:
-            key = self.text("a key", key_node)
-            try:
-                if key in seen:
-                    earlier = seen[key].replace(":", "line ")
-                    raise self.error(key_node, f"{shown(key)} is given twice, at {earlier} too")
-                seen[key] = nodes.place(key_node)
-                if key not in readers:
-                    others = {k: v for k, v in _OTHER_KEYS.items() if v in readers}
-                    hint = suggestion(key, readers, others) or f" ({', '.join(readers)})"
-                    raise self.error(key_node, f"unknown key {shown(key)} of {what}{hint}")
-                found[key] = readers[key](self, key, value)
-            except PolicyFileError as error:
-                self.faults.append(error)
-        return found
-
-    def _check_tag(self, node: yaml.Node) -> None:
-        if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
-            raise self.error(node, f"the tag {shown(node.tag)} has no meaning here; leave it out")
-
-    def items(self, key: str, node: yaml.Node) -> list[yaml.Node]:
-        """Returns the items of a list; a single value is one."""
-        self._check_tag(node)
-        if isinstance(node, yaml.MappingNode):
-            raise self.error(node, f"{key} must be a list")
-        return node.value if isinstance(node, yaml.SequenceNode) else [node]
-
-    def each(
-        self, read: Callable[[str, yaml.Node], _T], key: str, node: yaml.Node
-    ) -> tuple[_T, ...]:
-        return tuple([read(key, item) for item in self.items(key, node)])
-
-    def text(self, key: str, node: yaml.Node) -> str:
-        self._check_tag(node)
-        if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
-            raise self.error(node, f"{key} must be a string")
-        return str(node.value)
-
-    def parsed(self, key: str, node: yaml.Node, parse: Callable[[str], _T], name: str = "") -> _T:
-        """Returns the result of ``parse`` for a text; ``name`` prefixes its errors."""
-        try:
-            return parse(self.text(key, node))
-        except (OptionError, ValueError, re.error, OverflowError, RecursionError) as error:
-            raise self.error(node, f"{name}{error}") from None
-
-    def choice(self, key: str, node: yaml.Node, known: Iterable[str]) -> str:
-        text, known = self.text(key, node), tuple(known)
-        if text not in known:
-            message = f"{key} must be one of {', '.join(known)}, not {shown(text)}"
-            raise self.error(node, message + suggestion(text, known))
-        return text
-
-    def truth(self, key: str, node: yaml.Node) -> bool:
-        return self.choice(key, node, ("true", "false")) == "true"
+    other_keys: Final = {
+        **dict.fromkeys(("bf16", "fp16", "bfloat16", "float16", "allow"), "low"),
+        **dict.fromkeys(("float32", "deny"), "fp32"),
+        **dict.fromkeys(("dtype", "precision"), "low_precision_type"),
+        **dict.fromkeys(("modules", "layers", "skip", "ignore"), "exclude"),
+        **dict.fromkeys(("name", "layer"), "module"),
+    }
 
     def low_type(self, key: str, node: yaml.Node) -> LowType:
         return self.parsed(key, node, parse_low_type)
@@ -152,40 +81,6 @@ class _Reader:
         if text in ("true", "false"):
             return text == "true"
         return self.parsed(key, node, lambda name: parse_format(key, name))
-
-    # --- the kinds of conditions
-
-    def texts(self, key: str, node: yaml.Node) -> tuple[str, ...]:
-        return self.each(self.text, key, node)
-
-    def regexes(self, key: str, node: yaml.Node) -> tuple[str, ...]:
-        for item in self.items(key, node):
-            prefix = f"{key}: not a regular expression: "
-            self.parsed(key, item, lambda text: regex_of(key, text), prefix)
-        return self.texts(key, node)
-
-    def phase(self, key: str, node: yaml.Node) -> str:
-        return self.choice(key, node, ("train", "eval"))
-
-    def count(self, key: str, node: yaml.Node) -> int:
-        text = self.text(key, node)
-        if node.tag != "tag:yaml.org,2002:int" or not re.fullmatch(r"[0-9][0-9_]{0,30}", text):
-            raise self.error(node, f"{key} must be a whole number, not {shown(text)}")
-        return int(text.replace("_", ""))
-
-    def counts(self, key: str, node: yaml.Node) -> tuple[int, ...]:
-        return self.each(self.count, key, node)
-
-    def dtypes(self, key: str, node: yaml.Node) -> tuple[torch.dtype, ...]:
-        return tuple(
-            self.parsed(key, item, tensors.parse_name, f"{key}: ") for item in self.items(key, node)
-        )
-
-    def devices(self, key: str, node: yaml.Node) -> tuple[str, ...]:
-        try:
-            return tuple(sorted(tensors.parse_device_types(self.texts(key, node))))
-        except OptionError as error:
-            raise self.error(node, str(error).replace("device_types", key)) from None
 
     # --- lists, sections and files
 
@@ -204,7 +99,7 @@ class _Reader:
         if not isinstance(node, yaml.MappingNode):
             return self.ops(kind, node), ()
 
-        def removed(reader: _Reader, key: str, each: yaml.Node) -> tuple[Entry, ...]:
+        def removed(reader: _PolicyReader, key: str, each: yaml.Node) -> tuple[Entry, ...]:
             items = reader.items(kind, each)
             return tuple(Entry(reader.text("an op", item), reader.where(item)) for item in items)
 
@@ -321,53 +216,41 @@ class _Reader:
 
 # --- the keys of files -------------------------------------------------------------------------
 
-#: Key -> the function that reads its value, from the reader, the key and its node.
-_Readers = Mapping[str, Callable[[_Reader, str, yaml.Node], Any]]
-
-_FORMAT_KEYS: Final[_Readers] = {
+_FORMAT_KEYS: Final[nodes.Readers] = {
     "rounding": lambda reader, key, node: reader.choice(key, node, ROUNDING_MODES),
     "overflow": lambda reader, key, node: reader.choice(key, node, OVERFLOWS),
-    "round_gradients": _Reader.truth_or_format,
+    "round_gradients": _PolicyReader.truth_or_format,
 }
 
-#: Other names of keys -> the keys.
-_OTHER_KEYS: Final = {
-    **dict.fromkeys(("bf16", "fp16", "bfloat16", "float16", "allow"), "low"),
-    **dict.fromkeys(("float32", "deny"), "fp32"),
-    **dict.fromkeys(("dtype", "precision"), "low_precision_type"),
-    **dict.fromkeys(("modules", "layers", "skip", "ignore"), "exclude"),
-    **dict.fromkeys(("name", "layer"), "module"),
-}
-
-_POLICY_KEYS: Final[_Readers] = {
-    "low_precision_type": _Reader.low_type,
+_POLICY_KEYS: Final[nodes.Readers] = {
+    "low_precision_type": _PolicyReader.low_type,
     **_FORMAT_KEYS,
-    "lists": _Reader.base,
-    **dict.fromkeys(KEYS, _Reader.op_list),
-    "exclude": _Reader.exclude,
-    "sections": _Reader.sections,
+    "lists": _PolicyReader.base,
+    **dict.fromkeys(KEYS, _PolicyReader.op_list),
+    "exclude": _PolicyReader.exclude,
+    "sections": _PolicyReader.sections,
 }
 
-_SECTION_KEYS: Final[_Readers] = {
-    **{key: getattr(_Reader, condition.kind) for key, condition in CONDITIONS.items()},
-    "low_precision_type": _Reader.low_type,
-    **dict.fromkeys(KEYS, _Reader.ops),
+_SECTION_KEYS: Final[nodes.Readers] = {
+    **{key: getattr(_PolicyReader, condition.kind) for key, condition in CONDITIONS.items()},
+    "low_precision_type": _PolicyReader.low_type,
+    **dict.fromkeys(KEYS, _PolicyReader.ops),
 }
 
 
-def _ops_or_null(kind: str) -> Callable[[_Reader, str, yaml.Node], OpList | None]:
+def _ops_or_null(kind: str) -> Callable[[_PolicyReader, str, yaml.Node], OpList | None]:
     return lambda reader, key, node: None if node.tag.endswith(":null") else reader.ops(kind, node)
 
 
-_GAUDI_KEYS: Final[_Readers] = {
-    "use_habana_mixed_precision": _Reader.truth,
-    "hmp_is_verbose": _Reader.truth,
+_GAUDI_KEYS: Final[nodes.Readers] = {
+    "use_habana_mixed_precision": _PolicyReader.truth,
+    "hmp_is_verbose": _PolicyReader.truth,
     "hmp_opt_level": lambda reader, key, node: reader.choice(key, node, ("O1", "O2")),
     "hmp_bf16_ops": _ops_or_null("low"),
     "hmp_fp32_ops": _ops_or_null("fp32"),
     "autocast_bf16_ops": _ops_or_null("low"),
     "autocast_fp32_ops": _ops_or_null("fp32"),
-    "low_precision_type": _Reader.low_type,
+    "low_precision_type": _PolicyReader.low_type,
     **_FORMAT_KEYS,
     **dict.fromkeys(  # keys unrelated to casting
         (
@@ -378,7 +261,3 @@ _GAUDI_KEYS: Final[_Readers] = {
         lambda reader, key, node: None,
     ),
 }
-
-
-#: Reads other files of this kind: contracts.
-Reader = _Reader

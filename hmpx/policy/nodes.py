@@ -1,19 +1,22 @@
-"""Converts YAML, JSON and dicts to PyYAML's nodes, which have a place for every key and value."""
+"""Converts YAML, JSON and dicts to PyYAML's nodes, which have a place for every key and value, and reads these."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, Final
+import types
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import torch
 import yaml
 
 from .. import tensors
 from ..arguments import is_a
-from ..errors import PolicyFileError, cut, shown
+from ..errors import OptionError, PolicyFileError, cut, shown, suggestion
 from ..number_formats import is_format
+from .sections import regex_of
 
 #: The name of a policy that is not in a file, in messages.
 DICT: Final = "<policy>"
@@ -97,3 +100,148 @@ def place(node: yaml.Node) -> str:
     """Returns where a node begins: ``":12"``; in a dict ``"['low'][0]"``."""
     mark: Any = node.start_mark
     return mark if isinstance(mark, str) else f":{mark.line + 1}"
+
+
+# --- values ------------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
+
+#: Key -> the function that reads its value, from a reader, the key and its node.
+Readers = Mapping[str, Callable[[Any, str, yaml.Node], Any]]
+
+
+class Reader:
+    """Converts the nodes of one file to values; keys and values with faults are skipped.
+
+    Attributes:
+        faults: The errors of those.
+    """
+
+    #: Other names of keys -> the keys.
+    other_keys: Mapping[str, str] = types.MappingProxyType({})
+
+    def __init__(self, source: str, folder: Path) -> None:
+        self._source, self._folder = source, folder
+        self.faults: list[PolicyFileError] = []
+
+    def check(self) -> None:
+        """Raises the first of the faults."""
+        if self.faults:
+            raise self.faults[0]
+
+    def where(self, node: yaml.Node) -> str:
+        """Returns where ``node`` begins: ``"policy.yaml:12"``."""
+        return f"{self._source}{place(node)}"
+
+    def error(self, node: yaml.Node, message: object) -> PolicyFileError:
+        """Returns an error about ``node``."""
+        return PolicyFileError(f"{self.where(node)}: {message}")
+
+    # --- mappings, lists and single values
+
+    def mapping(self, node: yaml.Node, readers: Readers, what: str) -> dict[str, Any]:
+        """Returns the values of a mapping, each read by the function of its key."""
+        self._check_tag(node)
+        if not isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{what} must be a mapping of keys to values")
+        found: dict[str, Any] = {}
+        seen: dict[str, str] = {}
+        for key_node, value in node.value:
+            key = self.text("a key", key_node)
+            try:
+                if key in seen:
+                    earlier = seen[key].replace(":", "line ")
+                    raise self.error(key_node, f"{shown(key)} is given twice, at {earlier} too")
+                seen[key] = place(key_node)
+                if key not in readers:
+                    others = {k: v for k, v in self.other_keys.items() if v in readers}
+                    hint = suggestion(key, readers, others) or f" ({', '.join(readers)})"
+                    raise self.error(key_node, f"unknown key {shown(key)} of {what}{hint}")
+                found[key] = readers[key](self, key, value)
+            except PolicyFileError as error:
+                self.faults.append(error)
+        return found
+
+    def _check_tag(self, node: yaml.Node) -> None:
+        if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
+            raise self.error(node, f"the tag {shown(node.tag)} has no meaning here; leave it out")
+
+    def items(self, key: str, node: yaml.Node) -> list[yaml.Node]:
+        """Returns the items of a list; a single value is one."""
+        self._check_tag(node)
+        if isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{key} must be a list")
+        return node.value if isinstance(node, yaml.SequenceNode) else [node]
+
+    def each(
+        self, read: Callable[[str, yaml.Node], _T], key: str, node: yaml.Node
+    ) -> tuple[_T, ...]:
+        """Returns the items of a list, each read by ``read``."""
+        return tuple([read(key, item) for item in self.items(key, node)])
+
+    def text(self, key: str, node: yaml.Node) -> str:
+        """Returns a string."""
+        self._check_tag(node)
+        if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
+            raise self.error(node, f"{key} must be a string")
+        return str(node.value)
+
+    def parsed(self, key: str, node: yaml.Node, parse: Callable[[str], _T], name: str = "") -> _T:
+        """Returns the result of ``parse`` for a text; ``name`` prefixes its errors."""
+        try:
+            return parse(self.text(key, node))
+        except (OptionError, ValueError, re.error, OverflowError, RecursionError) as error:
+            raise self.error(node, f"{name}{error}") from None
+
+    def choice(self, key: str, node: yaml.Node, known: Iterable[str]) -> str:
+        """Returns one of the ``known`` strings."""
+        text, known = self.text(key, node), tuple(known)
+        if text not in known:
+            message = f"{key} must be one of {', '.join(known)}, not {shown(text)}"
+            raise self.error(node, message + suggestion(text, known))
+        return text
+
+    def truth(self, key: str, node: yaml.Node) -> bool:
+        """Returns true or false."""
+        return self.choice(key, node, ("true", "false")) == "true"
+
+    # --- the kinds of conditions
+
+    def texts(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        """Returns strings."""
+        return self.each(self.text, key, node)
+
+    def regexes(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        """Returns regular expressions."""
+        for item in self.items(key, node):
+            prefix = f"{key}: not a regular expression: "
+            self.parsed(key, item, lambda text: regex_of(key, text), prefix)
+        return self.texts(key, node)
+
+    def phase(self, key: str, node: yaml.Node) -> str:
+        """Returns ``"train"`` or ``"eval"``."""
+        return self.choice(key, node, ("train", "eval"))
+
+    def count(self, key: str, node: yaml.Node) -> int:
+        """Returns a whole number."""
+        text = self.text(key, node)
+        if node.tag != "tag:yaml.org,2002:int" or not re.fullmatch(r"[0-9][0-9_]{0,30}", text):
+            raise self.error(node, f"{key} must be a whole number, not {shown(text)}")
+        return int(text.replace("_", ""))
+
+    def counts(self, key: str, node: yaml.Node) -> tuple[int, ...]:
+        """Returns whole numbers."""
+        return self.each(self.count, key, node)
+
+    def dtypes(self, key: str, node: yaml.Node) -> tuple[torch.dtype, ...]:
+        """Returns dtypes."""
+        return tuple(
+            self.parsed(key, item, tensors.parse_name, f"{key}: ") for item in self.items(key, node)
+        )
+
+    def devices(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        """Returns device types."""
+        try:
+            return tuple(sorted(tensors.parse_device_types(self.texts(key, node))))
+        except OptionError as error:
+            raise self.error(node, str(error).replace("device_types", key)) from None
