@@ -60,7 +60,8 @@ def canonical(name: str, prefixes: Container[str], names: Container[str]) -> str
     if separator:
         name = f"{OPERATORS}.{namespace}.{operator}"
     parts = name.split(".")
-    if len(parts) < 2 or not all(map(_is_plain, parts)) or parts[0] in _REFUSED:
+    is_plain = [p.isidentifier() and p[:2] != "__" and not keyword.iskeyword(p) for p in parts]
+    if len(parts) < 2 or not all(is_plain) or parts[0] in _REFUSED:
         return None
     if parts[:2] == ["torch", "ops"]:
         if len(parts) not in (4, 5):
@@ -80,10 +81,6 @@ def is_foreign(name: str) -> bool:
     return "." in name
 
 
-def _is_plain(part: str) -> bool:
-    return part.isidentifier() and not part.startswith("__") and not keyword.iskeyword(part)
-
-
 def _is_of_torch(name: str) -> bool:
     """Whether torch has a function of that name, or may have one in a module not yet imported."""
     found = find_foreign(name)
@@ -97,24 +94,19 @@ def _is_of_torch(name: str) -> bool:
 # --- values ------------------------------------------------------------------------------------
 
 
-def _splits(name: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields the ways to split ``name`` into a module and attributes, the longest module first."""
-    parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        yield ".".join(parts[:count]), parts[count:]
-
-
-def modules_of(name: str) -> list[str]:
-    """Returns the names of modules whose import may define ``name``."""
-    return [module for module, _ in _splits(name)]
+def modules_of(name: str) -> Iterator[str]:
+    """Yields the names of modules whose import may define ``name``, the longest first."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def find_foreign(name: str) -> Found | None:
     """Looks ``name`` up in the loaded modules; None if it is not there yet."""
-    for module_name, attributes in _splits(name):
+    for module_name in modules_of(name):
         owner: Any = sys.modules.get(module_name)
         if not issubclass(type(owner), types.ModuleType):
             continue
+        attributes = name[len(module_name) + 1 :].split(".")
         for attribute in attributes[:-1]:
             owner = _own(owner, attribute)
             if owner is not None and not isinstance(owner, (type, types.ModuleType)):
@@ -202,10 +194,11 @@ def lacking(name: str, executed: object = None) -> str:
     found = find_foreign(name)
     if found is not None:
         return why_not(name, found)
-    for module_name, attributes in _splits(name):
+    for module_name in modules_of(name):
         owner: Any = sys.modules.get(module_name)
         if owner is None:
             continue
+        attributes = name[len(module_name) + 1 :].split(".")
         spec = getattr(owner, "__spec__", None)
         is_unfinished = owner is not executed and getattr(spec, "_initializing", False)
         if type(owner) is not types.ModuleType or is_unfinished:

@@ -62,11 +62,6 @@ def table() -> Mapping[str, Op]:
     return _tables().ops
 
 
-def is_known(name: str) -> bool:
-    """Whether ``name`` is the name of an op of torch's, or a possible name of another library's op."""
-    return name in table() or foreign.canonical(name, RESERVED, names()) == name
-
-
 def covering(name: str) -> str | None:
     """Returns the op whose list line covers op ``name`` too, if there is one."""
     op = table().get(name)

@@ -32,20 +32,10 @@ def aten_name(site: Site) -> str:
     return name
 
 
-def schemas(site: Site) -> tuple[Any, ...]:
-    """Returns the ATen schemas of the callable at ``site``; () if it has none."""
-    return schemas_named(aten_name(site))
-
-
 @functools.cache
 def schemas_named(name: str) -> tuple[Any, ...]:
     """Returns the schemas of ATen's op ``name``; () if there is none."""
     return tuple(schemas_of(f"aten::{name}"))
-
-
-def holds_tensor(argument: Any) -> bool:
-    """Whether an argument is a tensor or contains tensors."""
-    return "Tensor" in str(argument.type)
 
 
 def argument_letter(argument: Any, written: str | None = None) -> str:
@@ -177,7 +167,13 @@ def schema_parameters(name: str, is_method: bool) -> Parameters:
         seen = {s[position][1] for s in schemas if position < len(s) and not s[position][2]}
         if seen - {""}:
             kinds[position] = _merged_kind(seen)
-    defaults = {p for p, kind in kinds.items() if kind == "O" and _are_none(schemas, p)}
+    # Positions with the same argument in all overloads: a tensor or None, None by default.
+    defaults = {
+        p
+        for p, kind in kinds.items()
+        if kind == "O"
+        and all(len(s) > p and s[p] == (longest[p][0], "O", False, True) for s in schemas)
+    }
     given = [argument for s in schemas for argument in s]
     tensors = {name for name, kind, *_ in given if kind}
     return Parameters(
@@ -205,13 +201,6 @@ def _tensor_schemas(name: str) -> list[list[_Argument]]:
                 ]
             )
     return found
-
-
-def _are_none(schemas: list[list[_Argument]], position: int) -> bool:
-    """Whether it is the same argument in all ``schemas``: a tensor or None, None by default."""
-    return all(len(s) > position for s in schemas) and {s[position] for s in schemas} == {
-        (schemas[0][position][0], "O", False, True)
-    }
 
 
 def _merged_kind(kinds: set[str]) -> str:
@@ -270,7 +259,7 @@ def numbers(op: str, site: Site) -> Numbers | None:
     are_factors = op in facts("factors")
     names = frozenset(facts("factors" if are_factors else "stored_numbers")[op])
     positions = set()
-    for schema in schemas(site):
+    for schema in schemas_named(aten_name(site)):
         arguments = [a.name for a in schema.arguments if not a.kwarg_only]
         if site.namespace == "torch.Tensor":  # x.where(c, y) is where(c, self, y)
             arguments.sort(key=lambda name: name != "self")

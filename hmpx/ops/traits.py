@@ -15,10 +15,8 @@ from .op_table import covered, covering, table
 from .schemas import (
     argument_letter,
     aten_name,
-    holds_tensor,
     parameters,
     schema_parameters,
-    schemas,
     schemas_named,
 )
 from .sites import operator_in
@@ -77,9 +75,9 @@ def is_castable(name: str) -> bool:
             return True
         if site.is_python and site.namespace != "torch.Tensor":
             return True
-        if site.namespace == NN_NAMESPACE and not schemas(site):
+        if site.namespace == NN_NAMESPACE and not schemas_named(aten_name(site)):
             return site.attribute[0] != "_"
-        for schema in schemas(site):
+        for schema in schemas_named(aten_name(site)):
             tensors = sum(bool(argument_letter(a)) for a in schema.arguments)
             if tensors and (tensors > 1 or any("Tensor" in str(r.type) for r in schema.returns)):
                 return True
@@ -109,7 +107,7 @@ def _has_view(name: str) -> bool:
         if (  # a tensor and all the options of a new one: zeros_like
             may_make_new
             and {argument.name for argument in arguments} >= _OF_NEW
-            and any(map(holds_tensor, arguments))
+            and any("Tensor" in str(argument.type) for argument in arguments)
         ):
             return True
         if name.endswith("_copy"):  # detach_copy, slice_copy; slice_scatter also has the tag

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .beneath import operator_patches as operator_patches
 from .compiled import compile_patches as compile_patches
 from .compiled import forget_compiled as forget_compiled
 from .early_names import early_name_patches as early_name_patches
@@ -24,7 +23,4 @@ from .taken_names import function_in as function_in
 from .taken_names import note_torchs_modules as note_torchs_modules
 from .taken_names import standing_for as standing_for
 from .taken_names import taken_name_patches as taken_name_patches
-from .values import control_flow_patches as control_flow_patches
-from .values import filled_patches as filled_patches
-from .values import gradient_patches as gradient_patches
-from .values import numpy_patches as numpy_patches
+from .values import value_patches as value_patches

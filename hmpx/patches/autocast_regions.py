@@ -44,17 +44,10 @@ from ..torch_state import (
 
 
 def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
-    """Yields the patches of torch.autocast, and of the functions that report its state."""
-    yield from _region_patches(draft)
-    is_enabled = draft.attribute(torch, "is_autocast_enabled")
-    yield Patch(torch, "is_autocast_enabled", _answering(is_enabled, low_dtype is not None))
-    for name in ("get_autocast_dtype", "get_autocast_gpu_dtype"):
-        dtype_of = draft.attribute(torch, name)
-        yield Patch(torch, name, _telling(dtype_of, is_enabled, low_dtype))
+    """Yields the patches of torch.autocast, and of the functions that report its state.
 
-
-def _region_patches(draft: Draft) -> Iterator[Patch]:
-    """Records and counts regions, so that calls outside need not check whether autocast is on."""
+    Regions are recorded and counted, so that calls outside need not check whether autocast is on.
+    """
 
     def earlier() -> str:
         """Represents this thread's regions that no wrapper has counted."""
@@ -91,6 +84,11 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
 
     yield draft.around(torch.autocast, "__enter__", noted_enter)
     yield draft.around(torch.autocast, "__exit__", noted_exit)
+    is_enabled = draft.attribute(torch, "is_autocast_enabled")
+    yield Patch(torch, "is_autocast_enabled", _answering(is_enabled, low_dtype is not None))
+    for name in ("get_autocast_dtype", "get_autocast_gpu_dtype"):
+        dtype_of = draft.attribute(torch, name)
+        yield Patch(torch, name, _telling(dtype_of, is_enabled, low_dtype))
 
 
 def _region(autocast: torch.autocast, frame: types.FrameType | None) -> Region:

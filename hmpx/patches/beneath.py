@@ -25,12 +25,6 @@ from ..torch_state import has_casts, in_force, is_below_dispatcher
 LOGGER: Final = logging.getLogger("hmpx")
 
 
-def operator_patches(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches of operator calls."""
-    for kind in (OpOverload, OpOverloadPacket):
-        yield draft.around(kind, "__call__", _complete)
-
-
 def _complete(call: Callable[..., Any], operator: Any, /, *args: Any, **kwargs: Any) -> Any:
     try:
         return call(operator, *args, **kwargs)
@@ -74,10 +68,10 @@ def _log(operator: str) -> None:
 _traced: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
-def scripting_patches(
+def patches(
     draft: Draft, run_suspended: Callable[..., Any], low_dtype: torch.dtype | None
 ) -> Iterator[Patch]:
-    """Yields the patches of `torch.jit.script`, and of calls of scripted functions."""
+    """Yields the patches of calls of operators and of scripted functions, and of `torch.jit`."""
     has_warned = False
 
     def script_uncast(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,3 +107,5 @@ def scripting_patches(
     yield draft.around(torch.jit, "trace", trace, stays_idle=True)
     if low_dtype is not None:
         yield from [draft.around(kind, "__call__", cast_inside) for kind in SCRIPTED]
+    for operator_class in (OpOverload, OpOverloadPacket):
+        yield draft.around(operator_class, "__call__", _complete)

@@ -96,12 +96,19 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         if name in sys.modules:
             yield from patches_of(draft)
         else:
-            actions[name] = lambda module, of=patches_of: [*map(add, of(Draft()))]
+            actions[name] = functools.partial(_add, add, patches_of)
     for name, action in actions.items():
         if (module := sys.modules.get(name)) is not None:
             action(module)
         else:
             yield entries(sys.meta_path, AfterImport({name: action}))
+
+
+def _add(
+    add: Callable[[Patch], None], patches_of: Callable[[Draft], Iterable[Patch]], module: object
+) -> None:
+    for patch in patches_of(Draft()):
+        add(patch)
 
 
 # --- constants ---------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch]:
     seen: set[int] = set()
     for module in _modules().values():
         yield from in_module(module, replacements, seen)
-    for kind in _subclasses(torch.Tensor):  # also torch's own
+    for kind in subclasses(torch.Tensor):  # also torch's own
         yield from _class_patches(kind, replacements, seen)
 
 
@@ -109,19 +109,14 @@ def held_by_models(
 
 def _models(seen: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
     """Returns the live instances of `torch.nn.Module` in this process, named by their class."""
-    kinds = _subclasses(torch.nn.Module)
+    kinds = subclasses(torch.nn.Module)
     living = [each for each in gc.get_objects() if type(each) in kinds and id(each) not in seen]
     return [(f"{type(m).__module__}.{type(m).__qualname__}()", m) for m in living]
 
 
-def _subclasses(base: type) -> set[type]:
+def subclasses(base: type) -> set[type[Any]]:
     """Returns ``base`` and all classes derived from it."""
-    kinds, left = {base}, [base]
-    while left:
-        new: set[type] = set(type.__subclasses__(left.pop())) - kinds
-        kinds |= new
-        left.extend(new)
-    return kinds
+    return {base}.union(*map(subclasses, type.__subclasses__(base)))
 
 
 def _found(
@@ -263,20 +258,15 @@ def _class_patches(
         if ~id(kind) in seen:
             continue
         seen.add(~id(kind))
-        for table in [each for each in _named(kind) if type(each) in _TABLES]:
+        function = getattr(vars(kind).get("__torch_function__"), "__func__", None)
+        values = list(vars(kind).values())
+        if type(function) is types.FunctionType:  # also the globals that it names
+            names = function.__globals__
+            values += [names[name] for name in function.__code__.co_names if name in names]
+        for table in [each for each in values if type(each) in _TABLES]:
             yield from _table_patches(table, replacements)
             for inner in list(table.values()) if type(table) is dict else ():
                 yield from _table_patches(inner, replacements)
-
-
-def _named(kind: type) -> list[Any]:
-    """Returns the attributes of a class, and the globals that its ``__torch_function__`` names."""
-    function = getattr(vars(kind).get("__torch_function__"), "__func__", None)
-    values = list(vars(kind).values())
-    if type(function) is types.FunctionType:
-        names = function.__globals__
-        values += [names[name] for name in function.__code__.co_names if name in names]
-    return values
 
 
 def _item_patches(

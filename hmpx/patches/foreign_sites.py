@@ -178,18 +178,14 @@ def following(
     if by_module:
         actions = {name: functools.partial(follow, found) for name, found in by_module.items()}
         yield entries(sys.meta_path, AfterImport(actions))
-    if operators:
-        yield from _following_operators(operators, draft, follow)
+    if not operators:
+        return
 
-
-def _following_operators(
-    names: set[str], draft: Draft, follow: Callable[[Collection[str], object], None]
-) -> Iterator[Patch]:
     def followed(owner: Any, name: str, name_of: Callable[..., str]) -> Patch:
         def following(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             operator = f"{OPERATORS}.{name_of(*args)}"
-            if operator in names:
+            if operator in operators:
                 follow([operator], None)
             return result
 

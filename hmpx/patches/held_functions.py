@@ -28,31 +28,11 @@ _FUNCTIONS: Final = (types.BuiltinFunctionType, types.FunctionType)
 def held_function_patches(
     draft: Draft, replacements: Mapping[int, Callable[..., Any]]
 ) -> Iterator[Patch]:
-    """Yields the patches of nodes, and of the creation of subclasses of `torch.nn.Module`."""
+    """Yields the patches of subclasses of `torch.nn.Module`, of nodes, and of the search for nodes."""
     slot = Patch(nn.Module, "__init_subclass__", None)
     yield dataclasses.replace(slot, value=classmethod(_unbinding(draft.read(slot))))
-    if NODE_TARGET is not None:
-        yield from _node_patches(draft, replacements)
-
-
-def _unbinding(before: Any) -> Callable[..., None]:
-    """Returns an ``__init_subclass__`` that makes wrappers of builtins static methods."""
-
-    def init_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:
-        if before is ABSENT:
-            super(nn.Module, cls).__init_subclass__(**kwargs)
-        else:
-            before.__get__(None, cls)(**kwargs)
-        for owner in cls.__mro__[: cls.__mro__.index(nn.Module)]:  # skips mixins
-            for name, value in list(vars(owner).items()):
-                if isinstance(unwrapped(value), types.BuiltinFunctionType) and is_wrapper(value):
-                    setattr(owner, name, staticmethod(value))
-
-    return init_subclass
-
-
-def _node_patches(draft: Draft, replacements: Mapping[int, Callable[..., Any]]) -> Iterator[Patch]:
-    """Yields the patches of nodes' targets, and of the search for nodes by target."""
+    if NODE_TARGET is None:
+        return
     wrappers = {
         address: wrapper
         for address, wrapper in replacements.items()
@@ -92,3 +72,19 @@ def _node_patches(draft: Draft, replacements: Mapping[int, Callable[..., Any]]) 
     yield draft.around(fx.Node, "__init__", init)
     yield draft.around(fx.Graph, "find_nodes", find)
     yield draft.around(NODE_TABLE, NODE_KEY, key)
+
+
+def _unbinding(before: Any) -> Callable[..., None]:
+    """Returns an ``__init_subclass__`` that makes wrappers of builtins static methods."""
+
+    def init_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:
+        if before is ABSENT:
+            super(nn.Module, cls).__init_subclass__(**kwargs)
+        else:
+            before.__get__(None, cls)(**kwargs)
+        for owner in cls.__mro__[: cls.__mro__.index(nn.Module)]:  # skips mixins
+            for name, value in list(vars(owner).items()):
+                if isinstance(unwrapped(value), types.BuiltinFunctionType) and is_wrapper(value):
+                    setattr(owner, name, staticmethod(value))
+
+    return init_subclass

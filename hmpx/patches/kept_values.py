@@ -47,8 +47,14 @@ _warned: object = None
 
 def kept_value_patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches of functions that create low-precision tensors on request, or that keep tensors."""
+    names = {function.__name__ for function in device_constructors()}
+    names |= {name for name in vars(torch) if name.endswith("_like")}
+    names |= {"from_dlpack", "from_file", "from_numpy", "frombuffer", "normal"}
+    functions = (types.BuiltinFunctionType, types.FunctionType)
+    requests = [(torch, n) for n in sorted(names) if isinstance(vars(torch).get(n), functions)]
+    methods = [name for name in dir(Tensor) if name.startswith("new_")]
     constructors = []
-    for owner, name in _requests():
+    for owner, name in [*requests, *((Tensor, name) for name in (*methods, *_CASTS, "to", "type"))]:
         original = draft.attribute(owner, name)
         noting = named_after(original, _noting(original), name, owner)
         yield Patch(owner, name, noting)
@@ -69,21 +75,6 @@ def kept_value_patches(draft: Draft) -> Iterator[Patch]:
 
 
 # --- requests ----------------------------------------------------------------------------------
-
-
-def _requests() -> Iterator[tuple[Any, str]]:
-    """Yields torch's functions that create tensors of a given dtype."""
-    names = {function.__name__ for function in device_constructors()}
-    names |= {name for name in vars(torch) if name.endswith("_like")}
-    names |= {"from_dlpack", "from_file", "from_numpy", "frombuffer", "normal"}
-    functions = (types.BuiltinFunctionType, types.FunctionType)
-    for name in sorted(names):
-        if isinstance(vars(torch).get(name), functions):
-            yield torch, name
-    for name in [name for name in dir(Tensor) if name.startswith("new_")]:
-        yield Tensor, name
-    for name in (*_CASTS, "to", "type"):
-        yield Tensor, name
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:

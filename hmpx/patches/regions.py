@@ -37,6 +37,7 @@ from ..torch_state import (
     without_casts,
 )
 from . import autocast_regions, beneath
+from .early_names import subclasses
 
 
 def region_patches(
@@ -54,16 +55,17 @@ def region_patches(
         clip = draft.read(Patch(cell, "cell_contents", None))
         yield Patch(cell, "cell_contents", without_casts()(clip), stays_idle=True)
     yield from _checkpoint_patches(draft)
-    yield from _module_patches(draft)
+    yield draft.around(torch.backends.mha, "get_fastpath_enabled", _has_fastpath)
+    yield draft.around(torch.nn.RNNBase, "check_input", _check)
     yield from autocast_regions.patches(draft, low_dtype)
-    yield from beneath.scripting_patches(draft, run_suspended, low_dtype)
+    yield from beneath.patches(draft, run_suspended, low_dtype)
 
 
 # --- optimizers --------------------------------------------------------------------------------
 
 
 def _optimizer_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
-    for optimizer_class in _subclasses(Optimizer):
+    for optimizer_class in subclasses(Optimizer):
         if has_hooked_step(optimizer_class):
             yield _step_patch(optimizer_class, draft.attribute(optimizer_class, "step"))
 
@@ -99,12 +101,6 @@ def _is_closure(argument: object) -> bool:
     return callable(argument) and not isinstance(argument, Optimizer)
 
 
-def _subclasses(parent: type[Any]) -> Iterator[type[Any]]:
-    for child in type.__subclasses__(parent):
-        yield child
-        yield from _subclasses(child)
-
-
 # --- loss scaling ------------------------------------------------------------------------------
 
 #: The methods of a loss scaler that a program calls.
@@ -124,7 +120,7 @@ def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patc
 
     A scale of 65,536 is infinite in float16.
     """
-    patched = weakref.WeakSet[type[GradScaler]]([GradScaler, *_subclasses(GradScaler)])
+    patched = weakref.WeakSet[type[GradScaler]](subclasses(GradScaler))
     for scaler_class in list(patched):
         yield from _scaling_patches(scaler_class, draft)
 
@@ -251,26 +247,21 @@ def _warn_of_step(function: Callable[..., Any]) -> None:
     )
 
 
-# --- modules -----------------------------------------------------------------------------------
+# --- modules that decide by dtypes before any op is called --------------------------------------
 
 
-def _module_patches(draft: Draft) -> Iterator[Patch]:
-    """Patches code that decides by dtypes before any op is called."""
+def _has_fastpath(get_fastpath_enabled: Callable[[], bool]) -> bool:
+    # The inference fast path of TransformerEncoder and MultiheadAttention is one fused kernel,
+    # which no list names.
+    return is_off() and get_fastpath_enabled()
 
-    def has_fastpath(get_fastpath_enabled: Callable[[], bool]) -> bool:
-        # The inference fast path of TransformerEncoder and MultiheadAttention is one fused kernel,
-        # which no list names.
-        return is_off() and get_fastpath_enabled()
 
-    def check(check_input: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        # It raises an error if the input's dtype differs from the weights', unless autocast is on.
-        # The check calls no op, so autocast casts nothing.
-        was_enabled = torch.is_autocast_enabled("cpu")
-        torch.set_autocast_enabled("cpu", was_enabled or not is_off())
-        try:
-            check_input(*args, **kwargs)
-        finally:
-            torch.set_autocast_enabled("cpu", was_enabled)
-
-    yield draft.around(torch.backends.mha, "get_fastpath_enabled", has_fastpath)
-    yield draft.around(torch.nn.RNNBase, "check_input", check)
+def _check(check_input: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    # It raises an error if the input's dtype differs from the weights', unless autocast is on.
+    # The check calls no op, so autocast casts nothing.
+    was_enabled = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", was_enabled or not is_off())
+    try:
+        check_input(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled("cpu", was_enabled)

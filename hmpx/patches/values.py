@@ -28,14 +28,35 @@ from ..torch_internals import NAMING_GETTERS, device_constructors
 from ..torch_state import in_force, is_off, without_low_casts
 from .compiled import unwrapped
 
-# --- numbers that fill new tensors -------------------------------------------------------------
 
-
-def filled_patches(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches that let numbers fill new tensors even if a low-precision dtype does not hold them."""
+def value_patches(draft: Draft) -> Iterator[Patch]:
+    """Yields the patches of functions that fill, branch, loop, take gradients, or make arrays of numpy."""
     device_constructors()  # makes torch cache its own `torch.full`
     yield Patch(torch, "full", _full(draft.attribute(torch, "full")))
     yield Patch(Tensor, "new_full", _new_full(draft.attribute(Tensor, "new_full")))
+    for name, settle in (("cond", _cond), ("while_loop", _while_loop)):
+        if hasattr(torch, name):  # both are prototypes
+            original = draft.attribute(torch, name)
+            wrapper = named_after(original, settle(original), name)
+            package = original.__globals__["__package__"]  # torch imports it from there
+            yield Patch(torch, name, wrapper)
+            yield Patch(sys.modules[package], name, wrapper)
+    grad = _grad(draft.attribute(Tensor, "grad"))
+    yield Patch(Tensor, "grad", grad)
+    # Subclasses of Tensor do not wrap their results: `x.grad is x.grad` holds.
+    getters = get_default_nowrap_functions() | {grad.__get__}
+    for module in NAMING_GETTERS:
+        yield Patch(module, "get_default_nowrap_functions", lambda: getters)
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        yield draft.around(Tensor, name, _register)
+    yield draft.around(BackwardHook, "__init__", _collect)
+    yield draft.around(Tensor, "numpy", _numpy)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "from_dlpack"):
+        yield draft.around(numpy, "from_dlpack", _from_dlpack)
+
+
+# --- numbers that new tensors are filled with, even those that a low dtype does not hold --------
 
 
 def _full(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,19 +106,7 @@ def named_after(
     return function
 
 
-# --- branches and loops that torch traces ------------------------------------------------------
-
-
-def control_flow_patches(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches that give results of branches and bodies the dtypes that torch expects."""
-    for name, settle in (("cond", _cond), ("while_loop", _while_loop)):
-        if not hasattr(torch, name):  # both are prototypes
-            continue
-        original = draft.attribute(torch, name)
-        wrapper = named_after(original, settle(original), name)
-        package = original.__globals__["__package__"]  # torch imports it from there
-        yield Patch(torch, name, wrapper)
-        yield Patch(sys.modules[package], name, wrapper)
+# --- branches and loops that torch traces: results get the dtypes that it expects ---------------
 
 
 def _cond(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,19 +150,6 @@ def _alike(value: Any, given: Any) -> Any:
 
 
 # --- gradients from hooks, and for `.grad` -----------------------------------------------------
-
-
-def gradient_patches(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches of `Tensor.grad`, and of functions that register or call hooks."""
-    grad = _grad(draft.attribute(Tensor, "grad"))
-    yield Patch(Tensor, "grad", grad)
-    # Subclasses of Tensor do not wrap their results: `x.grad is x.grad` holds.
-    getters = get_default_nowrap_functions() | {grad.__get__}
-    for module in NAMING_GETTERS:
-        yield Patch(module, "get_default_nowrap_functions", lambda: getters)
-    for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        yield draft.around(Tensor, name, _register)
-    yield draft.around(BackwardHook, "__init__", _collect)
 
 
 def _grad(slot: Any) -> property:
@@ -203,15 +199,7 @@ def _cast(value: Tensor, dtype: Any) -> Tensor:
     return CAST[dtype](value) if is_castable else value
 
 
-# --- numpy -------------------------------------------------------------------------------------
-
-
-def numpy_patches(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches that give numpy float32 copies of bfloat16 tensors instead of views."""
-    yield draft.around(Tensor, "numpy", _numpy)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "from_dlpack"):
-        yield draft.around(numpy, "from_dlpack", _from_dlpack)
+# --- numpy, which gets float32 copies of bfloat16 tensors instead of views ----------------------
 
 
 def _numpy(original: Callable[..., Any], tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:

@@ -123,8 +123,20 @@ class Decision:
                 "a decision's policy must be hmpx.ALLOW, FOLLOW or DENY, or another "
                 f"hmpx.CastPolicy, not {shown(self.cast_policy)}"
             )
-        if self.dtype is not None:
-            self._check_dtype()
+        if self.dtype is not None and not (
+            self.cast_policy is CastPolicy.LOW and is_format(self.dtype)
+        ):
+            allowed: tuple[torch.dtype, ...] = {
+                CastPolicy.LOW: tensors.LOW_PRECISION,
+                CastPolicy.FP32: (torch.float32,),
+            }.get(self.cast_policy, ())
+            if not is_a(self.dtype, torch.dtype) or self.dtype not in allowed:
+                kinds = " or ".join(map(str, allowed)) or "left out"
+                if self.cast_policy is CastPolicy.LOW:
+                    kinds += " or an hmpx.formats format"
+                raise OptionError(
+                    f"dtype of {self.cast_policy.name} must be {kinds}, not {shown(self.dtype)}"
+                )
         self._check_formats()
         for name in ("accumulate_dtype", "output_dtype"):
             value = getattr(self, name)
@@ -141,21 +153,6 @@ class Decision:
         if self.cast_policy is CastPolicy.PASS and self.is_composed:
             raise OptionError("an op of CastPolicy.PASS has no accumulate_dtype or output_dtype")
         object.__setattr__(self, "reason", arguments.text("reason", self.reason))
-
-    def _check_dtype(self) -> None:
-        if self.cast_policy is CastPolicy.LOW and is_format(self.dtype):
-            return
-        allowed: tuple[torch.dtype, ...] = {
-            CastPolicy.LOW: tensors.LOW_PRECISION,
-            CastPolicy.FP32: (torch.float32,),
-        }.get(self.cast_policy, ())
-        if not is_a(self.dtype, torch.dtype) or self.dtype not in allowed:
-            kinds = " or ".join(map(str, allowed)) or "left out"
-            if self.cast_policy is CastPolicy.LOW:
-                kinds += " or an hmpx.formats format"
-            raise OptionError(
-                f"dtype of {self.cast_policy.name} must be {kinds}, not {shown(self.dtype)}"
-            )
 
     def _check_formats(self) -> None:
         given = [name for name in _OF_FORMATS if getattr(self, name) is not None]

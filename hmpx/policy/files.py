@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import yaml
 
@@ -29,8 +29,6 @@ from .sections import CONDITIONS
 
 if TYPE_CHECKING:
     from ..number_formats import Format
-
-_T = TypeVar("_T")
 
 
 def read_policy_file(
@@ -65,7 +63,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
 class _PolicyReader(nodes.Reader):
     """Converts the nodes of a policy file."""
 
-    other_keys: Final = {
+    other_keys: ClassVar = {
         **dict.fromkeys(("bf16", "fp16", "bfloat16", "float16", "allow"), "low"),
         **dict.fromkeys(("float32", "deny"), "fp32"),
         **dict.fromkeys(("dtype", "precision"), "low_precision_type"),

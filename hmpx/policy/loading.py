@@ -90,7 +90,14 @@ def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
 
 
 def _made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
-    bf16_path, policy = _path_and_policy(given["bf16_file_path"], given["policy"])
+    bf16_path, policy = given["bf16_file_path"], given["policy"]
+    for kinds, remedy in _MISPLACED:
+        if is_a(bf16_path, kinds):
+            found = shown(bf16_path)
+            raise OptionError(f"bf16_file_path must be a string or a path, not {found}; {remedy}")
+    bf16_path = arguments.path("bf16_file_path", bf16_path)
+    if policy is None and is_policy_file(bf16_path):  # it may be passed as the list
+        bf16_path, policy = "", bf16_path
     if policy is not None and not isinstance(policy, Policy):
         policy = _read_source(policy)
     paths = {"bf16_file_path": bf16_path} | {
@@ -122,20 +129,6 @@ def _made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
         by_kind, lists = {}, "o2"
     lists = DEFAULT_SET if lists is None else lists
     return _from_lists(by_kind, lists, low_dtype, strict=strict), False
-
-
-def _path_and_policy(bf16_file_path: object, policy: object) -> tuple[str, object]:
-    """Returns the path of the bf16 list, and the policy; its file may be passed as the list."""
-    try:
-        path = arguments.path("bf16_file_path", bf16_file_path)
-    except OptionError as error:
-        for kinds, remedy in _MISPLACED:
-            if is_a(bf16_file_path, kinds):
-                raise OptionError(f"{error}; {remedy}") from None
-        raise
-    if policy is None and is_policy_file(path):
-        return "", path
-    return path, policy
 
 
 def _read_source(policy: object) -> PolicySource:

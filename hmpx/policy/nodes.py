@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 import yaml
@@ -118,7 +118,7 @@ class Reader:
     """
 
     #: Other names of keys -> the keys.
-    other_keys: Mapping[str, str] = types.MappingProxyType({})
+    other_keys: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
     def __init__(self, source: str, folder: Path) -> None:
         self._source, self._folder = source, folder

@@ -114,9 +114,8 @@ def convert(
     made, found_types, options, verbose = request.checked(given)
     if verbose == "hmp":
         announce_conversion(opt_level)
-    if device_types is not None:
-        _warn_of_absent(found_types)  # first: if this becomes an error, nothing is converted
-    session = _put_in_force(made, found_types, options, verbose)
+    is_named = device_types is not None
+    session = _put_in_force(made, found_types, options, verbose, is_named=is_named)
     if device_types is None and "cpu" not in found_types:
         LOGGER.info(
             "casting on %s: tensors on the CPU are not cast; "
@@ -194,7 +193,12 @@ def restore(
 
 @exclusive
 def _put_in_force(
-    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
+    policy: Policy,
+    device_types: frozenset[str],
+    options: Options,
+    verbose: bool | str,
+    *,
+    is_named: bool = False,
 ) -> Session:
     """Returns the current session, or a new one if the current one differs."""
     before = current()
@@ -204,7 +208,10 @@ def _put_in_force(
     if before is not None and before.equals(session):
         before.converts += 1
         return before
-    session = left_one(session) or session
+    left = left_one(session)
+    if left is None and is_named:
+        _warn_of_absent(device_types)  # first: if this becomes an error, nothing is converted
+    session = left or session
     switch_to(session)
     return session
 

@@ -67,7 +67,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     for name in dict.fromkeys(named):
         decision = policy.decisions.get(name, UNDECIDED)
         op = ops.table().get(name)
-        if op is None and ops.is_known(name):
+        if op is None and ops.resolve(name) == name:
             continue  # it belongs to another library
         if op is None:
             version = torch.__version__

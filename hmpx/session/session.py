@@ -143,9 +143,6 @@ class Session:
         if self._verbose:
             log_what_models_keep(self._installation.wrappers)
 
-    def _conversion(self, observers: tuple[Attached, ...]) -> Conversion:
-        return Conversion(self.policy, self.device_types, self.options, observers)
-
     def _decides(self, asked: tuple[Registered, ...]) -> tuple[object, ...]:
         """Returns everything that the results of calls depend on with these rules."""
         functions = asked, compute.LOWERINGS.value
@@ -160,7 +157,9 @@ class Session:
         if self._verbose and (self._log is None or asked != self.rules):
             self._log = Attached(log_observer(self._verbose))  # other rules may decide otherwise
         logs = () if self._log is None else (self._log,)
-        conversion = self._conversion((*logs, *ATTACHED.value))
+        conversion = Conversion(
+            self.policy, self.device_types, self.options, (*logs, *ATTACHED.value)
+        )
         installed, self._said = draft_steps(self, conversion, draft, replaced)
         # An equal conversion that follows would have to get all of these again.
         is_told = self._verbose or installed.observers or installed.rules
@@ -201,7 +200,7 @@ class Session:
         if self is not current():
             return
         draft, installed = Draft(), self._installation
-        conversion = self._conversion(installed.observers)
+        conversion = Conversion(self.policy, self.device_types, self.options, installed.observers)
         foreign = foreign_patches(conversion, draft, names, module, installed.wrappers)
         if foreign.made:
             patches: list[Patch] = [*foreign.patches]

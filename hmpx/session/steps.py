@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,22 +13,18 @@ from ..casting import Options
 from ..observers import announcing
 from ..patches import (
     compile_patches,
-    control_flow_patches,
     early_name_patches,
-    filled_patches,
     following,
-    gradient_patches,
     held_function_patches,
     kept_value_patches,
     note_torchs_modules,
-    numpy_patches,
-    operator_patches,
     pickle_patch,
     region_patches,
     retired,
     standing_for,
+    value_patches,
 )
-from ..patching import Applied, Draft, ItemPatch, Patch
+from ..patching import Draft, ItemPatch, Patch
 from ..policy import Policy
 from ..rules import all_rules
 from ..torch_internals import STEP_HOOKS
@@ -65,7 +61,7 @@ def draft_steps(
     Returns:
         The installation, and problems with names in the lists.
     """
-    policy, rules = conversion.policy, all_rules()
+    policy, options, rules = conversion.policy, conversion.options, all_rules()
     wrapping, made = patches(conversion, draft)
     others = foreign_patches(conversion, draft, foreign_names(policy))
     wrapping += others.patches
@@ -76,65 +72,51 @@ def draft_steps(
         rules=rules,
         # Otherwise modules are tracked from the first request on.
         notes_modules=bool(conversion.observers)
-        or has_history(policy, conversion.options)
+        or has_history(policy, options)
         or any(section.is_placed for section in policy.sections)
         or any(rule.names_modules() for rule in rules),
         observers=conversion.observers,
     )
     applied = draft.apply(wrapping)
-    for step in _steps(session, conversion, draft, installed, applied, replaced.wrappers):
-        applied += draft.apply(step)
-    return dataclasses.replace(installed, applied=tuple(applied)), others.said
 
+    def step(patches: Iterable[Patch]) -> None:
+        """Drafts more patches; if two patch the same slot, the later one calls the earlier one."""
+        applied.extend(draft.apply(patches))
 
-def _steps(  # noqa: PLR0917  # all that a conversion is
-    session: Session,
-    conversion: Conversion,
-    draft: Draft,
-    installed: Installation,
-    applied: Sequence[Applied],
-    replaced: Sequence[Callable[..., Any]],
-) -> Iterator[Iterable[Patch]]:
-    """Yields the patches of each step after the wrappers; ``applied`` are those of the steps before.
-
-    If two patch the same slot, the later patch calls the earlier one.
-    """
-    policy, options, made = conversion.policy, conversion.options, installed.wrappers
-    may_have_history = has_history(policy, options) or bool(installed.rules)
+    may_have_history = has_history(policy, options) or bool(rules)
     low = policy.low_precision_type
     low_dtype = low if isinstance(low, torch.dtype) else None
-    yield region_patches(draft, session.add, session.run_suspended, low_dtype)
-    yield numpy_patches(draft)
-    yield filled_patches(draft)
-    yield control_flow_patches(draft)
-    yield kept_value_patches(draft)
-    yield gradient_patches(draft)
-    yield operator_patches(draft)
+    step(region_patches(draft, session.add, session.run_suspended, low_dtype))
+    step(value_patches(draft))
+    step(kept_value_patches(draft))
     if session._verbose == "hmp":
-        yield announcing(draft)
+        step(announcing(draft))
     if options.reuse_casts:
-        yield casting.cache_patches(draft)
-    yield [pickle_patch(originals(made), draft)]
+        step(casting.cache_patches(draft))
+    step([pickle_patch(originals(made), draft)])
     # The list keeps the earlier wrappers alive, since they are found by id.
-    earlier = [*retired(), *replaced]
-    if not replaced:
+    earlier = [*retired(), *replaced.wrappers]
+    if not replaced.wrappers:
         note_torchs_modules()
-    yield early_name_patches(standing_for(applied) | replacements(made, earlier))
-    yield held_function_patches(draft, replacements(made, ()))
-    yield following(foreign_names(policy), draft, session.follow)
-    yield [torch_state.asked_by(session.note_modules), in_force(made)]
+    step(early_name_patches(standing_for(applied) | replacements(made, earlier)))
+    step(held_function_patches(draft, replacements(made, ())))
+    step(following(foreign_names(policy), draft, session.follow))
+    step([torch_state.asked_by(session.note_modules), in_force(made)])
     if may_have_history:
-        yield [compute.histories_patch(session.histories)]
-        yield [ItemPatch(STEP_HOOKS, "hmpx amaxes", compute.end_step)]
+        step([compute.histories_patch(session.histories)])
+        step([ItemPatch(STEP_HOOKS, "hmpx amaxes", compute.end_step)])
     if installed.notes_modules:
-        yield torch_state.module_patches(draft, session.warn_of_unmatched)
-    yield compile_patches(
-        draft,
-        policy,
-        conversion.device_types,
-        session._decides(installed.rules),
-        options.legalize,
-        options.keep_weight_casts,
-        session.add,
-        is_cached=not may_have_history,  # graphs name the model whose amaxes they count
+        step(torch_state.module_patches(draft, session.warn_of_unmatched))
+    step(
+        compile_patches(
+            draft,
+            policy,
+            conversion.device_types,
+            session._decides(rules),
+            options.legalize,
+            options.keep_weight_casts,
+            session.add,
+            is_cached=not may_have_history,  # graphs name the model whose amaxes they count
+        )
     )
+    return dataclasses.replace(installed, applied=tuple(applied)), others.said

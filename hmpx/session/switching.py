@@ -113,9 +113,9 @@ class Kept:
             draft.put(*taken_name_patches(draft, [*retired(), *installation.wrappers]))
         else:
             draft.put(self._swap.to(False))
-        # The wrappers are first, and the others are not retired.
-        found = zip(installation.wrappers, counts, self._alone, strict=False)
-        self._held = [each for each, count, alone in found if count > alone]
+        if counts != self._alone:  # of wrappers first, and the others are not retired
+            found = zip(installation.wrappers, counts, self._alone, strict=False)
+            self._held = [each for each, count, alone in found if count > alone]
         draft.put(*retirements(self._held))
         return True
 
@@ -234,7 +234,13 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
         draft.put(Patch(old, "_installation", Installation(rules=replaced.rules)))
         if not old._is_entered:  # no block will return to the one before it
             draft.put(Patch(old, "_previous", None))
-    draft.put(*_state_patches(old, session, installation.rules))
+    epoch = torch_state.in_force()
+    if (old is None) != (session is None):
+        epoch = None if session is None else object()
+    decides = None if session is None else session._decides(installation.rules)
+    device_types = frozenset() if session is None else session.device_types
+    torch_state.reserve_marks(device_types | {torch_state.TO_LOW})
+    draft.put(*torch_state.conversion_patches(epoch, decides, device_types))
     this = sys.modules[__name__]
     draft.put(Patch(this, "_current", session), Patch(this, "_left", old if stays else None))
     if not (stays or returns):
@@ -257,19 +263,6 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
         _forget_caches(keeps_graphs=stays or returns)
         raise
     return said
-
-
-def _state_patches(
-    old: Session | None, session: Session | None, rules: tuple[Registered, ...]
-) -> Iterable[Patch]:
-    """Returns the patches of the state that regions and caches compare."""
-    epoch = torch_state.in_force()
-    if (old is None) != (session is None):
-        epoch = None if session is None else object()
-    decides = None if session is None else session._decides(rules)
-    device_types = frozenset() if session is None else session.device_types
-    torch_state.reserve_marks(device_types | {torch_state.TO_LOW})
-    return torch_state.conversion_patches(epoch, decides, device_types)
 
 
 def _forget_caches(*, keeps_graphs: bool) -> None:

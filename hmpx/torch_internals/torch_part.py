@@ -63,9 +63,9 @@ def check() -> None:
     Raises:
         TorchError: Results would be wrong with it.
     """
-    faults = [part for part in _parts if part.fault]
-    refuse([part for part in faults if part.is_needed])
-    warn_once(faults)
+    if faults := [part for part in _parts if part.fault]:
+        refuse([part for part in faults if part.is_needed])
+        warn_once(faults)
 
 
 _warned: set[str] = set()

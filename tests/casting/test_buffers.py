@@ -52,7 +52,7 @@ DECISIONS = {
 def arguments(site: ops.Site, written: set[str], target: Any, others: Any) -> tuple[Any, ...]:
     """Returns arguments for a call: what is written to in one dtype, other tensors in another."""
     known = ops.parameters(site)
-    schemas = [] if site.is_python else op_schemas.schemas(site)
+    schemas = [] if site.is_python else op_schemas.schemas_named(op_schemas.aten_name(site))
     schema = max(schemas, key=lambda s: len(s.arguments), default=None)
     kinds = {} if schema is None else {a.name: str(a.type) for a in schema.arguments}
     made: list[Any] = []

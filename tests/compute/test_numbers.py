@@ -146,7 +146,7 @@ def trials(op: str) -> tuple[Trial, ...]:
 def trials_at(op: str, site: Site) -> Iterator[Trial]:
     if site.is_property or site.is_python or site.namespace == "torch._VF":
         return
-    for schema in schemas.schemas(site):
+    for schema in schemas.schemas_named(schemas.aten_name(site)):
         arguments = [a for a in schema.arguments if not a.is_out]
         if site.namespace == "torch.Tensor":
             arguments.sort(key=lambda a: a.name != "self")
@@ -195,7 +195,7 @@ def with_numbers() -> list[str]:
             schema.arguments
             for site in op.sites
             if not (site.is_property or site.is_python)
-            for schema in schemas.schemas(site)
+            for schema in schemas.schemas_named(schemas.aten_name(site))
         ]
         if any(
             any(is_number(a) for a in each) and any("Tensor" in str(a.type) for a in each)
