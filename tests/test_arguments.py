@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import inspect
 import itertools
 import math
@@ -249,6 +250,7 @@ def test_a_policy_prints_as_a_table() -> None:
         "  op   policy  dtype                 reason\n"
         "  mm   LOW     bf16                  <policy>['sections'][0]['low'][0]"
     )
+    assert html.escape(str(policy)) in policy._repr_html_()
 
 
 def test_option_errors_are_the_class_for_arguments() -> None:

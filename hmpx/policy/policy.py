@@ -81,6 +81,13 @@ class Policy:
 
         return texts.table(self)
 
+    def _repr_html_(self) -> str:
+        """Returns the table for notebooks, folded."""
+        import html
+
+        line, table = html.escape(repr(self)), html.escape(str(self))
+        return f"<details><summary>{line}</summary><pre>{table}</pre></details>"
+
     def __hash__(self) -> int:
         return hash((frozenset(self.decisions.items()), self.low_precision_type, self.sections))
 
