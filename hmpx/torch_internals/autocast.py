@@ -26,12 +26,6 @@ AUTOCAST_OPENERS: Final = (
 #: Device types that torch knows but that don't exist. torch.compile guards on their autocast states, and
 #: backward threads inherit these, so they can carry states of hmpx.
 OFF_MARK, TRAINING_MARK = "maia", "ipu"
-rely_on(
-    "torch.set_autocast_enabled",
-    "torch.is_autocast_enabled",
-    feature="disable_casts in graphs and backward threads",
-    without="casts that are off would be on there",
-)
 
 enter_autocast, exit_autocast = rely_on(
     "torch.amp.autocast_mode._enter_autocast",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
@@ -46,14 +45,8 @@ def hide_hook(pack: Any, outer: Any) -> None:
         pack._checkpoint_internal, pack._user_hooks = True, outer
 
 
-_data = rely_on(
-    "torch._C.TensorBase.data",
-    feature="running statistics in number formats",
-    without="they take longer",
-    instead=(property(operator.attrgetter("data")),),
-)
 #: Returns a tensor's ``data``; read before anything is patched.
-data_of: Callable[[Tensor], Tensor] = _data.__get__
+data_of: Callable[[Tensor], Tensor] = vars(Tensor.__mro__[1])["data"].__get__
 
 
 _use_count = rely_on(

@@ -14,17 +14,9 @@ from .torch_part import rely_on
 #: Modules that name `torch.overrides.get_default_nowrap_functions`: getters whose results are not wrapped.
 NAMING_GETTERS = (torch._tensor, torch.masked.maskedtensor.core)
 
-#: The class of tensors without values.
-FakeTensor = rely_on(
+#: The class of tensors without values; a context in which subclasses' ``__torch_function__`` is not called.
+FakeTensor, DisableTorchFunctionSubclass = rely_on(
     "torch._subclasses.fake_tensor.FakeTensor",
-    feature="models of fake tensors",
-    without="weights of RNNs are cast one by one there, and hmpx.freeze leaves all as they are",
-    instead=(type("NoFakeTensor", (), {}),),
-)
-
-
-#: A context in which subclasses' ``__torch_function__`` is not called.
-DisableTorchFunctionSubclass = rely_on(
     "torch._C.DisableTorchFunctionSubclass",
     feature="tensor subclasses",
     without="casts inside of a subclass' own functions would not end",
@@ -43,21 +35,14 @@ disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_
 )
 
 
-#: The functions to which a device context passes its device. torch caches them on the first call, which must
-#: come before any patch.
-device_constructors = rely_on(
+#: The functions to which a device context passes its device, and the class of the function mode that
+#: `torch.device` enters. torch caches the functions on the first call, which must come before any patch.
+device_constructors, DeviceContext = rely_on(
     "torch.utils._device._device_constructors",
-    feature="torch.full in contexts of devices",
-    without="it fills tensors on the CPU there, while torch is converted",
-    instead=(frozenset,),
-)
-
-#: The class of the function mode that `torch.device` enters.
-DeviceContext = rely_on(
     "torch.utils._device.DeviceContext",
-    feature="scripts that place tensors on hpu",
-    without="the stand-in for habana_frameworks would not see torch.device as a context",
-    instead=(type("NoContext", (), {}),),
+    feature="torch.device as a context",
+    without="torch.full fills tensors on the CPU there, and scripts that place tensors on hpu fail",
+    instead=(frozenset, type("NoContext", (), {})),
 )
 
 
@@ -106,35 +91,22 @@ def is_transformed() -> bool:
     return transforms() is not None
 
 
-#: The state of torch.jit.trace: None if it is not running.
-jit_tracing_state = rely_on(
+#: The state of torch.jit.trace, None if it is not running; whether it is running.
+jit_tracing_state, is_jit_tracing = rely_on(
     "torch._C._get_tracing_state",
+    "torch._C._is_tracing",
     feature="torch.jit.trace",
     without="roundings of number formats would be lost in traced graphs",
 )
 
-#: Whether torch.jit.trace is running.
-is_jit_tracing = rely_on(
-    "torch._C._is_tracing",
-    feature="torch.jit.trace, asked for",
-    without="calls take longer",
-    instead=(lambda: jit_tracing_state() is not None,),
-)
-
 #: The number of active dispatch modes.
-dispatch_modes = rely_on(
+dispatch_modes, _mode_of, _mode_keys = rely_on(
     "torch._C._len_torch_dispatch_stack",
-    feature="dispatch modes",
-    without="every call is computed as inside of one, which takes longer",
-    instead=(lambda: 1,),
-)
-
-_mode_of, _mode_keys = rely_on(
     "torch._C._get_dispatch_mode",
     "torch._C._TorchDispatchModeKey",
-    feature="calls that become part of a graph",
-    without="every call is computed with roundings for graphs, which takes longer",
-    instead=(lambda key: True, types.SimpleNamespace(PROXY=None, FAKE=None)),
+    feature="dispatch modes",
+    without="every call is computed as inside of one, with roundings for graphs, which takes longer",
+    instead=(lambda: 1, lambda key: True, types.SimpleNamespace(PROXY=None, FAKE=None)),
 )
 _PROXY, _FAKE = _mode_keys.PROXY, _mode_keys.FAKE
 

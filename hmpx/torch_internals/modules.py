@@ -8,6 +8,7 @@ from typing import Final
 import torch
 import torch.fx._symbolic_trace
 import torch.nn.modules.module
+import torch.nn.utils.clip_grad
 
 from .torch_part import do_nothing, rely_on
 
@@ -49,13 +50,6 @@ rebuild_tensor = rely_on(
 #: The attribute that torch.nn.DataParallel sets on its copies of a module.
 _REPLICA: Final = "_is_replica"
 
-rely_on(
-    "torch.nn.Module._replicate_for_data_parallel",
-    feature="delayed scaling in torch.nn.DataParallel",
-    without="its copies of a model scale by the tensors at hand",
-    instead=(do_nothing,),
-)
-
 
 def is_replica(module: torch.nn.Module) -> bool:
     """Whether ``module`` is a copy that torch.nn.DataParallel made for one forward."""
@@ -78,19 +72,9 @@ def _clipping_cells(clip_grad: types.ModuleType) -> tuple[types.CellType, ...]:
     return tuple(found.values())
 
 
-_clip_grad = rely_on(
-    "torch.nn.utils.clip_grad",
-    "torch.nn.utils.clip_grad_norm_",
-    "torch.nn.utils.clip_grad_value_",
-    "torch.nn.utils.clip_grads_with_norm_",
-    "torch.nn.utils.get_total_norm",
-    feature="clipping of gradients",
-    without="norms of gradients would be cast",
-    instead=(types.ModuleType("clip_grad"), *[do_nothing] * 4),
-)[0]
 #: Closure cells of torch's gradient-clipping functions: a function put there also runs for early
 #: imports of them.
-CLIPPING: Final = _clipping_cells(_clip_grad)
+CLIPPING: Final = _clipping_cells(torch.nn.utils.clip_grad)
 
 #: The module, and in it the name of the function that calls a module traced by torch.fx.
 FX_TRACING, FX_MODULE_CALL = torch.fx._symbolic_trace, "_orig_module_call"
@@ -109,11 +93,4 @@ NODE_TARGET, NODE_TABLE = rely_on(
     feature="functions in graphs of torch.fx",
     without="passes don't find functions in graphs that were traced on the other side of a conversion",
     instead=(None, None),
-)
-
-rely_on(
-    "torch.backends.mha.get_fastpath_enabled",
-    "torch.nn.RNNBase.check_input",
-    feature="fast paths and checks of modules",
-    without="fused kernels would run uncast, and mixed dtypes be refused",
 )

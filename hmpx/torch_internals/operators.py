@@ -74,35 +74,16 @@ class _NoOp:
     """Replaces an operator that torch does not have; matches no call."""
 
 
-#: The operator of a cast.
-CAST_OP = rely_on(
+#: The operators of a cast; of ``.item()``, and of an ``if`` on a tensor; of batch norm with running
+#: statistics, in compiled programs; CUDA's fused attention kernels: the low-precision one without a mask, and
+#: the other.
+CAST_OP, VALUE_OP, BATCH_NORM_OP, FLASH_ATTENTION, MASKED_ATTENTION = rely_on(
     "torch.ops.aten._to_copy.default",
-    feature="memory of casts",
-    without="record(memory=True) and hmpx.plan count casts of weights as other tensors",
-    instead=(_NoOp(),),
-)
-
-#: The operator of ``.item()``, and of an ``if`` on a tensor.
-VALUE_OP = rely_on(
     "torch.ops.aten._local_scalar_dense.default",
-    feature="values in plans",
-    without="hmpx.plan fails where parameters' first values depend on values",
-    instead=(_NoOp(),),
-)
-
-#: Batch norm with running statistics, in compiled programs.
-BATCH_NORM_OP = rely_on(
     "torch.ops.aten._native_batch_norm_legit.default",
-    feature="batch norm in plans",
-    without="its statistics have the wrong dtype there",
-    instead=(_NoOp(),),
-)
-
-#: CUDA's fused attention kernels: the low-precision one without a mask, and the other.
-FLASH_ATTENTION, MASKED_ATTENTION = rely_on(
     "torch.ops.aten._scaled_dot_product_flash_attention",
     "torch.ops.aten._scaled_dot_product_efficient_attention",
-    feature="attention in plans",
-    without="hmpx.plan counts scores of attention for a device that is not there",
-    instead=(None, None),
+    feature="operators in hmpx.plan and record(memory=True)",
+    without="they count casts of weights as other tensors, and plans may fail or count too much",
+    instead=(*[_NoOp()] * 3, None, None),
 )
