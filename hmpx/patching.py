@@ -8,6 +8,7 @@ created, and restores the old values of others. It leaves slots alone that someb
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import operator
 import types
@@ -47,17 +48,12 @@ def unpatched(*functions: Unpack[_Functions]) -> tuple[Unpack[_Functions]]:
         >>> mm is torch.mm
         True
     """
-    return tuple([_below(function) for function in functions])
 
+    def is_torchs(function: Any) -> bool:
+        is_python = type(function) is types.FunctionType
+        return not (is_python and function.__globals__["__name__"].startswith(_OWN))
 
-def _below(function: Any) -> Any:
-    while (
-        type(function) is types.FunctionType
-        and "__wrapped__" in vars(function)
-        and function.__globals__["__name__"].startswith(_OWN)
-    ):
-        function = vars(function)["__wrapped__"]
-    return function
+    return tuple([inspect.unwrap(f, stop=is_torchs) for f in functions])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +98,8 @@ class Patch:
 
 
 def _own(owner: Any, attribute: str) -> Any:
-    if isinstance(owner, type):
-        return owner.__dict__.get(attribute, ABSENT)
-    if issubclass(type(owner), types.ModuleType):
-        return _NAMES.__get__(owner).get(attribute, ABSENT)
+    if isinstance(owner, type) or issubclass(type(owner), types.ModuleType):
+        return _held(owner).get(attribute, ABSENT)
     own = getattr(owner, "__dict__", None)
     if own is None or type(owner) is types.FunctionType:
         return getattr(owner, attribute, ABSENT)
@@ -294,10 +288,9 @@ class Draft:
         self._values = first._values | self._values
 
     def undo(self, applied: Sequence[Applied]) -> list[Patch]:
-        """Drafts that ``applied`` are undone, newest first.
+        """Drafts that ``applied`` are undone, newest first, but for those that it returns.
 
-        Returns:
-            The patches below somebody else's patches; their slots stay unchanged.
+        These are below somebody else's patches.
         """
         covered = []
         for done in reversed(applied):
@@ -346,11 +339,7 @@ def apply(patches: Iterable[Patch]) -> list[Applied]:
 
 
 def undo(applied: Sequence[Applied]) -> list[Patch]:
-    """Undoes all of ``applied``, newest first, or nothing.
-
-    Returns:
-        The patches below somebody else's patches; their slots stay unchanged.
-    """
+    """Undoes all of ``applied``, or nothing; returns the patches that `Draft.undo` leaves."""
     draft = Draft()
     covered = draft.undo(applied)
     draft.make()

@@ -10,14 +10,12 @@ Words: an *op* is what a list line names (``softmax``); a *site* is one slot tha
 from __future__ import annotations
 
 import functools
-import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
 from torch.overrides import get_ignored_functions, get_overridable_functions
 
 from ..errors import shown, suggestion
@@ -124,12 +122,6 @@ def covered(name: str) -> frozenset[str]:
 
 # --- messages about unknown names ---------------------------------------------------------------
 
-#: Where words of a class's name meet: ``LayerNorm``, ``MSELoss``.
-_BETWEEN_WORDS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-
-#: Parts of names that only modules have.
-_OF_MODULES_ALONE: Final = re.compile(r"_loss$|[123]d$")
-
 
 def unknown(name: str) -> str:
     """Returns the message that ``name`` is not an op, with a suggestion."""
@@ -137,25 +129,11 @@ def unknown(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'softmax'?"`` for a misspelt name, also behind a prefix: ``"F.sofmax"``."""
+    """Returns ``"; did you mean 'softmax'?"`` for a misspelt name, also ``"F.sofmax"``, or a module's class."""
     known = [*known]
     bare = name.rpartition(".")[2]
-    return suggestion(name, known, of_modules()) or suggestion(bare, known, of_modules())
-
-
-@functools.cache
-def of_modules() -> Mapping[str, str]:
-    """Returns names of classes in `torch.nn`, in lower case -> the op of that name."""
-    found: dict[str, str] = {}
-    for name, each in vars(nn).items():
-        if not isinstance(each, type) or not issubclass(each, nn.Module):
-            continue
-        spelled = _BETWEEN_WORDS.sub("_", name).lower()
-        for op in (name.lower(), spelled, _OF_MODULES_ALONE.sub("", spelled)):
-            if op in names():
-                found |= {prefix + name.lower(): op for prefix in ("", "nn.", "torch.nn.")}
-                break
-    return found
+    spelled = [name, bare] if bare.islower() else [bare.lower(), name, bare]
+    return next(filter(None, (suggestion(each, known) for each in spelled)), "")
 
 
 # --- building the table ------------------------------------------------------------------------
