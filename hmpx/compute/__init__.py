@@ -34,6 +34,7 @@ from .legalize.capability import KINDS as KINDS
 from .legalize.capability import PRODUCTS as PRODUCTS
 from .legalize.capability import SLOW_KINDS as SLOW_KINDS
 from .legalize.capability import SMALL_PRODUCT as SMALL_PRODUCT
+from .legalize.capability import UNMEASURED as UNMEASURED
 from .legalize.capability import capability as capability
 from .legalize.capability import is_reported_of_all as is_reported_of_all
 from .legalize.capability import known_capability as known_capability

@@ -28,6 +28,7 @@ from ..compute import (
     FOR_FILES,
     PRODUCTS,
     SMALL_PRODUCT,
+    UNMEASURED,
     Inputs,
     Precision,
     call_raised,
@@ -229,6 +230,8 @@ class Legalization:
     def _settle(self, device: torch.device, dtype: torch.dtype) -> None:
         """Ends legalization where an unlegalized call proves that no call on any device type is legalized."""
         if self._dtype is None or traced() or self._is_ever_slow(device, dtype):
+            return
+        if known_capability(self._kind, device, dtype) is UNMEASURED:
             return
         if is_reported_of_all(device.type, dtype):
             self._settled.add(device.type)

@@ -368,6 +368,25 @@ def test_nothing_is_measured_while_a_graph_is_captured(
     assert len(two_cards) == 2
 
 
+@pytest.mark.usefixtures("forgotten")
+def test_a_call_in_a_captured_graph_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its site asks again, and is legalized if the device turns out to be slow."""
+    x, measured = torch.randn(64, 64), []
+
+    def measure(kind: str, *question: object) -> Capability:
+        measured.append(kind)
+        return Capability(False, 3.0, 3.0)
+
+    monkeypatch.setattr(capability, "_measured", measure)
+    with hmpx.convert(device_types={"cpu"}, low_precision_type=FP16):
+        with monkeypatch.context() as patches:
+            cuda_says(patches, is_initialized=True, is_current_stream_capturing=True)
+            assert torch.mm(x, x).dtype is FP16
+        assert not measured
+        torch.mm(x, x)
+    assert measured
+
+
 def exhaust(*tensors: Tensor) -> Tensor:
     """Has no memory for low precision."""
     if tensors[0].dtype in LOW:

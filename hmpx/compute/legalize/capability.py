@@ -60,6 +60,10 @@ class Capability:
         vars(self)["slow_in_training"] = (self.training or 0) > SLOW
 
 
+#: While a measurement must not run.
+UNMEASURED: Final = Capability(None)
+
+
 class Capturing(Exception):  # noqa: N818  # not an error
     """A CUDA graph is being captured, which a measurement would disturb: retry afterwards."""
 
@@ -131,7 +135,7 @@ def known_capability(kind: str, device: torch.device, dtype: torch.dtype) -> Cap
     try:
         return capability(kind, name_of(device), dtype)
     except Capturing:
-        return Capability(None)
+        return UNMEASURED
 
 
 def forget() -> None:
