@@ -96,7 +96,7 @@ def _node(node: Node, formats: set[str]) -> str:
 def _label(node: Node) -> str:
     if node.kind == "fold":
         return "\n".join([*map(_cut, node.label.split("\n")), node.reason])
-    name = f"{node.label} (x{node.times:,})" if node.times > 1 else node.label
+    name = node.label
     if node.kind == "parameter" and node.module:
         name = name.removeprefix(f"{node.module}.")  # the box names it
     dtype = f"{node.dtype} via fp32" if node.is_legalized else node.dtype

@@ -45,7 +45,6 @@ class Node:
         reason: Why it computes in that type: ``"lists/hmpx/bf16.txt:18"``, for an observed op.
         grad_fn: Autograd's names for this node.
         is_legalized: Whether an op computes in fp32 and rounds to ``dtype``.
-        times: Number of equal ops in a row that this node shows.
         saved: The tensors it keeps for the backward; none once that has run.
     """
 
@@ -59,7 +58,6 @@ class Node:
     reason: str = ""
     grad_fn: tuple[str, ...] = ()
     is_legalized: bool = False
-    times: int = 1
     saved: tuple[Saved, ...] = ()
 
     __repr__ = fielded

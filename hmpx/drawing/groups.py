@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import torch
 
@@ -17,9 +16,6 @@ from ..observers import OpCall
 from ..tensors import LOW_DTYPES, short_name
 from .autograd import Names, Observation, Step, short
 from .graph import Kind
-
-#: Least number of equal ops in a row that are drawn as one.
-_MANY: Final = 4
 
 
 @dataclass
@@ -34,7 +30,6 @@ class Group:
     result: int | None = None  # the step whose result has the shape; None for the first one
     call: OpCall | None = None  # the observed call
     is_legalized: bool = False
-    times: int = 1
     inputs: list[tuple[int, int, int]] = field(default_factory=list)  # group, step, its output
 
     @property
@@ -175,7 +170,12 @@ class Grouping:
                 if group.module is None and group.call is not None:
                     group.module = group.call.module
         if self._names.parameters and (observation is None or not observation.boundaries):
-            _derive_modules(self.groups)
+            for position in reversed(outputs_first(self.groups)):
+                group = self.groups[position]
+                taken = [self.groups[source] for source in group.sources]
+                if group.kind != "parameter":
+                    near = [each.module for each in taken if each.kind in ("parameter", "cast")]
+                    group.module = _around(near)
 
 
 def _computed(call: OpCall | None) -> str:
@@ -191,36 +191,6 @@ def _mark_legalized(group: Group, step: Step) -> None:
     call, made = group.call, step.output()[0]
     if call is not None and call.dtype in LOW_DTYPES and step.kind == "op":
         group.is_legalized |= made is torch.float32 or step.is_own
-
-
-# --- modules without an observed call ------------------------------------------------------------
-
-
-def _derive_modules(groups: Sequence[Group]) -> None:
-    """Gives each group the module whose parameters it takes, else the one around its neighbours."""
-    order = outputs_first(groups)
-    found = [group.module if group.kind == "parameter" else None for group in groups]
-    for position in reversed(order):  # casts of parameters belong to the op that takes them
-        sources = groups[position].sources
-        if groups[position].kind != "parameter":
-            near = [each for each in sources if groups[each].kind in ("parameter", "cast")]
-            found[position] = _around(found[each] for each in near)
-    before, after = list(found), list(found)
-    takers: dict[int, list[str | None]] = {}
-    for position in reversed(order):
-        if before[position] is None:
-            sources = groups[position].sources
-            before[position] = _around(
-                before[each] for each in sources if groups[each].kind != "parameter"
-            )
-    for position in order:
-        if after[position] is None:
-            after[position] = _around(takers.get(position, [""]))
-        for source in groups[position].sources:
-            takers.setdefault(source, []).append(after[position])
-    for position, group in enumerate(groups):
-        if group.kind != "parameter":
-            group.module = found[position] or _around([before[position], after[position]])
 
 
 def outputs_first(groups: Sequence[Group]) -> list[int]:
@@ -246,49 +216,3 @@ def _around(paths: Iterable[str | None]) -> str | None:
     parts = zip(*known, strict=False)
     same = itertools.takewhile(lambda each: len(set(each)) == 1, parts)
     return ".".join(each[0] for each in same)
-
-
-# --- folding -------------------------------------------------------------------------------------
-
-
-def folded_groups(groups: list[Group]) -> dict[int, int]:
-    """Makes one group of each long chain of one op, and of each unobserved round trip of casts.
-
-    Returns:
-        Position of a group -> position of the group drawn for it.
-    """
-    takers: dict[int, set[int]] = {}
-    for position, group in enumerate(groups):
-        for source in group.sources:
-            takers.setdefault(source, set()).add(position)
-    folded: dict[int, int] = {}
-    for position, group in enumerate(groups):
-        if group.kind == "cast" and group.call is None and position not in folded and group.inputs:
-            source = group.inputs[0][0]
-            first = groups[source]
-            is_free = first.kind == "cast" and first.call is None and takers[source] == {position}
-            if is_free and first.label.split(" -> ")[0] == group.dtype:
-                group.label = f"{first.label} -> {group.dtype}"
-                group.inputs, group.steps = first.inputs, [*group.steps, *first.steps]
-                folded[source] = position
-    in_chains: set[int] = set()
-    for position, group in enumerate(groups):
-        if group.kind != "op" or position in in_chains:
-            continue
-        chain, at, likeness = [position], position, _likeness(group)
-        while len(groups[at].sources) == 1:
-            (at,) = groups[at].sources
-            if _likeness(groups[at]) != likeness or len(takers[at]) != 1:
-                break
-            chain.append(at)
-        if len(chain) >= _MANY:
-            in_chains.update(chain)
-            folded.update(dict.fromkeys(chain[1:], position))
-            group.times = len(chain)
-            group.steps = [at for each in chain for at in groups[each].steps]
-            group.inputs = groups[chain[-1]].inputs
-    return folded
-
-
-def _likeness(group: Group) -> tuple[str, str, str, str | None]:
-    return group.kind, group.label, group.dtype, group.module

@@ -16,7 +16,7 @@ from ..tensors import node_of
 from ..torch_internals import TELLS_SAVED
 from .autograd import Names, Observation, Step, observed, short, walk
 from .graph import Edge, Node, Saved
-from .groups import Group, Grouping, folded_groups, outputs_first
+from .groups import Group, Grouping, outputs_first
 from .picture import Drawing
 
 #: The walk exceeds ``max_nodes`` by this factor, since views and steps of observed ops are not drawn.
@@ -160,17 +160,11 @@ def _finished(
     ``outputs`` has for each drawn tensor its place in the given value, the tensor, and its step's position.
     """
     groups, steps, formats = grouping.groups, grouping.steps, grouping.formats()
-    folded = folded_groups(groups)
-
-    def shown_at(position: int) -> int:
-        return folded.get(position, position)
-
-    ends = [(place, tensor, shown_at(grouping.group_of(at))) for place, tensor, at in outputs]
-    # Nearest first; the group drawn for a fold also has the inputs of the folded ones.
+    ends = [(place, tensor, grouping.group_of(at)) for place, tensor, at in outputs]
     nearest = list(dict.fromkeys(position for _, _, position in ends))
     seen = set(nearest)
     for position in nearest:  # grows in the loop
-        for source in dict.fromkeys(shown_at(source) for source, _, _ in groups[position].inputs):
+        for source in dict.fromkeys(source for source, _, _ in groups[position].inputs):
             if source not in seen:
                 seen.add(source)
                 nearest.append(source)
@@ -197,7 +191,7 @@ def _finished(
         for source, made, output in group.inputs:
             dtype, shape = steps[made].output(output)
             named = groups[source].dtype if groups[source].dtype in formats else short(dtype)
-            edges[Edge(name_of(shown_at(source)), f"n{position}", named, shape)] = None
+            edges[Edge(name_of(source), f"n{position}", named, shape)] = None
     for count, (place, tensor, position) in enumerate(ends):
         kind = short(tensor.dtype), None if tensor.is_nested else tuple(tensor.shape)
         nodes.append(Node(f"out{count}", "output", f"output{place}", *kind))
@@ -220,7 +214,6 @@ def _node(position: int, group: Group, steps: list[Step]) -> Node:
         reason="" if call is None else call.reason,
         grad_fn=tuple([step.name for step in own[:_MOST_NAMES]]),
         is_legalized=group.is_legalized,
-        times=group.times,
         saved=tuple([saved for step in own for saved in _saved(step)]),
     )
 

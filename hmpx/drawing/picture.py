@@ -200,7 +200,7 @@ def _likeness(
     inside: dict[str, tuple[Any, ...]] = {}
     for node in nodes:  # all of a node but its shapes and its module's number
         label, module = node.label.removeprefix(path), node.module.removeprefix(path)
-        said = node.kind, label, module, node.dtype, node.reason, node.is_legalized, node.times
+        said = node.kind, label, module, node.dtype, node.reason, node.is_legalized
         inside[node.id] = said
     if len(inside) < _LEAST_NODES:
         return None

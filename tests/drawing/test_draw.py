@@ -162,16 +162,6 @@ def test_views_are_part_of_edges_and_matmul_is_one_node() -> None:
     ]
 
 
-def test_long_chains_of_one_op_are_one_node() -> None:
-    """With how often it comes."""
-    y = torch.ones(2, requires_grad=True)
-    for _ in range(40):
-        y = torch.sin(y)
-    (node,) = of(hmpx.draw(y), "op")
-    assert (node.label, node.times) == ("sin", 40)
-    assert 'label="sin (x40)' in hmpx.draw(y).dot
-
-
 def test_a_graph_is_cut_at_its_far_end() -> None:
     """Those nearest to the result are drawn."""
     model = Small()
