@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import Tensor
 
 from ..tensors import edges_of, node_of
@@ -19,16 +18,6 @@ if TYPE_CHECKING:
 
 #: More nodes than any op has: with more, inputs were not recognised.
 MOST: Final = 200
-
-#: Nodes that pass on their values, reshaped or cast. A cast to a narrower dtype is an exception, since it may
-#: overflow.
-HANDING_ON: Final = frozenset(
-    {
-        "PermuteBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
-        "TBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0",
-        "UnsqueezeBackward0", "ViewBackward0",
-    }
-)  # fmt: skip
 
 #: node -> its edges that leave a call.
 _Exits = Mapping[Any, Sequence[int]]
@@ -120,21 +109,14 @@ def hook_call(
             nodes.setdefault(node, {})[each.output_nr] = number
     if not nodes:
         return
-    stops: dict[Any, torch.dtype | None] = {}
-    for each in inputs:
-        if (node := node_of(each)) is not None:
-            dtype = each.dtype
-            stops[node] = dtype if stops.get(node, dtype) is dtype else None
+    stops = {node for each in inputs if (node := node_of(each)) is not None}
     if any([each is result for result in results for each in inputs]):  # noqa: C419
         # It was written to, or returned as it is: its earlier node is unknown.
         entries = list(nodes) if record.writes else []
         exits: _Exits = {node: range(len(edges_of(node))) for node in entries}
     else:
         entries = [node for node in nodes if node not in stops]
-        dtypes = record.call.cast_dtypes
-        exits = boundary(
-            entries, stops, torch.float64 if torch.float64 in dtypes else torch.float32
-        )
+        exits = boundary(entries, stops)
     Hooks(notes, record, "", arguments).on_nodes({each: nodes[each] for each in entries}, exits)
 
 
@@ -145,49 +127,25 @@ def hook_function(notes: Notes, record: CallRecord, node: Any) -> None:
     )
 
 
-def boundary(
-    entries: Sequence[Any], stops: Mapping[Any, torch.dtype | None], widest: torch.dtype
-) -> _Exits:
+def boundary(entries: Sequence[Any], stops: Container[Any]) -> _Exits:
     """Returns node -> its edges that leave the call, to nodes in ``stops`` and to leaves.
 
-    If only nodes that pass on gradients come between an input and the node that computes its gradient, the edge
-    is the latter's: both are finite or neither. ``stops`` maps nodes of inputs, which the caller holds, to their
-    dtypes. Casts to inputs of the ``widest`` dtype never narrow.
+    ``stops`` are nodes of inputs, which the caller holds.
     """
     seen, pending = set(entries), list(entries)
     exits: dict[Any, list[int]] = {}
-    leaving: list[tuple[Any, int]] = []  # to inputs of the widest dtype
-    above: dict[Any, tuple[Any, int] | None] = {}
     while pending:
         node = pending.pop()
         for edge, (following, _) in enumerate(edges_of(node)):
             if following is None:
                 continue
-            is_leaf = _is_leaf(following)
-            if is_leaf or following in stops:
-                dtype = following.variable.dtype if is_leaf else stops[following]
-                if dtype is widest:
-                    leaving.append((node, edge))
-                else:
-                    exits.setdefault(node, []).append(edge)
+            if _is_leaf(following) or following in stops:
+                exits.setdefault(node, []).append(edge)
             elif following not in seen:
                 seen.add(following)
-                above[following] = node, edge
                 pending.append(following)
-            else:
-                above[following] = None  # its gradient is a sum
         if len(seen) > MOST:
             return {node: range(len(edges_of(node))) for node in entries}
-    for end in leaving:
-        node, edge = end
-        # The last cast before an input of the widest dtype upcasts; one before it may overflow.
-        casts = 0
-        while (name := type(node).__name__) in HANDING_ON and (source := above.get(node)):
-            casts += name == "ToCopyBackward0"
-            if casts > 1:
-                break
-            node, edge = source
-        exits.setdefault(node, []).append(edge)
     return exits
 
 

@@ -19,7 +19,7 @@ from .records import is_captured, is_measurable, is_off_limits
 #: Number of values sampled per tensor.
 _SAMPLE: Final = 4096
 
-_detach, _reshape, _as_strided = unpatched(Tensor.detach, Tensor.reshape, torch.as_strided)
+_detach, _reshape = unpatched(Tensor.detach, Tensor.reshape)
 _abs, _lt, _ne, _eq, _sum, _stack = unpatched(
     torch.abs, torch.lt, torch.ne, torch.eq, torch.sum, torch.stack
 )
@@ -103,16 +103,7 @@ class UnderflowCounts:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Returns at most `_SAMPLE` values of ``tensor``, evenly spread."""
-    if tensor.is_contiguous():
-        stride = math.ceil(tensor.numel() / _SAMPLE)
-        count = math.ceil(tensor.numel() / stride)
-        return _as_strided(tensor, (count,), (stride,), tensor.storage_offset())
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    while math.prod(shape) > _SAMPLE:
-        longest = shape.index(max(shape))
-        shape[longest] = math.ceil(shape[longest] / 2)
-        strides[longest] *= 2
-    return _as_strided(tensor, shape, strides, tensor.storage_offset())
+    return _reshape(tensor, (-1,))[:: math.ceil(tensor.numel() / _SAMPLE)]
 
 
 def _least_normal(target: Any) -> float:
