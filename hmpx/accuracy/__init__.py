@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from .effective import contents, is_readable, may_read
-from .measuring import ErrorStatistics, ErrorTable, error, table
-from .origins import Origins
-from .picture import plot
-
-__all__ = [
-    "ErrorStatistics",
-    "ErrorTable",
-    "Origins",
-    "contents",
-    "error",
-    "is_readable",
-    "may_read",
-    "plot",
-    "table",
-]
+from .effective import contents as contents
+from .effective import is_readable as is_readable
+from .effective import may_read as may_read
+from .measuring import ErrorStatistics as ErrorStatistics
+from .measuring import ErrorTable as ErrorTable
+from .measuring import error as error
+from .measuring import table as table
+from .origins import Origins as Origins
+from .picture import plot as plot

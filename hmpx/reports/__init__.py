@@ -2,71 +2,39 @@
 
 from __future__ import annotations
 
-from .cells import (
-    clean,
-    count,
-    exponential,
-    located,
-    share,
-    short_dtype,
-    size,
-    without_end,
-    without_start,
-    wrapped,
-)
-from .files import Written, write, written
-from .groups import Group, Groups, grouped
-from .pages import page, paragraphs, section, table_section
-from .report import Report, Views, merged, read_json
-from .rows import (
-    KINDS,
-    Memory,
-    Moment,
-    Row,
-    Totals,
-    Waste,
-    add_up,
-    added,
-    added_waste,
-    totals,
-)
-from .table import Column, Table
-
-__all__ = [
-    "KINDS",
-    "Column",
-    "Group",
-    "Groups",
-    "Memory",
-    "Moment",
-    "Report",
-    "Row",
-    "Table",
-    "Totals",
-    "Views",
-    "Waste",
-    "Written",
-    "add_up",
-    "added",
-    "added_waste",
-    "clean",
-    "count",
-    "exponential",
-    "grouped",
-    "located",
-    "merged",
-    "page",
-    "paragraphs",
-    "read_json",
-    "section",
-    "share",
-    "short_dtype",
-    "size",
-    "table_section",
-    "totals",
-    "without_end",
-    "without_start",
-    "wrapped",
-    "write",
-    "written",
-]
+from .cells import clean as clean
+from .cells import count as count
+from .cells import exponential as exponential
+from .cells import located as located
+from .cells import share as share
+from .cells import short_dtype as short_dtype
+from .cells import size as size
+from .cells import without_end as without_end
+from .cells import without_start as without_start
+from .cells import wrapped as wrapped
+from .files import Written as Written
+from .files import write as write
+from .files import written as written
+from .groups import Group as Group
+from .groups import Groups as Groups
+from .groups import grouped as grouped
+from .pages import page as page
+from .pages import paragraphs as paragraphs
+from .pages import section as section
+from .pages import table_section as table_section
+from .report import Report as Report
+from .report import Views as Views
+from .report import merged as merged
+from .report import read_json as read_json
+from .rows import KINDS as KINDS
+from .rows import Memory as Memory
+from .rows import Moment as Moment
+from .rows import Row as Row
+from .rows import Totals as Totals
+from .rows import Waste as Waste
+from .rows import add_up as add_up
+from .rows import added as added
+from .rows import added_waste as added_waste
+from .rows import totals as totals
+from .table import Column as Column
+from .table import Table as Table

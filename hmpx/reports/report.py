@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, TextIO, TypeVar, get_type_hints
+from typing import Any, Final, TextIO, TypeVar
 
-from ..errors import OptionError, brief, said_by, shown
+from ..errors import OptionError, brief, said_by
 from . import report_page, text
 from .cells import is_measured
 from .files import Written, written
 from .groups import Groups, grouped
 from .rows import Row, Totals, Waste, added, added_waste, totals
 from .table import Table
+
+_T = TypeVar("_T", Row, Waste)
 
 #: The version of the JSON that `Report.to_json` writes.
 SCHEMA: Final = 1
@@ -169,17 +171,6 @@ def _table(rows: Iterable[Row]) -> Table:
 
 # --- reading -------------------------------------------------------------------------------------
 
-_T = TypeVar("_T", Row, Waste)
-
-#: Type of a field -> the types of its values in JSON.
-_TYPES: Final[Mapping[Any, tuple[type, ...]]] = {
-    str: (str,),
-    int: (int,),
-    bool: (bool,),
-    tuple[str, ...]: (list,),
-    float | None: (int, float, type(None)),
-}
-
 
 def read_json(path: str | os.PathLike[str]) -> Report:
     """Returns the report that `Report.to_json` wrote to ``path``.
@@ -212,14 +203,8 @@ def read_json(path: str | os.PathLike[str]) -> Report:
 
 
 def _items(kind: type[_T], items: Iterable[Mapping[str, Any]]) -> tuple[_T, ...]:
-    hints = get_type_hints(kind)
-    found = []
-    for item in items:
-        for name, value in item.items():
-            if not isinstance(value, _TYPES[hints[name]]):
-                raise TypeError(f"{name!r} is {shown(value)}")
-        values: dict[str, Any] = {
-            n: tuple(each) if isinstance(each, list) else each for n, each in item.items()
-        }
-        found.append(kind(**values))
-    return tuple(found)
+    make: Callable[..., _T] = kind
+    return tuple(
+        make(**{n: tuple(each) if isinstance(each, list) else each for n, each in item.items()})
+        for item in items
+    )

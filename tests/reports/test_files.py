@@ -54,15 +54,13 @@ def damaged(**changes: Any) -> str:
         (damaged(waste="x"), " is damaged: AttributeError"),
         (damaged(rows=[3]), " is damaged: AttributeError"),
         (damaged(rows__op=...), " is damaged: TypeError: Row.__init__() missing 1 required"),
-        (damaged(rows__opp="x"), " is damaged: KeyError: 'opp'"),
-        (damaged(rows__op=1), " is damaged: TypeError: 'op' is 1"),
-        (damaged(rows__calls="1"), "'calls' is '1'"),
-        (damaged(rows__input_dtypes="x"), "'input_dtypes' is 'x'"),
-        (damaged(rows__seconds="1"), "'seconds' is '1'"),
-        (damaged(waste__fix=None), " is damaged: TypeError: 'fix' is None"),
+        (
+            damaged(rows__opp="x"),
+            " is damaged: TypeError: Row.__init__() got an unexpected keyword",
+        ),
         (damaged(about=...), " is damaged: KeyError: 'about'"),
     ],
-    ids=range(17),
+    ids=range(12),
 )
 def test_damaged_files_are_named(text: str, message: str, tmp_path: Path) -> None:
     """With what is wrong in them."""
