@@ -104,40 +104,23 @@ def _writing(name: str, write: Callable[[str], None]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _signals_followed(write: Callable[[str], None]) -> Iterator[None]:
-    """Writes the report before a signal ends the process. `signal.getsignal` hides the handlers."""
-    get, set_handler = signal.getsignal, signal.signal
+    """Writes the report before a signal ends the process."""
     numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-    followed = [each for each in numbers if get(each) is signal.SIG_DFL]
+    followed = [each for each in numbers if signal.getsignal(each) is signal.SIG_DFL]
 
     def end(number: int, frame: object) -> None:
-        set_handler(number, signal.SIG_DFL)  # so that another signal ends the process at once
+        signal.signal(number, signal.SIG_DFL)  # so that another signal ends the process at once
         write(signal.Signals(number).name)
         os.kill(os.getpid(), number)
 
-    def shown(handler: Any) -> Any:
-        return signal.SIG_DFL if handler is end else handler
-
-    @functools.wraps(get)
-    def getsignal(number: int) -> Any:
-        return shown(get(number))
-
-    @functools.wraps(set_handler)
-    def set_shown(number: int, handler: Any) -> Any:
-        is_ours = handler == signal.SIG_DFL and number in followed
-        return shown(set_handler(number, end if is_ours else handler))
-
     for each in followed:
-        set_handler(each, end)
-    hidden = patching.apply(
-        [Patch(signal, "getsignal", getsignal), Patch(signal, "signal", set_shown)]
-    )
+        signal.signal(each, end)
     try:
         yield
     finally:
-        patching.undo(hidden)
         for each in followed:
-            if get(each) is end:
-                set_handler(each, signal.SIG_DFL)
+            if signal.getsignal(each) is end:
+                signal.signal(each, signal.SIG_DFL)
 
 
 def _report(recording: record, error: str | None) -> Report:
