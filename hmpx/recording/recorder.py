@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ _MOST_ENTRIES: Final = 2_000
 class Entry:
     """Equal calls: the first of them, their shapes, and their number.
 
-    ``recorded`` is the number of calls that autograd recorded, ``backward`` the number of times that gradients
-    of calls were computed.
+    ``backward`` is the number of times that gradients of calls were computed.
     """
 
     call: OpCall
@@ -42,34 +41,6 @@ class Entry:
     outputs: tuple[Shape, ...]
     calls: int = 0
     seconds: float = 0.0
-    recorded: int = 0
-    backward: int = 0
-    is_folded: bool = False
-
-    def restart(self) -> None:
-        """Restarts the counts; from now on only graphs hold the entry."""
-        self.calls, self.seconds, self.recorded, self.backward = 0, 0.0, 0, 0
-        self.is_folded = True
-
-
-class Place(NamedTuple):
-    """A place where results may be unused."""
-
-    op: str
-    module: str
-    location: str
-
-
-def _place_of(entry: Entry) -> Place:
-    return Place(entry.call.op, entry.call.module, entry.call.location)
-
-
-@dataclass(slots=True)
-class _Unused:
-    """Sums over folded calls at one place, which show whether their results were used."""
-
-    recorded: int = 0
-    bytes: int = 0
     backward: int = 0
 
 
@@ -91,12 +62,11 @@ class Recorder:
     def forget(self) -> None:
         """Drops all calls. Makes a new lock, since a thread of the parent may hold the old one after a fork."""
         for entry in [*self._entries.values(), *self._gradients.values()]:
-            entry.restart()  # gradients may be computed later
+            entry.backward = 0  # gradients may be computed later
         self._lock = threading.RLock()
         self._entries = {}
         self._gradients = {}  # those with gradients computed, in order
         self._sums: dict[Row, Row] = {}
-        self._places: dict[Place, _Unused] = {}
         self._casts = Casts()
 
     def stop(self) -> None:
@@ -141,7 +111,6 @@ class Recorder:
                 entry = self._entries[key] = Entry(call, found, given, outputs)
             entry.calls += 1
             entry.seconds += call.seconds or 0.0
-            entry.recorded += node is not None
             self._casts.note(entry.call, given, inputs, result, node)
         if node is not None:
             node.register_prehook(_Backward(self, entry))
@@ -157,56 +126,36 @@ class Recorder:
             self._fold()
 
     def _fold(self) -> None:
+        """Adds the entries to the sums; from now on only graphs hold them."""
         with self._lock:
-            forward, backward = self._counted()
-            for entry in forward:
-                sums = self._places.setdefault(_place_of(entry), _Unused())
-                sums.recorded += entry.recorded
-                sums.bytes += entry.recorded * entry.call.cast_bytes
-            for entry in backward:
-                self._places.setdefault(_place_of(entry), _Unused()).backward += entry.backward
+            forward, backward = (
+                [replace(entry) for entry in entries.values()]
+                for entries in (self._entries, self._gradients)
+            )
             for entry in (*self._entries.values(), *self._gradients.values()):
-                entry.restart()
+                entry.backward = 0
             self._entries, self._gradients = {}, {}
-        found = _in_own_thread(lambda: [*self._rows(forward, backward)])
+
+        def rows() -> list[Row]:
+            calls = [forward_row(entry, is_timed=self._is_timed) for entry in forward]
+            return [*calls, *map(backward_row, backward)]
+
+        found = _in_own_thread(rows)
         with self._lock:
             add_up(self._sums, found)
-
-    def _counted(self) -> tuple[list[Entry], list[Entry]]:
-        """Returns copies of the entries, and of those with gradients computed."""
-        entries, gradients = self._entries.values(), self._gradients.values()
-        return [replace(each) for each in entries], [replace(each) for each in gradients]
-
-    def _rows(self, forward: Iterable[Entry], backward: Iterable[Entry]) -> Iterator[Row]:
-        yield from (forward_row(entry, is_timed=self._is_timed) for entry in forward)
-        yield from map(backward_row, backward)
 
     # --- results -------------------------------------------------------------------------------------
 
     def rows(self) -> tuple[Row, ...]:
         """Returns the counts, the most expensive first."""
+        self._fold()
         with self._lock:
-            forward, backward = self._counted()
-            sums = list(self._sums.values())
-        return _in_own_thread(lambda: added([*sums, *self._rows(forward, backward)]))
+            return added(self._sums.values())
 
     def waste(self) -> tuple[Waste, ...]:
         """Returns unnecessary casts."""
         with self._lock:
-            return added_waste([*self._casts.waste(), *self._unused_results()])
-
-    def _unused_results(self) -> Iterator[Waste]:
-        """Yields calls that autograd recorded but that got no gradient, where others did."""
-        if not self._gradients and not any(each.backward for each in self._places.values()):
-            return
-        for entry in self._entries.values():
-            if entry.call.cast_bytes and entry.recorded and not entry.backward:
-                bytes_ = entry.recorded * entry.call.cast_bytes
-                yield _unused(_place_of(entry), entry.recorded, bytes_)
-        used = {_place_of(each) for each in self._gradients.values() if each.is_folded}
-        for place, unused in self._places.items():
-            if unused.bytes and not unused.backward and place not in used:
-                yield _unused(place, unused.recorded, unused.bytes)
+            return added_waste(self._casts.waste())
 
 
 class _Backward:
@@ -220,17 +169,6 @@ class _Backward:
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         if self._recorder.is_on:
             self._recorder.note_backward(self._entry)
-
-
-def _unused(place: Place, times: int, count: int) -> Waste:
-    return Waste(
-        "unused result",
-        *place,
-        times,
-        count,
-        "with torch.no_grad():",
-        "no gradient came back to it, so nothing that was differentiated depends on it",
-    )
 
 
 def _in_own_thread(function: Callable[[], _T]) -> _T:

@@ -78,8 +78,8 @@ class Waste:
     """Unnecessary casts that cost time or memory.
 
     Attributes:
-        kind: ``"round trip"``, ``"parameter cast again"``, ``"tensor cast again"``, ``"unused result"``
-            or ``"weight casts kept"``.
+        kind: ``"round trip"``, ``"parameter cast again"``, ``"tensor cast again"`` or
+            ``"weight casts kept"``.
         what: The ops or the parameter concerned: ``"linear -> softmax -> matmul"``.
         module: Qualified name of the module.
         location: ``"train.py:12"``.
