@@ -99,19 +99,9 @@ def _recorded(name: str, program: list[str]) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         path = os.fspath(Path(folder) / "report.json")
         (key, value), *_ = _arguments(name).items()
-        command = [
-            sys.executable,
-            "-m",
-            "hmpx",
-            "run",
-            f"--{key}",
-            value,
-            "--report",
-            path,
-            *program,
-        ]
+        hmpx = [sys.executable, "-m", "hmpx", "run", f"--{key}", value, "--report", path]
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False
+            [*hmpx, *program], capture_output=True, text=True, errors="replace", check=False
         )
         if done.returncode or not Path(path).is_file():
             last = (done.stderr.strip().splitlines() or ["it wrote no report"])[-1]

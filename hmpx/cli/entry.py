@@ -7,31 +7,19 @@ runs it and returns the exit status. A new command also needs its place in `_COM
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 from .. import __version__
 from ..errors import HmpxError, HmpxWarning, suggestion
-from . import (
-    bench,
-    check,
-    completion,
-    diff,
-    doctor,
-    lint,
-    lists,
-    ops,
-    output,
-    plan,
-    report,
-    run,
-    tune,
-)
+from . import output
 
-#: In the order of ``hmpx --help``.
+#: Modules of this package, in the order of ``hmpx --help``.
 _COMMANDS: Final = (
-    run, report, bench, plan, tune, check, lint, diff, lists, ops, doctor, completion,
+    "run", "report", "bench", "plan", "tune", "check", "lint", "diff", "lists", "ops", "doctor",
+    "completion",
 )  # fmt: skip
 
 
@@ -83,10 +71,9 @@ _OTHER_OPTIONS: Final = {
 
 def _check_command(whole: argparse.ArgumentParser, word: str) -> None:
     """Ends the program with a hint if ``word``, the first argument, is neither a command nor an option."""
-    commands = [command.__name__.rpartition(".")[2] for command in _COMMANDS]
-    if word in commands or word.startswith("-"):
+    if word in _COMMANDS or word.startswith("-"):
         return
-    hint = suggestion(word, commands) or f"; commands are {', '.join(commands)}"
+    hint = suggestion(word, _COMMANDS) or f"; commands are {', '.join(_COMMANDS)}"
     if word in _FUNCTIONS:
         hint = f"; in Python it is hmpx.{word}()"
         if _FUNCTIONS[word]:
@@ -113,6 +100,6 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"hmpx {__version__}")
     commands = whole.add_subparsers(metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(commands)
+    for name in _COMMANDS:
+        importlib.import_module(f".{name}", __package__).add_parser(commands)
     return whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +10,6 @@ from .. import linting
 from ..errors import OptionError, short
 from . import output, scripts
 from .options import add_command, option
-from .scripts import ScriptError
 
 _FORMATS: Final = {
     "text": lambda found: "\n".join(map(str, found)),
@@ -58,13 +56,6 @@ examples:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the program under `hmpx.lint`; status 1 if there are findings."""
-    program: list[str] = [*options.program]
-    if program[:1] == ["--"]:
-        program = program[1:]
-    if not program:
-        options.parser.error("name a SCRIPT")
-    if not options.is_module and not scripts.exists(program[0]):
-        raise ScriptError(f"{short(program[0])}: no such file; give the path of a Python script")
     if options.write_baseline and not options.baseline:
         options.parser.error("--write-baseline needs --baseline FILE")
     known = _known(options)
@@ -72,12 +63,11 @@ def run(options: argparse.Namespace) -> int:
         name: [*filter(None, getattr(options, name).split(","))] for name in ("select", "ignore")
     }
     checked = linting.lint(every=options.every, **codes)
-    sys.argv = program
-    scripts.put_first_on_path(scripts.directory_of(program[0], options.is_module))
+    name = scripts.prepare(options)
     failed = False
     try:
         with checked:
-            scripts.execute(program[0], options.is_module)
+            scripts.execute(name, options.is_module)
     except SystemExit as end:
         failed = bool(end.code)
     except Exception as error:

@@ -12,7 +12,6 @@ from typing import Any, Final
 from .. import gaudi, policy, session
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
 from ..contracts import expect
-from ..errors import short
 from ..tensors import parse_device_types
 from ..watching import watch
 from . import output, run_report, scripts
@@ -105,18 +104,9 @@ examples:
 
 def run(options: argparse.Namespace) -> int:
     """Converts torch and runs the program; returns its exit status."""
-    program: list[str] = options.program
-    if program[:1] == ["--"]:
-        program = program[1:]
-    if not program:
-        options.parser.error("name a module after -m" if options.is_module else "name a SCRIPT")
-    name = program[0]
-    if not options.is_module and not scripts.exists(name):
-        raise ScriptError(f"{short(name)}: no such file; give the path of a Python script")
+    name = scripts.prepare(options)
     report = options.report or os.environ.get(REPORT_VARIABLE)
     report_path = run_report.checked(report) if report else None
-    sys.argv = program
-    scripts.put_first_on_path(scripts.directory_of(name, options.is_module))
     given = _run_options(options)
     has_shim = options.habana_shim and _install_shim(options, given)
     contract = expect(options.expect) if options.expect else contextlib.nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
 import importlib.util
 import os
@@ -12,7 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from ..errors import HmpxError
+from ..errors import HmpxError, short
 
 
 class ScriptError(HmpxError):
@@ -34,6 +35,19 @@ def execute(name: str, is_module: bool) -> None:
         module, code = _load_script(str(Path(name).absolute()))
     sys.modules["__main__"] = module
     exec(code, vars(module))
+
+
+def prepare(options: argparse.Namespace) -> str:
+    """Returns the name of the program to run, and makes the process look as python would start it."""
+    program: list[str] = options.program[options.program[:1] == ["--"] :]
+    if not program:
+        options.parser.error("name a module after -m" if options.is_module else "name a SCRIPT")
+    name = program[0]
+    if not options.is_module and not exists(name):
+        raise ScriptError(f"{short(name)}: no such file; give the path of a Python script")
+    sys.argv = program
+    put_first_on_path(directory_of(name, options.is_module))
+    return name
 
 
 def directory_of(name: str, is_module: bool) -> Path:
