@@ -117,7 +117,12 @@ class BatchedCall:
         self._batch = batch
         self.has_rows = self.has_fixed_size = False
         self._rows: dict[int, Rows | None] = {}
-        self._changed([*arguments[0], *arguments[1].values()], [*one[0], *one[1].values()], None)
+        (args, kwargs), (one_args, one_kwargs) = arguments, one
+        if kwargs.keys() != one_kwargs.keys():
+            raise UnknownRowsError("its arguments do not follow the batch")
+        self._changed(list(args), list(one_args), None)
+        for name in kwargs:
+            self._changed(kwargs[name], one_kwargs[name], None)
 
     def with_rows(self, index: Sequence[int]) -> Arguments:
         """Returns the arguments with the rows in ``index``; new tensors where they have rows."""

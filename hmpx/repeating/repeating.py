@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import arguments
-from ..errors import OptionError, noted
+from ..errors import OptionError, noted, said_by
 from ..observers import Attached, CallTensors, OpCall
 from ..session import observable
 from ..tensors import CAST, LOW_DTYPES, copied, map_all, tensors_in, tensors_of
@@ -30,8 +30,10 @@ _Where: TypeAlias = "list[Rows | None]"
 #: Line options tried as remedies -> the dtype that the call computes in.
 _LINES: Final = {"fp32": torch.float32, "accumulate=float64": torch.float64}
 
+_RANDOM: Final = "by definition: draws random numbers for the whole batch"
+
 #: How often a call is timed.
-_TIMED: Final = 3
+_TIMED: Final = 5
 
 
 def invariance(
@@ -72,7 +74,7 @@ def invariance(
 
     def one_row(tensor: Tensor) -> Tensor:
         has_rows = tensor.dim() > 0 and tensor.shape[0] == size
-        return tensor[-1:].clone() if has_rows else tensor
+        return tensor[-1:] if has_rows else tensor
 
     state = ModelState(reached_by(model, *batch), list(tensors_of(batch)))
     small = _OneRowRun()
@@ -80,7 +82,7 @@ def invariance(
     try:
         with observable(), uncompiled(), torch.no_grad():
             try:
-                _run(model, map_all(batch, one_row), small.observe)
+                _run(model, copied(map_all(batch, one_row)), small.observe)
             except Exception as error:
                 raise noted(error, "Raised by the run on one row of the batch") from None
             state.restart()
@@ -181,6 +183,9 @@ class _Repeats:
         )
         try:
             found = self._repeated(call, tensors)
+        except Exception as error:  # the program must go on
+            found = None
+            self._skipped[f"an error in the repeated call: {said_by(error)}"] += 1
         finally:
             state.restore()
         if found is not None:
@@ -194,7 +199,8 @@ class _Repeats:
         expected = tensors_in([tensors.result])
         again = difference(expected, run(given))
         if again is not None:
-            return Variation(*place, {"repeated": f"differs when repeated: {again}"})
+            why = _RANDOM if _draws(call, tensors) else ""
+            return Variation(*place, {"repeated": f"differs when repeated: {again}"}, why)
         batched, where, ways = self._batch_ways(call, tensors, given)
         ways += self._thread_ways(call, given)
         found: dict[str, str] = {}
@@ -340,7 +346,7 @@ def _by_definition(
     if None in where:
         return "by definition: its result combines the rows"
     if _draws(call, tensors):
-        return "by definition: draws random numbers for the whole batch"
+        return _RANDOM
     # The same shapes, with the row in all places
     found = run(copies.arguments)
     pairs = [*zip(expected, found, where, strict=True)]
@@ -372,5 +378,7 @@ def _seconds(function: Callable[[], object]) -> float:
     for _ in range(_TIMED):
         start = time.perf_counter()
         function()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         found.append(time.perf_counter() - start)
     return min(found)

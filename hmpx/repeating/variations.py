@@ -155,7 +155,7 @@ class Invariance:
         return Table.of(titles, rows, numbers=["calls"])
 
     def __str__(self) -> str:
-        lines = [f"{self.calls:,} calls repeated: none depends on the batch, threads or the run"]
+        lines = [f"{self.calls:,} calls repeated: none differs by rounding"]
         if self.first is not None:
             by_kind = Counter(kind for each in self.variations for kind in each.found)
             kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items())

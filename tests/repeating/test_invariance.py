@@ -154,6 +154,31 @@ def test_calls_that_one_row_does_not_make_are_skipped() -> None:
     assert found.skipped == {"the run on one row has no such call": 1}
 
 
+def test_places_in_the_batch_are_named() -> None:
+    """An index of rows of the whole batch is out of range for one row."""
+
+    def model(x: Tensor) -> Tensor:
+        rows = list(range(len(x)))
+        return torch.gather(x, 0, torch.tensor([rows]).T) * 2
+
+    found = hmpx.invariance(model, torch.randn(4, 8))
+    assert found.calls == 2
+    assert found.skipped == {"its integers depend on the batch": 1}
+
+
+def test_inputs_stay_as_they_are() -> None:
+    """Also those without rows, to which the model writes."""
+    total = torch.zeros(1)
+
+    def model(x: Tensor, total: Tensor) -> Tensor:
+        total.add_(x.sum())
+        return x * 2
+
+    found = hmpx.invariance(model, torch.ones(4, 8), total)
+    assert total.item() == 0
+    assert [each.op for each in found.by_definition] == ["sum"]
+
+
 # --- nothing changes -------------------------------------------------------------------------------
 
 
