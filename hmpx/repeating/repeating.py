@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import arguments
 from ..errors import OptionError, noted, said_by
 from ..observers import Attached, CallTensors, OpCall
-from ..session import observable
+from ..session import is_converted, observable
 from ..tensors import CAST, LOW_DTYPES, copied, map_all, tensors_in, tensors_of
 from ..torch_internals import uncompiled
 from ..torch_state import ModelState, reached_by, state_of_random_numbers
@@ -171,6 +171,7 @@ class _Repeats:
             tuple(each for each in every if each.by_definition),
             dict(self._skipped),
             self._count,
+            is_converted(),
         )
 
     def observe(self, call: OpCall, tensors: CallTensors | None) -> None:
@@ -328,7 +329,9 @@ def _in_dtype(tensors: CallTensors, dtype: torch.dtype, low: torch.dtype | None)
         found = tensors_in([tensors.run(*args, **kwargs)])
         if dtype is torch.float32:
             return found
-        return [each.to(own) for each, own in zip(found, outputs, strict=True)]
+        # Lines leave complex results as they are.
+        pairs = zip(found, outputs, strict=True)
+        return [each.to(own) if own.is_floating_point else each for each, own in pairs]
 
     return run
 

@@ -113,6 +113,7 @@ class Invariance:
         by_definition: Places whose results depend on the batch by definition.
         skipped: Why calls were not repeated with other batches -> how many.
         calls: Number of calls.
+        is_converted: Whether torch was converted.
 
     Example:
         >>> model = torch.nn.Linear(4, 2, dtype=torch.float64)
@@ -124,6 +125,7 @@ class Invariance:
     by_definition: tuple[Variation, ...]
     skipped: Mapping[str, int]
     calls: int
+    is_converted: bool = False
 
     @property
     def first(self) -> Variation | None:
@@ -131,9 +133,12 @@ class Invariance:
         return next(iter(self.variations), None)
 
     @property
-    def policy(self) -> dict[str, list[str]]:
-        """A policy of the remedies that are list lines, for `convert` or to add to one's own lists."""
-        found: dict[str, list[str]] = {}
+    def policy(self) -> dict[str, Any]:
+        """A policy with the remedies that are list lines; all other ops stay as they are.
+
+        Of a converted program it has the lines only, to be added to its own policy.
+        """
+        found: dict[str, Any] = {} if self.is_converted else {"lists": "none"}
         for each in self.variations:
             if each.remedy and each.remedy != BY_ROW:
                 key = "fp32" if each.remedy == "fp32" or not each.is_low else "low"

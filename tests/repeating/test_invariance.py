@@ -275,22 +275,24 @@ class GPT(nn.Module):
         return words
 
 
-def remedied(model: nn.Module, inputs: Tensor) -> dict[str, list[str]]:
+def remedied(model: nn.Module, inputs: Tensor) -> dict[str, Any]:
     """Returns the remedies found at some sizes of the batch."""
-    policy: dict[str, list[str]] = {"fp32": []}
-    for size in (2, 17, len(inputs)):
-        for line in hmpx.invariance(model, inputs[:size], threads=[2]).policy.get("fp32", []):
-            policy["fp32"] += [line] * (line not in policy["fp32"])
-    return policy
+    lines = dict.fromkeys(
+        line
+        for size in (2, 17, len(inputs))
+        for line in hmpx.invariance(model, inputs[:size], threads=[2]).policy.get("fp32", [])
+    )
+    return {"lists": "none", "fp32": [*lines]}
 
 
 @torch.no_grad()
 def test_the_remedy_gives_equal_bits_for_each_size_of_the_batch() -> None:
     model = nn.Sequential(nn.Linear(96, 200), nn.GELU(), nn.Linear(200, 10))
     x = torch.randn(64, 96)
-    policy = remedied(model, x)
+    policy, expected = remedied(model, x), model(x)
     with hmpx.convert(policy=policy, device_types={"cpu"}):
         full = model(x)
+        assert torch.allclose(full, expected, rtol=1e-5, atol=1e-6)
         for size in range(1, 65):
             assert torch.equal(model(x[:size].clone()), full[:size]), size
 
@@ -298,13 +300,29 @@ def test_the_remedy_gives_equal_bits_for_each_size_of_the_batch() -> None:
 @torch.no_grad()
 def test_the_remedy_gives_equal_texts() -> None:
     model, words = GPT().eval(), torch.randint(0, 97, (64, 6))
-    policy = remedied(model, words)
+    policy, expected = remedied(model, words), model(words)
     with hmpx.convert(policy=policy, device_types={"cpu"}):
         texts = model.written(words, 6)
         scores = model(words)
+        assert torch.allclose(scores, expected, rtol=1e-4, atol=1e-5)
         for size in (1, 2, 7, 33):
             assert torch.equal(model(words[:size]), scores[:size]), size
             assert torch.equal(model.written(words[:size], 6), texts[:size]), size
+
+
+def test_nothing_else_is_cast_by_the_policy() -> None:
+    x = torch.randn(4, 8).relu()
+    found = hmpx.invariance(torch.relu, x)
+    assert found.policy == {"lists": "none"}
+    with hmpx.convert(policy=found.policy, device_types={"cpu"}):
+        assert (x @ x.T).dtype is torch.float32
+        assert hmpx.invariance(torch.relu, x).policy == {}
+
+
+def test_complex_results_have_no_line() -> None:
+    """`accumulate=` does not round them."""
+    found = hmpx.invariance(lambda x: torch.fft.rfft(x), torch.randn(3, 64))
+    assert found.policy == {"lists": "none"}
 
 
 def test_remedies_have_a_price() -> None:
