@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .planning import Plan, plan
     from .recording import record
     from .repeating import Invariance, Variation, invariance
+    from .tracing import RunDiff, diff_runs, trace
     from .tuning import Tuned, tune
     from .watching import Offence, Watch, watch
 else:  # not needed by a program's first op
@@ -58,6 +59,7 @@ else:  # not needed by a program's first op
             "planning": "Plan plan",
             "recording": "record",
             "repeating": "Invariance Variation invariance",
+            "tracing": "RunDiff diff_runs trace",
             "tuning": "Tuned tune",
             "watching": "Offence Watch watch",
         },
@@ -103,6 +105,7 @@ __all__ = [
     "Policy",
     "PolicyFileError",
     "RuleError",
+    "RunDiff",
     "Session",
     "TorchError",
     "Tuned",
@@ -115,6 +118,7 @@ __all__ = [
     "compare",
     "contents",
     "convert",
+    "diff_runs",
     "disable_casts",
     "draw",
     "expect",
@@ -129,6 +133,7 @@ __all__ = [
     "record",
     "register_rule",
     "revert",
+    "trace",
     "tune",
     "unregister_rule",
     "watch",

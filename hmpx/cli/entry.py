@@ -16,10 +16,10 @@ from .. import __version__
 from ..errors import HmpxError, HmpxWarning, suggestion
 from . import output
 
-#: Modules of this package, in the order of ``hmpx --help``.
+#: Modules of this package, with ``_`` for ``-``, in the order of ``hmpx --help``.
 _COMMANDS: Final = (
-    "run", "report", "bench", "plan", "tune", "check", "lint", "diff", "lists", "ops", "doctor",
-    "completion",
+    "run", "report", "bench", "plan", "tune", "check", "lint", "diff", "diff-runs", "lists", "ops",
+    "doctor", "completion",
 )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ _FUNCTIONS: Final = {
     "explain": "hmpx ops --why OP",
     "convert": "hmpx run SCRIPT",
     "record": "hmpx run --report FILE SCRIPT",
+    "trace": "hmpx run --trace FILE SCRIPT",
     "watch": "hmpx run --watch raise SCRIPT",
     **dict.fromkeys(("compare", "draw", "freeze"), ""),
 }
@@ -101,5 +102,6 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"hmpx {__version__}")
     commands = whole.add_subparsers(metavar="COMMAND", required=True)
     for name in _COMMANDS:
-        importlib.import_module(f".{name}", __package__).add_parser(commands)
+        module = name.replace("-", "_")
+        importlib.import_module(f".{module}", __package__).add_parser(commands)
     return whole

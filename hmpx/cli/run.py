@@ -13,6 +13,7 @@ from .. import gaudi, policy, session
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
 from ..contracts import expect
 from ..tensors import parse_device_types
+from ..tracing import trace
 from ..watching import watch
 from . import output, run_report, scripts
 from .options import (
@@ -58,6 +59,7 @@ examples:
   hmpx run --report report.html train.py
   hmpx run --watch raise train.py
   hmpx run --no-convert --expect contract.yaml train.py
+  hmpx run --trace bf16.hmpx --trace-steps 0:3 train.py
   hmpx run --habana-shim train_on_gaudi.py --device hpu
   torchrun --nproc-per-node 2 -m hmpx run train.py""",
     )
@@ -91,7 +93,17 @@ examples:
         "--expect FILE",
         "a contract: the first call or tensor without the precision that it says is an error",
     )
-    option(parser, "--no-convert", "leave torch as it is, for --expect over torch.autocast")
+    option(
+        parser,
+        "--trace FILE",
+        "write numbers of each call to FILE, which hmpx diff-runs compares with those of another run",
+    )
+    option(
+        parser, "--trace-every N", "trace one optimizer step in N; default: 1", type=int, default=1
+    )
+    option(parser, "--trace-steps A:B", "trace steps A, ..., B - 1, counted from 0; default: all")
+    option(parser, "--trace-modules GLOBS", "trace calls in these modules only: head,blocks.3")
+    option(parser, "--no-convert", "leave torch as it is, for --expect, --trace and torch.autocast")
     option(
         parser,
         "--habana-shim",
@@ -110,13 +122,19 @@ def run(options: argparse.Namespace) -> int:
     given = _run_options(options)
     has_shim = options.habana_shim and _install_shim(options, given)
     contract = expect(options.expect) if options.expect else contextlib.nullcontext()
+    traced = _trace(options) if options.trace else contextlib.nullcontext()
     if not options.habana_shim and not options.no_convert:
         output.with_warnings_shown(session.convert, **given)
     end_following = gaudi.follow()
     uncaught = None
     watched = watch(options.watch) if options.watch else contextlib.nullcontext()
     try:
-        with contract, watched, run_report.recorded(report_path, replaces=bool(options.report)):
+        with (
+            contract,
+            traced,
+            watched,
+            run_report.recorded(report_path, replaces=bool(options.report)),
+        ):
             scripts.execute(name, options.is_module)
     except ScriptError:
         end_following()
@@ -137,6 +155,17 @@ def run(options: argparse.Namespace) -> int:
         sys.excepthook = lambda *_: None  # python sets the exit status, and need not print anything
         raise uncaught
     return 1
+
+
+def _trace(options: argparse.Namespace) -> trace:
+    steps = None
+    if options.trace_steps:
+        first, colon, last = options.trace_steps.partition(":")
+        if not (colon and first.isdigit() and last.isdigit()):
+            options.parser.error(f"--trace-steps {options.trace_steps}: write two numbers, as 0:10")
+        steps = range(int(first), int(last))
+    modules = [*filter(None, (options.trace_modules or "").split(","))]
+    return trace(options.trace, steps=steps, every=options.trace_every, modules=modules)
 
 
 def _run_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .decisions import INPUT as INPUT
 from .decisions import RELATIVE as RELATIVE
 from .decisions import SHIPPED as SHIPPED
 from .decisions import UNDECIDED as UNDECIDED
+from .decisions import UNNAMED as UNNAMED
 from .decisions import CastPolicy as CastPolicy
 from .decisions import Decision as Decision
 from .decisions import LowType as LowType

@@ -15,7 +15,7 @@ from .. import torch_internals, torch_state
 from ..casting import Options
 from ..errors import OptionError, warn
 from ..observers import LOGGER, announce_conversion, show_log
-from ..policy import LowType, Policy, PolicySource
+from ..policy import UNNAMED, CastPolicy, Decision, LowType, Policy, PolicySource
 from ..registry import exclusive
 from ..tensors import default_device_types, is_present
 from . import request
@@ -216,9 +216,14 @@ def _put_in_force(
     return session
 
 
-def observable() -> AbstractContextManager[object]:
-    """Lets observers see calls in a block: wraps torch without a cast, unless it is converted."""
-    nothing = Policy.from_ops(), frozenset[str](), Options(), False
+def observable(policy: Policy | None = None) -> AbstractContextManager[object]:
+    """Lets observers see calls in a block: wraps torch without a cast, unless it is converted.
+
+    Ops that ``policy`` decides are seen as a conversion with it sees them: ``softmin``, not what it calls.
+    """
+    follows = Decision(CastPolicy.FIRST, reason=UNNAMED)  # torch.autocast decides
+    decisions = dict.fromkeys(policy.decisions if policy else (), follows)
+    nothing = Policy(decisions), frozenset[str](), Options(), False
     return contextlib.nullcontext() if is_converted() else restore(*nothing)
 
 

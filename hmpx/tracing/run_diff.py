@@ -1,0 +1,236 @@
+"""The result of `diff_runs`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from ..errors import brief
+from ..places import located
+from ..reports import (
+    Column,
+    Table,
+    Written,
+    clean,
+    count,
+    exponential,
+    page,
+    paragraphs,
+    short_dtype,
+    table_section,
+    without_start,
+)
+
+#: Verdicts that nothing explains.
+_UNEXPLAINED: Final = ("unexplained", "only in a", "only in b")
+
+#: In the order in which they are counted.
+VERDICTS: Final = ("equal", "rounding", "inherited", *_UNEXPLAINED, "not compared")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunDiffRow:
+    """A call in both runs, or in one of them.
+
+    Attributes:
+        op: Op name; ``"gradient"`` for the gradient of a parameter.
+        module: Qualified name of the module, or of the parameter.
+        what: ``"result"``, or ``"gradient"``: the one that comes into the call's result.
+        verdict: See `diff_runs`.
+        rel: L2 norm of the difference over run a's norm, estimated; NaN if not compared.
+        error: Its standard error.
+        explained: The largest relative difference that types and inputs explain.
+        cause: What the trace shows of the cause; ``""`` if nothing.
+        types: What it computed in, in run a and in run b.
+        decisions: What decided that: ``"bfloat16, by lists/hmpx/bf16.txt:20"``.
+        locations: The user's lines.
+        step: Number of the step.
+    """
+
+    op: str
+    module: str
+    what: str
+    verdict: str
+    rel: float
+    error: float
+    explained: float
+    cause: str
+    types: tuple[str, str]
+    decisions: tuple[str, str]
+    locations: tuple[str, str]
+    step: int
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether nothing explains the difference."""
+        return self.verdict in _UNEXPLAINED
+
+    def __str__(self) -> str:
+        of = "" if self.what == "result" else "gradient of "
+        place = f" in {self.module}" if self.module else ""
+        at = next(filter(None, self.locations), "")
+        return f"{of}{self.op}{place}" + (f" ({located(at)})" if at else "")
+
+    __repr__ = brief
+
+
+@dataclass(frozen=True, repr=False)
+class RunDiff(Written):
+    """The difference of two runs, call by call. Printing it shows the first call that nothing explains.
+
+    Attributes:
+        rows: A row per call, then per gradient, step by step, in the order of computation.
+        a: What the first run depends on: torch, machine, device, threads, processes.
+        b: What the second one depends on.
+
+    Example:
+        >>> with hmpx.trace("a.hmpx"):
+        ...     y = torch.ones(4).softmax(0)
+        >>> hmpx.diff_runs("a.hmpx", "a.hmpx").first is None
+        True
+    """
+
+    rows: tuple[RunDiffRow, ...]
+    a: Mapping[str, Any]
+    b: Mapping[str, Any]
+
+    @property
+    def first(self) -> RunDiffRow | None:
+        """The first row that nothing explains; None if everything is explained."""
+        return next((row for row in self.rows if row.is_unexplained), None)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Verdict -> number of rows."""
+        found = [row.verdict for row in self.rows]
+        return {each: found.count(each) for each in VERDICTS if each in found}
+
+    def by_module(self) -> Table:
+        """Returns a table of the modules in their order: calls, largest difference, verdicts."""
+        return _modules(self._groups())
+
+    def _groups(self) -> dict[str, list[RunDiffRow]]:
+        groups: dict[str, list[RunDiffRow]] = {}
+        for row in self.rows:
+            groups.setdefault(row.module, []).append(row)
+        return groups
+
+    __repr__ = brief
+
+    def __str__(self) -> str:
+        parts = [*_verdict(self)]
+        groups = {
+            name: rows
+            for name, rows in self._groups().items()
+            if any(row.verdict not in ("equal", "not compared") for row in rows)
+        }
+        order = sorted(groups, key=lambda name: not any(row.is_unexplained for row in groups[name]))
+        if order:
+            parts += ["", str(_modules({name: groups[name] for name in order[:_MOST_MODULES]}))]
+        if len(order) > _MOST_MODULES:
+            parts.append(f"... and {len(order) - _MOST_MODULES} modules more; .by_module() has all")
+        return "\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        return f"<div>{paragraphs(_verdict(self))}{self.by_module().to_html()}</div>"
+
+    def _data(self) -> Mapping[str, Any]:
+        return {"hmpx_run_diff": 1, **asdict(self)}
+
+    def _page(self) -> str:
+        numbered = [*enumerate(self.rows)]
+        calls = Table(
+            [
+                Column("call", [index for index, _ in numbered]),
+                *_columns(self.rows),
+                Column("explained", [row.explained for row in self.rows], exponential),
+            ]
+        )
+        parts = [
+            paragraphs(_verdict(self), "verdict"),
+            table_section("modules", "Modules, in their order"),
+            table_section("calls", "Calls and gradients, in the order of computation"),
+        ]
+        return page(
+            "hmpx diff-runs",
+            "Two runs compared",
+            "\n".join(parts),
+            tables={"modules": self.by_module(), "calls": calls},
+        )
+
+
+#: Most modules printed.
+_MOST_MODULES: Final = 15
+
+
+def _columns(rows: Sequence[RunDiffRow]) -> list[Column]:
+    of = [row.op if row.what == "result" else f"gradient of {row.op}" for row in rows]
+    return [
+        Column("op", of, clean, False, least=10),
+        Column("module", [row.module for row in rows], clean, False, without_start, 12),
+        Column("line", [next(filter(None, row.locations), "") for row in rows], located, False),
+        Column("in a", [short_dtype(row.types[0]) for row in rows], str, False),
+        Column("in b", [short_dtype(row.types[1]) for row in rows], str, False),
+        Column("verdict", [row.verdict for row in rows], str, False),
+        Column("cause", [row.cause for row in rows], clean, False),
+        Column("difference", [row.rel for row in rows], _figure),
+        Column("+-", [row.error for row in rows], _figure),
+    ]
+
+
+def _figure(value: float) -> str:
+    return "" if math.isnan(value) else exponential(value)
+
+
+def _modules(groups: Mapping[str, Sequence[RunDiffRow]]) -> Table:
+    worst = []
+    for rows in groups.values():
+        found = {row.verdict for row in rows}
+        order = (*_UNEXPLAINED, "inherited", "rounding", "not compared", "equal")
+        worst.append(next(each for each in order if each in found))
+    rel = [
+        max((row.rel for row in rows if not math.isnan(row.rel)), default=math.nan)
+        for rows in groups.values()
+    ]
+    return Table(
+        [
+            Column("module", [name or "-" for name in groups], clean, False, without_start, 12),
+            Column("verdict", worst, str, False),
+            Column("rows", [*map(len, groups.values())], count),
+            Column("largest difference", rel, _figure),
+        ]
+    )
+
+
+def _verdict(diff: RunDiff) -> list[str]:
+    """Returns the first row that nothing explains, the counts, and how the runs' machines differ."""
+    if not diff.rows:
+        return ["No step is in both traces."]
+    first, parts = diff.first, []
+    if first is None:
+        equal = diff.counts.get("equal", 0) == len(diff.rows)
+        parts.append("The runs are equal, bit by bit." if equal else "Nothing is unexplained.")
+    else:
+        said = first.cause or first.verdict
+        if first.verdict == "unexplained" and math.isfinite(first.rel):
+            said = f"differs by {exponential(first.rel)} +- {exponential(first.error)}: {said}"
+        parts.append(f"first unexplained: {clean(str(first))}, step {first.step}: {clean(said)}")
+        parts += [
+            f"  {name}: {clean(decision)}"
+            for name, decision in zip("ab", first.decisions, strict=True)
+            if decision
+        ]
+    parts.append(
+        f"{count(len(diff.rows))} results and gradients: "
+        + ", ".join(f"{count(number)} {verdict}" for verdict, number in diff.counts.items())
+    )
+    others = [
+        f"{name} {diff.a[name]} and {diff.b[name]}"
+        for name in diff.a
+        if name in diff.b and name not in ("hmpx", "format") and diff.a[name] != diff.b[name]
+    ]
+    if others:
+        parts.append(f"the runs have different {', '.join(others)}")
+    return parts

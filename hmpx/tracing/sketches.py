@@ -1,0 +1,210 @@
+"""Sketches: some numbers of a tensor that tell how far it is from another one that is not there.
+
+A projection of a tensor is its sum with random signs. The square of the difference of two tensors' projections
+is an unbiased estimate of the squared norm of the tensors' difference (Alon, Matias, Szegedy 1996). A sign is a
+product of three: of the row, of the column and of the value, so that a matrix product makes all projections.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import math
+import struct
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..accuracy import contents
+from ..tensors import PLAIN_TENSORS, long_name
+
+#: Projections of a tensor. The standard deviation of an estimate is a ninth of it.
+PROJECTIONS: Final = 40
+
+#: A tensor is read as rows of so many values, and so many rows at a time.
+_COLUMNS: Final = 1024
+_ROWS: Final = 256
+
+#: The variance of a projection's rounding to float32, for a norm of 1.
+_ROUNDING: Final = 2.0**-48 / 6
+
+_MODULUS: Final = 1 << 64
+_MULTIPLIER: Final = 0x9E3779B97F4A7C15
+
+#: Of the encoded numbers: digest, count of non-finite values, norm, least and largest value.
+_HEAD: Final = struct.Struct("<QIddd")
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """Numbers of a tensor.
+
+    Attributes:
+        digest: A hash of the bits, in the order of the shape.
+        nonfinite: How many values are infinite or NaN; the numbers below are without them.
+        norm: The L2 norm; 0 for integers, as the numbers below.
+        least: The least value, and
+        largest: the largest one.
+        projections: 40 sums with random signs; () for integers.
+    """
+
+    digest: int
+    nonfinite: int = 0
+    norm: float = 0.0
+    least: float = 0.0
+    largest: float = 0.0
+    projections: tuple[float, ...] = ()
+
+    def encoded(self) -> str:
+        """Returns it as text, with projections as float32 parts of the norm."""
+        head = _HEAD.pack(self.digest, self.nonfinite, self.norm, self.least, self.largest)
+        numbers = [each / self.norm for each in self.projections] if self.norm else ()
+        return base64.b85encode(head + struct.pack(f"<{len(numbers)}f", *numbers)).decode()
+
+    @classmethod
+    def decoded(cls, text: str) -> Sketch:
+        """Returns the sketch that `encoded` wrote."""
+        data = base64.b85decode(text)
+        digest, nonfinite, norm, least, largest = _HEAD.unpack_from(data)
+        numbers = struct.unpack_from(f"<{(len(data) - _HEAD.size) // 4}f", data, _HEAD.size)
+        return cls(
+            digest, nonfinite, norm, least, largest, tuple([each * norm for each in numbers])
+        )
+
+
+class Estimate(NamedTuple):
+    """An estimated relative L2 difference of two tensors, and its standard error."""
+
+    rel: float
+    error: float = 0.0
+
+
+def difference(a: Sketch, b: Sketch) -> Estimate:
+    """Returns the L2 norm of the tensors' difference, relative to ``a``'s norm."""
+    if a.digest == b.digest:
+        return Estimate(0.0)
+    if not (a.norm and b.projections) or a.nonfinite != b.nonfinite:
+        return Estimate(math.inf)
+    squares = [(x - y) ** 2 for x, y in zip(a.projections, b.projections, strict=True)]
+    rounding = (a.norm**2 + b.norm**2) * _ROUNDING  # of the projections in the file
+    mean = sum(squares) / len(squares)
+    square = max(mean - rounding, 0.0)
+    error = (mean * math.sqrt(2 / len(squares)) + rounding) / (2 * math.sqrt(max(square, rounding)))
+    return Estimate(math.sqrt(square) / a.norm, error / a.norm)
+
+
+def is_sketchable(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has values that can be read: plain, strided, and not on the meta device."""
+    return (
+        type(tensor) in PLAIN_TENSORS
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and not tensor.is_nested
+    )
+
+
+def sketch(tensor: Tensor) -> Sketch:
+    """Returns the sketch of a tensor for which `is_sketchable` holds. Reads it twice."""
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    values = values.reshape(-1)
+    digest = _digest(values)
+    if not values.is_floating_point() or not len(values):
+        return Sketch(digest)
+    wide = torch.float32 if values.device.type == "mps" else torch.float64
+    found = _numbers(values, wide)
+    nonfinite = 0
+    if not math.isfinite(found[0]):
+        is_finite = torch.isfinite(values)
+        nonfinite = len(values) - int(is_finite.sum())
+        found = _numbers(values.where(is_finite, 0), wide)
+    norm, least, largest, *projections = found
+    return Sketch(digest, nonfinite, norm, least, largest, tuple(projections))
+
+
+def low_contents(tensor: Tensor) -> str:
+    """Returns the low dtype that an fp32 tensor's values were, by its name; ``""`` for other tensors."""
+    if tensor.dtype not in (torch.float32, torch.float64) or not is_sketchable(tensor):
+        return ""
+    found = contents(tensor)
+    return "" if found in (None, tensor.dtype) else long_name(found)
+
+
+def _numbers(values: Tensor, dtype: torch.dtype) -> list[float]:
+    """Returns norm, least and largest value, and the projections."""
+    rows, columns, each = _signs(str(values.device), dtype)
+    least, largest = torch.aminmax(values)
+    if len(values) <= _COLUMNS:
+        found = values * each[: len(values)]
+        square = found @ found
+        sums = columns[:, : len(values)] @ found
+    else:
+        square = torch.zeros((), dtype=dtype, device=values.device)
+        total = torch.zeros(PROJECTIONS, _COLUMNS, dtype=dtype, device=values.device)
+        for start in range(0, len(values), _ROWS * _COLUMNS):
+            part = values[start : start + _ROWS * _COLUMNS]
+            found = part * each[: len(part)]
+            square += found @ found
+            if rest := -len(found) % _COLUMNS:
+                found = torch.nn.functional.pad(found, (0, rest))
+            matrix, first = found.view(-1, _COLUMNS), start // _COLUMNS
+            total.addmm_(rows(first, first + len(matrix)), matrix)
+        sums = (total * columns).sum(1)
+    ends = torch.stack([square.sqrt(), least.to(dtype), largest.to(dtype)])
+    return [float(each) for each in torch.cat([ends, sums]).tolist()]
+
+
+def _digest(values: Tensor) -> int:
+    """Returns a hash that any change of one value changes, and others with a probability of 1 - 2**-32."""
+    bits = values.view({1: torch.uint8, 2: torch.int16}.get(values.element_size(), torch.int32))
+    total = len(bits)
+    for start in range(0, len(bits), _ROWS * _COLUMNS):
+        part = bits[start : start + _ROWS * _COLUMNS]
+        weighted = int((part * _weights(str(bits.device))[: len(part)]).sum())
+        total = (total * _MULTIPLIER + weighted) % _MODULUS
+    return total
+
+
+def _stream(name: str, size: int) -> bytearray:
+    """Returns random bytes, the same in every process; a longer stream begins with the shorter one."""
+    return bytearray(hashlib.shake_128(name.encode()).digest(size))
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(device: str) -> Tensor:
+    """Returns odd factors for the values of a part."""
+    numbers = torch.frombuffer(_stream("weights", 4 * _ROWS * _COLUMNS), dtype=torch.int32)
+    return (numbers | 1).to(device)
+
+
+def _random_signs(name: str, *shape: int) -> Tensor:
+    bits = torch.frombuffer(_stream(name, math.prod(shape) // 8), dtype=torch.uint8)
+    found = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return found.view(shape).double() * 2 - 1
+
+
+class _RowSigns:
+    """Signs of rows: matrices of `PROJECTIONS` by rows. More are made as they are asked for."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._known = torch.empty(PROJECTIONS, 0)
+
+    def __call__(self, first: int, last: int) -> Tensor:
+        if self._known.shape[1] < last:
+            found = _random_signs("rows", 2 * last, PROJECTIONS).T.contiguous()
+            self._known = found.to(self._device, self._dtype)
+        return self._known[:, first:last]
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(device: str, dtype: torch.dtype) -> tuple[_RowSigns, Tensor, Tensor]:
+    """Returns the signs of rows, the matrix of those of columns, and those of a part's values."""
+    columns = _random_signs("columns", PROJECTIONS, _COLUMNS).to(device, dtype)
+    values = _random_signs("values", _ROWS * _COLUMNS).to(device, dtype)
+    return _RowSigns(device, dtype), columns, values

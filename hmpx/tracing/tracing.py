@@ -1,0 +1,142 @@
+"""`trace`: writes numbers of each call to a file, to be compared with another run's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .. import arguments, session
+from ..accuracy import may_read
+from ..errors import OptionError, short
+from ..observers import Attached, CallTensors, OpCall
+from ..policy import load_policy, matches
+from ..torch_internals import uncompiled
+from ..torch_state import spot, without_casts
+from .writing import Writer
+
+
+class trace:  # noqa: N801  # a context manager, like torch.no_grad
+    """Writes numbers of each call of the block to a file; `diff_runs` compares two of them.
+
+    Works with and without a conversion, also over torch.autocast; changes no result. For each call: op, module,
+    line, dtypes, decision and arguments; of each tensor that it takes and returns, and of each gradient that
+    comes into it, a hash of the bits, norm, range, count of non-finite values and 40 random projections; and by
+    how much it amplifies rounding, from a repetition of the call with inputs moved by bfloat16's rounding. The gradients of parameters are written where an optimizer steps, which ends a step.
+
+    Each step is in the file when it ends. Several processes of torch.distributed write ``PATH.rank1`` and so
+    on. Compiled functions run uncompiled.
+
+    Args:
+        path: The file; an earlier one is replaced.
+        steps: Numbers of the steps to trace, from 0: ``range(10)``. All by default.
+        every: Traces one step in ``every``, beginning with the first.
+        modules: Globs of module names; only calls in these modules are traced.
+
+    Raises:
+        OptionError: The file can't be written, or an option is wrong.
+
+    Example:
+        >>> with hmpx.trace("a.hmpx"):
+        ...     y = torch.nn.functional.silu(torch.ones(4))
+        >>> hmpx.diff_runs("a.hmpx", "a.hmpx").rows[0].op
+        'silu'
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        steps: Iterable[int] | None = None,
+        every: int = 1,
+        modules: Iterable[str] = (),
+    ) -> None:
+        """Checks the arguments."""
+        if not isinstance(path, (str, os.PathLike)):
+            raise OptionError(f"a trace is written to a path, not to {short(str(path))}")
+        self._path = Path(os.fspath(path)).absolute()  # the program may change its directory
+        self._steps = None if steps is None else frozenset(steps)
+        self._every = arguments.whole("every", every, 1)
+        self._modules = arguments.texts("modules", modules)
+        self._block: contextlib.ExitStack | None = None
+
+    def __repr__(self) -> str:
+        return f"<hmpx.trace to {self._path.name}>"
+
+    def __enter__(self) -> trace:
+        if self._block is not None:
+            raise OptionError("this trace was entered before; make a new one with hmpx.trace()")
+        rank = int(os.environ.get("RANK", "0"))
+        path = self._path.with_name(f"{self._path.name}.rank{rank}") if rank else self._path
+        with contextlib.ExitStack() as block:
+            try:
+                file = block.enter_context(path.open("w", encoding="utf-8", buffering=1 << 20))
+            except OSError as error:
+                raise OptionError(f"can't write {short(str(path))}: {error.strerror}") from error
+            self._writer = Writer(file)
+            self._attached = Attached(self._observe, tensors=True, every_op=True)
+            block.callback(self._writer.end)
+            block.enter_context(session.observable(load_policy()))
+            block.enter_context(self._attached)
+            block.enter_context(register_module_forward_pre_hook(self._note_model))
+            block.enter_context(register_optimizer_step_pre_hook(self._before_step))
+            block.enter_context(register_optimizer_step_post_hook(self._after_step))
+            block.enter_context(uncompiled())
+            self._step = 0
+            self._follow()
+            self._block = block.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._block is not None:
+            self._block.close()
+
+    def _is_traced(self) -> bool:
+        is_chosen = self._steps is None or self._step in self._steps
+        return is_chosen and self._step % self._every == 0
+
+    def _follow(self) -> None:
+        """Observes calls in steps to trace, and in no others."""
+        if self._is_traced():
+            self._attached.resume()
+        else:
+            self._attached.pause()
+
+    # --- what is seen ----------------------------------------------------------------------------
+
+    def _observe(self, call: OpCall, tensors: CallTensors | None, /) -> None:
+        is_wanted = not self._modules or any(
+            matches("module", f"{each}{inner}", call.module)
+            for each in self._modules
+            for inner in ("", ".*")
+        )
+        if tensors is not None and is_wanted and may_read():
+            with without_casts():
+                self._writer.call(call, tensors)
+
+    def _note_model(self, module: nn.Module, args: Any) -> None:
+        if module is spot()[0] and self._is_traced():
+            self._writer.name(module)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_traced():
+            for group in optimizer.param_groups:
+                for each in group["params"]:
+                    if each.grad is not None:
+                        self._writer.parameter_gradient(each, each.grad)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_traced():
+            self._writer.step(self._step)
+        self._step += 1
+        self._follow()

@@ -1,0 +1,206 @@
+"""Writes a trace, line by line; `reading` says what the lines hold."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TextIO
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..observers import CallTensors, OpCall
+from ..tensors import long_name, map_tensors, node_of, tensors_in
+from ..torch_state import without_casts
+from ..version import __version__
+from .reading import FORMAT
+from .sketches import is_sketchable, low_contents, sketch
+
+#: By so much the inputs of a call are moved, relatively, to see how much it amplifies rounding: that of bfloat16.
+#: Half of the values by twice as much and half not at all: at random, and on average. Of tensors with fewer values
+#: than `_FEW`, all by the same.
+NOISE: Final = 2.0**-8
+_FEW: Final = 16
+
+
+class Writer:
+    """Writes the lines of a trace."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._pid = os.getpid()
+        self._sites: dict[tuple[Any, ...], int] = {}
+        self._ids: Any = WeakTensorKeyDictionary()  # tensor -> its version, and its number
+        self._contents: dict[tuple[Any, ...], int] = {}  # what was written of this step's tensors
+        self._names: Any = WeakTensorKeyDictionary()
+        self._factors = torch.empty(0)
+        self._tensors = self._calls = 0
+        self._is_open = True
+        self._write("trace", _header())
+
+    def _write(self, kind: str, values: Any) -> None:
+        if self._is_open and os.getpid() == self._pid:  # a fork has its parent's buffer
+            self._file.write(json.dumps({kind: values}, separators=(",", ":")) + "\n")
+
+    def end(self) -> None:
+        """Writes the last line; gradients that come later are not written."""
+        self._write("end", self._calls)
+        self._is_open = False
+
+    def step(self, number: int) -> None:
+        """Ends a step: all of it is in the file then."""
+        self._write("step", number)
+        self._file.flush()
+        self._contents.clear()
+
+    def name(self, model: nn.Module) -> None:
+        """Notes the names of a model's parameters and buffers."""
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._names[tensor] = name
+
+    def call(self, call: OpCall, tensors: CallTensors) -> None:
+        """Writes a call, its tensors, and its gradients when they come."""
+        given = tensors_in([*tensors.given, *tensors.given_kwargs.values()])
+        results = tensors_in([tensors.result])
+        inputs = [self._tensor(each, is_copy=tensors.writes) for each in given]
+        outputs = [self._tensor(each) for each in results]
+        site = (
+            call.op,
+            call.module,
+            call.location,
+            call.phase,
+            call.cast_policy,
+            call.reason,
+            "" if call.dtype is None else long_name(call.dtype),
+            _text(tensors.given, tensors.given_kwargs),
+        )
+        if site not in self._sites:
+            self._write("site", site)
+            self._sites[site] = len(self._sites)
+        gain = f"{self._gain(tensors, results):.2g}"
+        self._write("call", [self._sites[site], inputs, outputs, float(gain)])
+        self._follow_gradients(self._calls, results)
+        self._calls += 1
+
+    def _follow_gradients(self, call: int, results: list[Tensor]) -> None:
+        def note(gradients: tuple[Tensor | None, ...]) -> None:
+            with without_casts(), torch.no_grad():
+                for number, each in enumerate(gradients):
+                    if each is not None and self._is_open:
+                        self._write("gradient", [call, number, self._tensor(each)])
+
+        for node in {node_of(each) for each in results if each.requires_grad} - {None}:
+            node.register_prehook(note)
+
+    def parameter_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Writes the gradient of a parameter, as the optimizer gets it."""
+        with without_casts(), torch.no_grad():
+            name = self._names.get(parameter, "")
+            self._write("parameter", [name, self._tensor(gradient, is_copy=True)])
+
+    def _tensor(self, tensor: Tensor, *, is_copy: bool = False) -> int:
+        """Writes a tensor, unless its values were written, and returns its number."""
+        version = None if tensor.is_inference() else tensor._version
+        known = self._ids.get(tensor)
+        if known is not None and known[0] == version and version is not None:
+            return int(known[1])
+        found = sketch(tensor) if is_sketchable(tensor) else None
+        shape, dtype = list(tensor.shape) if not tensor.is_nested else [], long_name(tensor.dtype)
+        key = (*shape, dtype, found and found.digest)
+        number = self._contents.get(key) if is_copy and found else None
+        if number is None:
+            base = tensor._base if tensor._is_view() else None
+            of = None if base is None else self._ids.get(base)
+            if of is not None and of[0] != version:
+                of = None  # the base was written to, perhaps through another view
+            number, self._tensors = self._tensors, self._tensors + 1
+            about = [
+                shape,
+                dtype,
+                low_contents(tensor),
+                -1 if of is None else of[1],
+                self._names.get(tensor, ""),
+            ]
+            self._write("tensor", [*about, found.encoded() if found else ""])
+            self._contents[key] = number
+        if not is_copy:
+            self._ids[tensor] = version, number
+        return number
+
+    def _gain(self, tensors: CallTensors, results: list[Tensor]) -> float:
+        """Returns the relative change of the results by a relative change of the inputs; 0 if unknown."""
+        count = itertools.count()
+
+        def moved(tensor: Tensor) -> Tensor:
+            if not (tensor.is_floating_point() and is_sketchable(tensor)):
+                return tensor
+            position = next(count)
+            if tensor.numel() < _FEW:
+                return tensor * (1 + NOISE * (1 + position / 2))
+            return (tensor * self._factor(tensor, position)).to(tensor.dtype)
+
+        kwargs = {name: map_tensors(value, moved) for name, value in tensors.given_kwargs.items()}
+        try:
+            again = tensors_in([tensors.run(*map_tensors(tensors.given, moved), **kwargs)])
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            return 0.0  # arguments that must keep their values: probabilities, indices
+        change = norm = 0.0
+        for old, new in zip(results, again, strict=False):
+            if old.is_floating_point() and old.shape == new.shape and is_sketchable(old):
+                change = math.hypot(change, _norm(new - old))
+                norm = math.hypot(norm, _norm(old))
+        return change / norm / NOISE if norm else 0.0
+
+    def _factor(self, tensor: Tensor, position: int) -> Tensor:
+        """Returns factors that move each value of the call's input number ``position``."""
+        first, count = 97 * position, tensor.numel()
+        if len(self._factors) < first + count:
+            generator = torch.Generator().manual_seed(0)
+            moves = torch.randint(0, 2, (2 * (first + count),), generator=generator) * 2
+            self._factors = 1 + NOISE * moves.float()
+        return self._factors[first : first + count].view(tensor.shape).to(tensor.device)
+
+
+def _norm(values: Tensor) -> float:
+    """Returns the L2 norm of the finite values."""
+    found = float(torch.linalg.vector_norm(values.float()))
+    if not math.isfinite(found):
+        found = float(torch.linalg.vector_norm(values.double().nan_to_num(0.0, 0.0, 0.0)))
+    return found
+
+
+def _header() -> dict[str, Any]:
+    """Returns the versions and the machine of a run."""
+    has_cuda = torch.cuda.is_available()
+    return {
+        "format": FORMAT,
+        "hmpx": __version__,
+        "program": sys.argv[0],
+        "torch": torch.__version__,
+        "machine": f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "device": torch.cuda.get_device_name() if has_cuda else "cpu",
+        "threads": torch.get_num_threads(),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def _text(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    """Returns the arguments except tensors: ``"(16,), 1e-05"``."""
+    found = [_plain(each) for each in args]
+    found += [f"{name}={text}" for name, value in kwargs.items() if (text := _plain(value))]
+    return ", ".join(filter(None, found))[:200]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        inner = [_plain(each) for each in value]
+        return f"({', '.join(inner)})" if any(inner) else ""
+    return ""

@@ -1,0 +1,386 @@
+"""`trace` and `diff_runs`: what explains a difference between two runs, and what does not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hmpx
+
+
+class Net(nn.Module):
+    """A block with a norm, dropout, attention and a mask, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.norm = nn.LayerNorm(16)
+        self.qkv = nn.Linear(16, 48)
+        self.drop = nn.Dropout(0.0)
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        scores = (q @ k.mT / 4).masked_fill(mask, -torch.inf)
+        x = x + self.drop(scores.softmax(-1) @ v)
+        return self.head(torch.tanh(x))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    mask = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    return torch.arange(24).view(3, 8) % 20, mask
+
+
+def run(
+    path: Path,
+    change: Callable[[Net], Any] = lambda net: None,
+    *,
+    low: str = "",
+    steps: int = 2,
+    given: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Trains a net and returns losses and parameters; with ``path`` None it is not traced."""
+    torch.manual_seed(0)
+    net = Net()
+    change(net)
+    ids, mask = given or batch()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    regions = {
+        "": contextlib.nullcontext,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "hmpx": lambda: hmpx.convert(device_types={"cpu"}),
+    }
+    traced = hmpx.trace(path, **options) if path else contextlib.nullcontext()
+    with regions[low](), traced:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(ids, mask).flatten(0, 1).float(), ids.flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    return [*losses, torch.rand(3), *net.parameters()]
+
+
+# --- what a trace changes, and what is in it ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", ["", "autocast", "hmpx"])
+def test_tracing_changes_nothing_and_equal_runs_are_equal(low: str, tmp_path: Path) -> None:
+    plain = run(None, low=low)  # type: ignore[arg-type]
+    traced = run(tmp_path / "a", low=low)
+    assert all(map(torch.equal, plain, traced))
+    run(tmp_path / "b", low=low)
+    found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
+    assert found.first is None
+    assert found.counts == {"equal": len(found.rows)}
+    assert str(found).startswith("The runs are equal, bit by bit.")
+
+
+def test_estimates_agree_with_whole_tensors(tmp_path: Path) -> None:
+    """95 of 100 estimates are within two standard errors."""
+    results: dict[str, list[Tensor]] = {"": [], "hmpx": []}
+
+    def keep(call: hmpx.OpCall, tensors: hmpx.CallTensors | None) -> None:
+        assert tensors is not None
+        if call.op != "float" and isinstance(tensors.result, Tensor):
+            results[low].append(tensors.result.detach().double().clone())
+
+    for low in results:
+        with hmpx.attach(keep, tensors=True, every_op=True):
+            run(tmp_path / f"run{low}", low=low, steps=6)
+    found = hmpx.diff_runs(tmp_path / "run", tmp_path / "runhmpx")
+    rows = [row for row in found.rows if row.what == "result" and row.op != "chunk"]
+    assert len(rows) == len(results[""]) == len(results["hmpx"])
+    within = [
+        abs(row.rel - ((x - y).nan_to_num().norm() / x[x.isfinite()].norm()).item())
+        <= 2 * row.error + 1e-12
+        for row, x, y in zip(rows, results[""], results["hmpx"], strict=True)
+        if x.isfinite().all()
+    ]
+    assert len(within) > 60
+    assert sum(within) / len(within) >= 0.95
+
+
+def test_a_call_takes_less_than_a_kilobyte(tmp_path: Path) -> None:
+    run(tmp_path / "a", steps=5)
+    calls = [line for line in (tmp_path / "a").read_text().splitlines() if '"call"' in line[:8]]
+    assert (tmp_path / "a").stat().st_size / len(calls) < 1000
+
+
+def traced_with(path: Path, **options: Any) -> hmpx.RunDiff:
+    torch.manual_seed(0)
+    net, optimizer = Net(), torch.optim.SGD
+    stepping = optimizer(net.parameters(), 0.1)
+    with hmpx.trace(path, **options):
+        for _ in range(4):
+            net(*batch()).sum().backward()
+            stepping.step()
+    return hmpx.diff_runs(path, path)
+
+
+def test_options(tmp_path: Path) -> None:
+    assert {row.step for row in traced_with(tmp_path / "a", steps=range(1, 3)).rows} == {1, 2}
+    assert {row.step for row in traced_with(tmp_path / "b", every=3).rows} == {0, 3}
+    rows = traced_with(tmp_path / "c", modules=["head", "n*"]).rows
+    assert {row.module for row in rows if row.op != "gradient"} == {"head", "norm"}
+
+
+# --- what is found -----------------------------------------------------------------------------------
+
+
+def set_eps(net: Net) -> None:
+    net.norm.eps = 1e-3
+
+
+def set_weight(net: Net) -> None:
+    with torch.no_grad():
+        net.qkv.weight[3, 4] += 0.01
+
+
+def leave_dropout_on(net: Net) -> None:
+    net.drop.p = 0.1
+
+
+def swap_norm(net: Net) -> None:
+    net.norm = nn.RMSNorm(16)  # type: ignore[assignment]
+
+
+def round_late(net: Net) -> None:
+    net.norm.register_forward_hook(lambda module, given, result: result.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("change", "op", "module", "cause"),
+    [
+        (set_eps, "layer_norm", "norm", "arguments: (16), 1e-05, True in a, (16), 0.001, True in b"),
+        (set_weight, "linear", "qkv", "qkv.weight differs by "),
+        (leave_dropout_on, "dropout", "drop", "arguments: 0.0, True in a, 0.1, True in b"),
+        (swap_norm, "layer_norm", "norm", ""),
+        (round_late, "linear", "qkv", "what layer_norm returned is converted or sliced otherwise: bfloat16"),
+    ],
+)  # fmt: skip
+def test_the_first_call_that_differs_is_named(
+    change: Callable[[Net], None], op: str, module: str, cause: str, tmp_path: Path
+) -> None:
+    run(tmp_path / "a")
+    run(tmp_path / "b", change)
+    first = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert (first.op, first.module) == (op, module)
+    assert first.cause.startswith(cause)
+
+
+def test_random_numbers_and_inputs_that_differ_are_named(tmp_path: Path) -> None:
+    ids, mask = batch()
+    run(tmp_path / "a", steps=1)
+    run(tmp_path / "ids", steps=1, given=((ids + 1) % 20, mask))
+    run(tmp_path / "mask", steps=1, given=(ids, mask.clone().fill_(False)))
+    said = [hmpx.diff_runs(tmp_path / "a", tmp_path / name).first for name in ("ids", "mask")]
+    assert [(row.op, row.cause) for row in said if row] == [
+        ("embedding", "a int64[3, 8] tensor made outside of the traced calls differs"),
+        ("masked_fill", "a bool[8, 8] tensor made outside of the traced calls differs"),
+    ]
+
+
+def test_one_ulp_in_one_value_is_found(tmp_path: Path) -> None:
+    """Only the bits tell of it: no estimate sees a change this small."""
+
+    def weights(value: Tensor) -> Tensor:
+        return torch.nextafter(value, torch.tensor(9.0))
+
+    x = torch.linspace(-1, 1, 4096)
+    for name, changes in (("a", False), ("b", True)):
+        with hmpx.trace(tmp_path / name):
+            y = torch.tanh(x)
+            if changes:
+                y[77] = weights(y[77])
+            y.exp()
+    first = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert first.verdict in ("only in b", "unexplained")
+
+
+@pytest.mark.parametrize("low", ["autocast", "hmpx"])
+def test_low_precision_explains_the_difference_of_a_sound_program(low: str, tmp_path: Path) -> None:
+    run(tmp_path / "a", steps=4)
+    run(tmp_path / "b", low=low, steps=4)
+    found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
+    assert found.first is None
+    assert found.counts["rounding"] > 10
+    (row,) = [r for r in found.rows if (r.op, r.what, r.step) == ("matmul", "result", 0)][:1]
+    assert row.types == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize("low", ["autocast", "hmpx"])
+def test_what_low_precision_does_not_explain(low: str, tmp_path: Path) -> None:
+    run(tmp_path / "a")
+    run(tmp_path / "b", swap_norm, low=low)
+    first = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert (first.op, first.module) == ("layer_norm", "norm")
+
+
+def test_a_wrong_backward_is_named(tmp_path: Path) -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+            ctx.factor = factor
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            return gradient * ctx.factor, None
+
+    for name, factor in (("a", 1.0), ("b", 1.5)):
+        x = torch.linspace(0, 1, 50, requires_grad=True)
+        with hmpx.trace(tmp_path / name):
+            y = torch.sin(x)
+            torch.exp(Wrong.apply(y, factor)).sum().backward()
+    found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
+    first = found.first
+    assert first is not None
+    assert (first.op, first.cause) == ("mul", "arguments: 1.0 in a, 1.5 in b")
+    gradient = next(row for row in found.rows if row.what == "gradient" and row.op == "sin")
+    assert gradient.rel == pytest.approx(0.5, abs=3 * gradient.error)
+
+
+# --- odd programs and files --------------------------------------------------------------------------
+
+
+def odd_program() -> list[Tensor]:
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    found = [x[:0].exp(), x.double().sin(), x.to(torch.complex64).exp(), x.half() * 2, x.T.relu()]
+    with torch.inference_mode():
+        found.append(torch.sigmoid(x * 2))
+    y = x * 1
+    y[1:3].add_(1).relu_()
+    y.log_()
+    found += [
+        y,
+        *torch.sort(x),
+        x.argmax(0),
+        x.amax() * 3.4e38 * 2,
+        torch.where(x > 0, x, torch.inf),
+    ]
+    sparse = x.to_sparse()
+    found += [
+        (sparse @ x.T).to_dense(),
+        torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged).sin()[0],
+    ]
+    found += [torch.func.vmap(torch.sin)(x), torch.func.grad(lambda z: z.exp().sum())(x)]
+    out = torch.empty(4, 6)
+    torch.exp(x, out=out)
+    found += [
+        out,
+        torch.empty(3, device="meta").exp().to("meta").shape and x,
+        x.expand(2, 4, 6) + 1,
+    ]
+    return [each for each in found if isinstance(each, Tensor)]
+
+
+def test_odd_programs_run_and_keep_their_bits(tmp_path: Path) -> None:
+    plain = odd_program()
+    for name in ("a", "b"):
+        with hmpx.trace(tmp_path / name):
+            traced = odd_program()
+        for one, other in zip(plain, traced, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    counts = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").counts
+    assert counts.keys() <= {"equal", "not compared"}
+    assert counts["equal"] > 20
+
+
+def test_threads(tmp_path: Path) -> None:
+    def work() -> None:
+        for _ in range(20):
+            torch.exp(torch.ones(8))
+
+    with hmpx.trace(tmp_path / "a"):
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert len(hmpx.diff_runs(tmp_path / "a", tmp_path / "a").rows) == 60
+
+
+PROGRAM = """
+import os, sys, torch, hmpx
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with hmpx.trace("killed"):
+    for step in range(5):
+        y = model(torch.ones(2, 4))
+        if step == 3:
+            os.kill(os.getpid(), 9)
+        y.sum().backward()
+        optimizer.step()
+"""
+
+
+def test_a_killed_run_has_the_steps_that_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=tmp_path, check=False)
+    assert done.returncode == -signal.SIGKILL
+    found = hmpx.diff_runs(tmp_path / "killed", tmp_path / "killed")
+    assert {row.step for row in found.rows} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "b is not a trace; hmpx.trace() and hmpx run --trace write them"),
+        ("import torch\n", "b is not a trace; hmpx.trace() and hmpx run --trace write them"),
+        ('{"trace": {"format": 9}}\n', "b has format 9, this hmpx reads 1; trace it again"),
+    ],
+)
+def test_files_that_are_not_traces(
+    text: str, message: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("b").write_text(text)
+    with pytest.raises(hmpx.OptionError) as error:
+        hmpx.diff_runs("b", "b")
+    assert str(error.value) == message
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(hmpx.OptionError, match=r"can.t write .*: No such file or directory"):
+        hmpx.trace(tmp_path / "no" / "a").__enter__()
+    with pytest.raises(hmpx.OptionError, match="every"):
+        hmpx.trace(tmp_path / "a", every=0)
+    traced = hmpx.trace(tmp_path / "a")
+    with traced:
+        pass
+    with pytest.raises(hmpx.OptionError, match="entered before"), traced:
+        pass
+    assert not hmpx.is_converted()
+
+
+def test_data_and_page(tmp_path: Path) -> None:
+    run(tmp_path / "a")
+    run(tmp_path / "b", set_eps)
+    found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
+    rows = json.loads(found.to_json())["rows"]
+    assert len(rows) == len(found.rows)
+    assert math.isclose(rows[0]["rel"], found.rows[0].rel)
+    page = found.to_html(tmp_path / "page.html")
+    assert "first unexplained: layer_norm in norm" in page
+    assert len(repr(found).splitlines()) == len(repr(found.rows[0]).splitlines()) == 1
