@@ -136,7 +136,7 @@ def batch_values(model: nn.Module, batch: dict[str, Any]) -> str:
     key = next(k for k, v in batch.items() if isinstance(v, Tensor) and v.dim() > 1)
     batch[key] = batch[key].clone()
     flat = batch[key].view(-1)
-    flat[2] = 1 - flat[2] if batch[key].dtype in (torch.int64, torch.bool) else flat[2] + 0.5
+    flat[2] = flat[2] + 0.5 if flat.is_floating_point() else int(flat[2] == 0)
     return "*"
 
 
