@@ -59,5 +59,9 @@ class Kernels(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if _is_computing(func):
             given = floating_in([*args, *kwargs.values()])
-            self._dtypes.update(dict.fromkeys([each.dtype for each in given]))
+            dtypes = [each.dtype for each in given]
+            if torch.Tag.pointwise in func.tags and dtypes:  # they convert inputs to one dtype
+                deciding = [each.dtype for each in given if each.dim()] or dtypes
+                dtypes = [functools.reduce(torch.promote_types, deciding)]
+            self._dtypes.update(dict.fromkeys(dtypes))
         return func(*args, **kwargs)

@@ -36,3 +36,13 @@ def test_computations_count_in_the_order_of_their_dtypes() -> None:
     with Kernels() as kernels, torch.autocast("cpu"):
         (X @ X.T).float().exp()
     assert kernels.dtypes == (torch.bfloat16, torch.float32)
+
+
+def test_elementwise_kernels_compute_in_the_widest_dtype_of_their_inputs() -> None:
+    for run in (lambda x: x * x.half(), lambda x: x.half() * x, lambda x: x.half().add_(x)):
+        with Kernels() as kernels:
+            run(X)
+        assert kernels.dtypes == (torch.float32,)
+    with Kernels() as kernels:
+        X.half() * torch.tensor(2.0)
+    assert kernels.dtypes == (torch.float16,)
