@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -298,16 +298,24 @@ class _Diff:
         first, second = self._a.calls[a].gradients, self._b.calls[b].gradients
         keys = sorted(first.keys() & second.keys())
         found = self._difference([first[key] for key in keys], [second[key] for key in keys])
-        return found, self._judged_backward(found, self._a.consumers.get(a, []))
+        calls = self._a.consumers.get(a, [])
+        made, given = self._a.calls[a].outputs, [first[key] for key in keys]
+        return found, self._judged_backward(found, calls, self._norm(made), self._norm(given))
 
     def _judged_parameter(self, a: int, b: int) -> tuple[_Difference, _Verdict]:
-        found = self._difference(self._a.calls[a].outputs, self._b.calls[b].outputs)
-        return found, self._judged_backward(
-            found, self._a.users.get(self._a.calls[a].site.module, [])
-        )
+        call = self._a.calls[a]
+        found = self._difference(call.outputs, self._b.calls[b].outputs)
+        calls = self._a.users.get(call.site.module, [])
+        return found, self._judged_backward(found, calls, 0.0, self._norm(call.outputs))
 
-    def _judged_backward(self, found: _Difference, calls: Sequence[int]) -> _Verdict:
-        """Judges a gradient that the backward of ``calls`` computed."""
+    def _judged_backward(
+        self, found: _Difference, calls: Sequence[int], norm: float, gradient: float
+    ) -> _Verdict:
+        """Judges a gradient that the backward of ``calls`` computed.
+
+        It may be small since its parts cancel, such as that of a bias before a norm: these parts are as large as
+        the gradient that comes in, times what the calls make of ``norm``.
+        """
         if found.is_same:
             return _Verdict("equal")
         if not found.is_compared:
@@ -326,6 +334,9 @@ class _Diff:
             )
             incoming += [given.total, inputs.total]
             rounding, gain = max(rounding, self._roundoff(a, b)), max(gain, a.gain, b.gain)
+            part = self._norm(a.gradients.values())
+            growth = self._norm(a.outputs) / norm if norm else 0.0
+            gain = max(gain, part * max(1.0, growth) / gradient if gradient else 1.0)
         if not step:  # the loss, or the program's own functions
             return _Verdict("inherited" if self._has_differed else "unexplained", "")
         return _judge(
@@ -333,6 +344,11 @@ class _Diff:
         )
 
     # --- tensors -------------------------------------------------------------------------------
+
+    def _norm(self, tensors: Iterable[int]) -> float:
+        """Returns the L2 norm of tensors of run a."""
+        found = [self._a.tensors[each].sketch for each in tensors]
+        return math.hypot(*[each.norm for each in found if each])
 
     def _difference(self, a: Sequence[int], b: Sequence[int]) -> _Difference:
         pairs = [(self._a.tensors[i], self._b.tensors[j]) for i, j in zip(a, b, strict=False)]

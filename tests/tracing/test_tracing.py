@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -384,3 +385,59 @@ def test_data_and_page(tmp_path: Path) -> None:
     page = found.to_html(tmp_path / "page.html")
     assert "first unexplained: layer_norm in norm" in page
     assert len(repr(found).splitlines()) == len(repr(found.rows[0]).splitlines()) == 1
+
+
+def test_gradients_whose_parts_cancel_are_explained(tmp_path: Path) -> None:
+    """The gradient of a bias before a batch norm is rounding only."""
+    for name, region in (
+        ("a", contextlib.nullcontext()),
+        ("b", hmpx.convert(device_types={"cpu"})),
+    ):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with region, hmpx.trace(tmp_path / name):
+            for _ in range(2):
+                net(torch.randn(4, 3, 8, 8)).square().mean().backward()
+                optimizer.step()
+    found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
+    assert found.first is None
+    assert max(row.rel for row in found.rows if row.module == "0.bias") > 100
+
+
+RANK = """
+import os, sys, torch, hmpx
+import torch.distributed as dist
+from torch import nn
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store{size}")
+torch.manual_seed(0)
+net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2)))
+optimizer = torch.optim.SGD(net.parameters(), 0.1 * float(sys.argv[1]))
+with hmpx.trace(f"of{size}"):
+    for step in range(3):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_give_the_gradients_of_one(tmp_path: Path) -> None:
+    def start(rank: int, size: int) -> subprocess.Popen[bytes]:
+        values = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "ignore", "-c", RANK, "1"]
+        return subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **values})
+
+    for size in (1, 2):
+        processes = [start(rank, size) for rank in range(size)]
+        assert [each.wait(120) for each in processes] == [0] * size
+    assert (tmp_path / "of2.rank1").is_file()
+    found = hmpx.diff_runs(tmp_path / "of1", tmp_path / "of2")
+    assert found.first is None
+    gradients = [row for row in found.rows if row.op == "gradient"]
+    assert len(gradients) == 12
+    assert {row.verdict for row in gradients} <= {"equal", "rounding", "inherited"}
+    assert "different processes 1 and 2" in str(found)
