@@ -254,8 +254,16 @@ class _Diff:
             is_low = first.dtype != second.dtype or first.contents != second.contents
             least = found.largest.rel - 2 * found.largest.error
             is_rounded = is_low and least <= 2 * max(map(_roundoff, types))
-            if is_rounded and (self._has_other_types or not is_made):
+            if is_rounded and not is_made and first.dtype != second.dtype:
+                self._has_other_types = True
+            if is_rounded and self._has_other_types:
                 continue
+            rounded = second.contents or first.contents
+            low = (
+                f": {rounded} values in {'b' if second.contents else 'a'}"
+                if is_low and rounded
+                else ""
+            )
             if is_made:
                 made = self._a.calls[maker].site.op if maker is not None else ""
                 low = second.contents or first.contents
@@ -265,7 +273,7 @@ class _Diff:
                 return f"what {made} returned is converted or sliced otherwise{how}"
             if not self._has_differed or (first.name and a.step == self._first_step):
                 name = first.name or f"a {_kind(first)} tensor made outside of the traced calls"
-                return f"{name} differs{_by(found.largest)}"
+                return f"{name} differs{_by(found.largest)}{low}"
         return ""
 
     def _cause_in_types(self, a: TracedCall, b: TracedCall) -> str:
@@ -289,8 +297,10 @@ class _Diff:
         return ""
 
     def _is_near(self, a: TracedCall, b: TracedCall) -> bool:
-        """Whether arguments differ as numbers may that were computed from tensors that differ."""
-        return self._has_differed and _words(a.site.arguments) == _words(b.site.arguments)
+        """Whether numbers differ as they may that were computed from tensors, or from a dtype's range."""
+        first, second = a.site.arguments.split(", "), b.site.arguments.split(", ")
+        is_near = len(first) == len(second) and all(map(_is_near, first, second))
+        return is_near and (self._has_differed or self._has_other_types)
 
     # --- gradients -----------------------------------------------------------------------------
 
@@ -406,16 +416,11 @@ def _kind(tensor: TracedTensor) -> str:
     return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
-def _words(text: str) -> list[str]:
-    """Returns the parts of a text except numbers with a point."""
-    return [each for each in text.split(", ") if not _is_fraction(each.strip("()"))]
-
-
-def _is_fraction(text: str) -> bool:
+def _is_near(a: str, b: str) -> bool:
     try:
-        return not float(text).is_integer()
+        return math.isclose(float(a.strip("()")), float(b.strip("()")), rel_tol=0.1)
     except ValueError:
-        return False
+        return a == b
 
 
 @cache

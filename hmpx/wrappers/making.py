@@ -149,7 +149,6 @@ def make_choosing_wrapper(
     make: Maker,
 ) -> Callable[..., Any]:
     """Returns a wrapper of ``original`` whose calls are decided by ``rules``."""
-    complete = completed(original, plan)
     # Also keyed by the reason, which the log shows and equality ignores.
     followed: dict[tuple[Decision, str], Callable[..., Any]] = {}
 
@@ -181,7 +180,7 @@ def make_choosing_wrapper(
         ) and plan.site.is_overridable:
             return override(original, plan.site.name, cast, args, kwargs)
         if switch._looks_closer and is_off():
-            return complete(*args, **kwargs)
+            return by_lists(*args, **kwargs)
         if kwargs:
             return choose(args, kwargs)(*args, **kwargs)
         return choose(args, kwargs)(*args)

@@ -93,6 +93,8 @@ def _observed(
             if is_unobserved():
                 return inner(*args, **kwargs)
             is_on = not is_off()
+            if not (is_on or is_traced) and _here.is_in_call:
+                return inner(*args, **kwargs)  # a part of a call that is reported
         if plan.site.is_overridable and is_overridden(args, kwargs):
             return override(original, plan.site.name, cast_here, args, kwargs)
         if is_below_dispatcher() or not (is_on or (for_every_op and is_off_by_program())):

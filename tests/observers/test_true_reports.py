@@ -116,3 +116,18 @@ def test_the_verdict_says_what_was_computed_natively(mode: str, said: str) -> No
     report = recording.report()
     assert said in str(report).splitlines()[1]
     assert [row.legalized for row in report.rows] == [mode == "always"]
+
+
+def test_where_casts_are_off_calls_are_reported_once() -> None:
+    """Ops that a rule decides too, and not what a reported function calls."""
+    calls: list[hmpx.OpCall] = []
+    x = torch.rand(4)
+    with (
+        hmpx.convert(device_types={"cpu"}),
+        hmpx.attach(calls.append, every_op=True),
+        hmpx.disable_casts(),
+    ):
+        torch.einsum("i,j->ij", x, x)
+        torch.nn.functional.softmin(x, 0)
+        torch.norm(x)
+    assert [call.op for call in calls] == ["einsum", "softmin", "norm"]

@@ -166,9 +166,15 @@ def round_late(net: Net) -> None:
     net.norm.register_forward_hook(lambda module, given, result: result.bfloat16().float())
 
 
+def round_weight(net: Net) -> None:
+    with torch.no_grad():
+        net.qkv.weight.copy_(net.qkv.weight.bfloat16())
+
+
 @pytest.mark.parametrize(
     ("change", "op", "module", "cause"),
     [
+        (round_weight, "linear", "qkv", "qkv.weight differs by 1.4e-03: bfloat16 values in b"),
         (set_eps, "layer_norm", "norm", "arguments: (16), 1e-05, True in a, (16), 0.001, True in b"),
         (set_weight, "linear", "qkv", "qkv.weight differs by "),
         (leave_dropout_on, "dropout", "drop", "arguments: 0.0, True in a, 0.1, True in b"),
@@ -226,6 +232,27 @@ def test_low_precision_explains_the_difference_of_a_sound_program(low: str, tmp_
     assert found.counts["rounding"] > 10
     (row,) = [r for r in found.rows if (r.op, r.what, r.step) == ("matmul", "result", 0)][:1]
     assert row.types == ("float32", "bfloat16")
+
+
+def test_numbers_that_depend_on_a_dtype_are_explained_and_an_eps_is_not(tmp_path: Path) -> None:
+    def fill(net: Net) -> None:
+        def forward(x: Tensor) -> Tensor:
+            return x.masked_fill(x > 5, torch.finfo(net.head.weight.dtype).min / 1e38)
+
+        net.drop.forward = forward  # type: ignore[method-assign]
+
+    def fill_and_round(net: Net) -> None:
+        fill(net)
+        net.bfloat16()
+
+    run(tmp_path / "a", fill)
+    run(tmp_path / "b", fill_and_round)
+    assert hmpx.diff_runs(tmp_path / "a", tmp_path / "b").first is None
+    run(tmp_path / "a")
+    run(tmp_path / "b", set_eps, low="hmpx")
+    first = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert first.module == "norm"
 
 
 @pytest.mark.parametrize("low", ["autocast", "hmpx"])
@@ -411,7 +438,8 @@ import torch.distributed as dist
 from torch import nn
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store{size}")
+store = dist.FileStore(f"store{size}", size)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 torch.manual_seed(0)
 net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2)))
 optimizer = torch.optim.SGD(net.parameters(), 0.1 * float(sys.argv[1]))
