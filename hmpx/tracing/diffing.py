@@ -387,6 +387,7 @@ def _judge(
 ) -> _Verdict:
     by_rounding = margin * rounding * math.hypot(1.0, gain)
     explained = math.hypot(by_rounding, margin * gain * incoming) if incoming else by_rounding
+    explained = math.expm1(min(explained, 700.0))  # large ones grow in each other
     least = found.largest.rel - 2 * found.largest.error
     if rounding and least <= by_rounding:
         return _Verdict("rounding", "", by_rounding)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,8 +44,11 @@ def test_each_entry_of_the_menu_has_an_example() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MENU)
 @pytest.mark.usefixtures("has_low_precision")
-def test_examples_show_what_happens(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_show_what_happens(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch is as it was afterwards."""
+    monkeypatch.chdir(tmp_path)  # some write files
     run(name, capsys)
 
 
