@@ -1,12 +1,12 @@
-"""What `hmpx.lint` costs: a checked training step, the steps between, and the mean of both.
+"""What `hmpx.lint` and `hmpx.trace` cost: a checked training step, the steps between, and the mean of both.
 
-    python benchmarks/lint.py [--models gpt resnet] [--rounds 5] [--save]
+    python benchmarks/lint.py [--tool trace] [--models gpt resnet] [--rounds 5] [--save]
 
 A step is zero_grad, forward, loss, backward and AdamW's step, on one batch, in fp32 (where steps are fastest on
 every CPU) and after hmpx.convert(). All run in one process and take turns.
 
-plain    without lint
-checked  a step that lint checks
+plain    without the tool
+checked  a step that lint checks, or trace writes
 between  a step that it leaves alone
 every N  the mean of one checked step and N - 1 others
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import statistics
 import time
 import warnings
@@ -31,7 +32,12 @@ EVERY = (10, 50, 100)
 COLUMNS = ("ratio", "mean_s")
 
 
-def measure(training: Training, rounds: int) -> dict[str, dict[str, float]]:
+def opened(tool: str) -> contextlib.AbstractContextManager[object]:
+    """Returns the block of a tool that checks the first step and leaves the second one alone."""
+    return hmpx.trace(os.devnull, every=2) if tool == "trace" else hmpx.lint()
+
+
+def measure(training: Training, tool: str, rounds: int) -> dict[str, dict[str, float]]:
     """Returns candidate -> figures."""
     seconds: dict[str, list[float]] = {"plain": [], "checked": [], "between": []}
 
@@ -42,12 +48,12 @@ def measure(training: Training, rounds: int) -> dict[str, dict[str, float]]:
 
     for _ in range(3):
         training.step()
-    with hmpx.lint():
+    with opened(tool):
         training.step()  # warms up
     for _ in range(rounds):
         gc.collect()
         step("plain")
-        with hmpx.lint():
+        with opened(tool):
             step("checked")
             step("between")
     ratios = {
@@ -67,6 +73,7 @@ def main() -> None:
     parser = timing.make_parser(__doc__)
     timing.add_device_options(parser, ("gpt", "resnet"), (), "models")
     timing.add_time_options(parser)
+    parser.add_argument("--tool", choices=("lint", "trace"), default="lint")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
@@ -75,12 +82,14 @@ def main() -> None:
         for size in options.sizes:
             for name in ("fp32", "hmpx"):
                 with hmpx.convert() if name == "hmpx" else contextlib.nullcontext():
-                    found = measure(Training(model, size, options.device), options.rounds)
+                    found = measure(
+                        Training(model, size, options.device), options.tool, options.rounds
+                    )
                 figures.setdefault(model, {}).setdefault(size, {})[name] = found
                 timing.show(f"training step of {model} {size}, {name}", found, COLUMNS)
     timing.save(
         options.save,
-        "lint",
+        options.tool,
         {"figures": figures},
         device=options.device,
         threads=options.threads,
