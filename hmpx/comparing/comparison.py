@@ -13,13 +13,13 @@ from ..reports import (
     Column,
     Table,
     Written,
+    chart_section,
     clean,
     count,
     exponential,
     located,
     page,
     paragraphs,
-    section,
     share,
     short_dtype,
     table_section,
@@ -27,7 +27,7 @@ from ..reports import (
     wrapped,
     written,
 )
-from . import charts
+from .charts import errors_by_depth, ranges
 from .rows import ComparedGradient, ComparedSite
 
 #: The version of the JSON that `Comparison.to_json` writes.
@@ -116,16 +116,10 @@ class Comparison(Written):
             ),
         ]
         for name, heading, keys, picture in (
-            ("depth", "Errors along the model", _DEPTH_KEYS, charts.errors_by_depth(self.rows)),
-            ("ranges", "Ranges of results", _RANGE_KEYS, charts.ranges(self.rows)),
+            ("depth", "Errors along the model", _DEPTH_KEYS, errors_by_depth(self.rows)),
+            ("ranges", "Ranges of results", _RANGE_KEYS, ranges(self.rows)),
         ):
-            if picture:
-                legend = " ".join(
-                    f'<span class="key {k}">{said}</span>' for k, said in keys.items()
-                )
-                legend = f'<p class="legend">{legend}</p>'
-                chart = f'<div class="scroll chart">{picture}</div>'
-                parts.append(section(name, heading, legend, chart))
+            parts.append(chart_section(name, heading, keys, picture))
         tables = {"sites": _table(self.rows)}
         if self.gradients:
             parts.append(table_section("gradients", "Gradients of parameters"))

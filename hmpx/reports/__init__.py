@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import charts as charts
 from .cells import clean as clean
 from .cells import count as count
 from .cells import exponential as exponential
@@ -12,6 +13,7 @@ from .cells import size as size
 from .cells import without_end as without_end
 from .cells import without_start as without_start
 from .cells import wrapped as wrapped
+from .charts import chart_section as chart_section
 from .files import Written as Written
 from .files import write as write
 from .files import written as written

@@ -13,6 +13,8 @@ from ..reports import (
     Column,
     Table,
     Written,
+    chart_section,
+    charts,
     clean,
     count,
     exponential,
@@ -150,6 +152,7 @@ class RunDiff(Written):
         )
         parts = [
             paragraphs(_verdict(self), "verdict"),
+            chart_section("depth", "Differences along the run", _KEYS, _by_depth(self.rows)),
             table_section("modules", "Modules, in their order"),
             table_section("calls", "Calls and gradients, in the order of computation"),
         ]
@@ -159,6 +162,19 @@ class RunDiff(Written):
             "\n".join(parts),
             tables={"modules": self.by_module(), "calls": calls},
         )
+
+
+_KEYS: Final = {"own": "unexplained", "passed": "rounding, or inherited"}
+
+
+def _by_depth(rows: Sequence[RunDiffRow]) -> str:
+    points = [
+        ("own" if row.is_unexplained else "passed", index, row.rel, clean(str(row)))
+        for index, row in enumerate(rows)
+    ]
+    # The explained ones first, below the others.
+    points.sort(key=lambda each: each[0], reverse=True)
+    return charts.by_depth(points, len(rows), {}, "differences in the order of computation")
 
 
 #: Most modules printed.
