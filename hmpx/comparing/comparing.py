@@ -72,7 +72,18 @@ def compare(
         >>> [row.op for row in found.worst(2)]
         ['add', 'sub']
     """
-    _check(model, loss_fn, reference, passes, seed)
+    if not callable(model):
+        raise OptionError(f"model must be a module or a function, not {shown(model)}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError(
+            f"loss_fn must be a function of the model's outputs, not {shown(loss_fn)}"
+        )
+    if reference not in _REFERENCES:
+        raise OptionError(
+            f"reference must be torch.float32 or torch.float64, not {shown(reference)}"
+        )
+    arguments.whole("passes", passes, 1)
+    arguments.whole("seed", seed, 0)
     check_names(compare, conversion)
     _check_unfrozen(model, inputs)
     refuse_where_off("compare")
@@ -90,21 +101,6 @@ def compare(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(DisableAutocast())
         return _compared(runs, reference, passes, has_loss=loss_fn is not None)
-
-
-def _check(model: Any, loss_fn: Any, reference: Any, passes: Any, seed: Any) -> None:
-    if not callable(model):
-        raise OptionError(f"model must be a module or a function, not {shown(model)}")
-    if loss_fn is not None and not callable(loss_fn):
-        raise OptionError(
-            f"loss_fn must be a function of the model's outputs, not {shown(loss_fn)}"
-        )
-    if reference not in _REFERENCES:
-        raise OptionError(
-            f"reference must be torch.float32 or torch.float64, not {shown(reference)}"
-        )
-    arguments.whole("passes", passes, 1)
-    arguments.whole("seed", seed, 0)
 
 
 def _check_unfrozen(model: Any, inputs: tuple[Any, ...]) -> None:

@@ -161,13 +161,7 @@ def effect(gradient: Tensor, difference: Tensor) -> Tensor:
     product = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * difference
     if product.dtype.is_complex:
         product = torch.view_as_real(product)
-    found = _effect(product)
-    if found.device.type != "cpu" or not math.isfinite(found.item()):
-        found = _effect(torch.nan_to_num(product, nan=0.0, posinf=0.0, neginf=0.0))
-    return found.float()
-
-
-def _effect(product: Tensor) -> Tensor:
+    product = torch.nan_to_num(product, nan=0.0, posinf=0.0, neginf=0.0)
     by_sample = product.flatten(1).sum(1) if product.dim() > 1 else product
     norm = torch.linalg.vector_norm
-    return torch.hypot(norm(product), norm(by_sample)) / math.sqrt(2)
+    return (torch.hypot(norm(product), norm(by_sample)) / math.sqrt(2)).float()

@@ -136,7 +136,16 @@ def compared_sites(
     sites = [
         _site(key, found, numbers, costs.get(key, (0, 0)), scale) for key, found in kept.items()
     ]
-    return tuple(sorted(sites, key=_rank))
+    # By effect, or by error where that is unknown or zero.
+    return tuple(
+        sorted(
+            sites,
+            key=lambda site: (
+                *(0.0 if math.isnan(each) else -each for each in (site.effect, site.rel)),
+                site.order,
+            ),
+        )
+    )
 
 
 def compared_gradients(found: Iterable[tuple[str, Tensor]]) -> tuple[ComparedGradient, ...]:
@@ -148,12 +157,6 @@ def compared_gradients(found: Iterable[tuple[str, Tensor]]) -> tuple[ComparedGra
         angle = _cosine(difference, reference, low) if is_finite else _NAN
         rows.append(ComparedGradient(name, _ratio(difference, reference), angle, is_finite))
     return tuple(sorted(rows, key=lambda row: (row.is_finite, -row.rel)))
-
-
-def _rank(site: ComparedSite) -> tuple[float, ...]:
-    """Returns the sort key of a row: its effect, or its errors where that is unknown or zero."""
-    known = [0.0 if math.isnan(each) else each for each in (site.effect, site.rel)]
-    return (*(-each for each in known), site.order)
 
 
 def _on_host(tensors: Iterable[Tensor]) -> dict[int, list[float]]:
@@ -189,6 +192,7 @@ def _site(
     most = max([sums.largest, *(each for (each,) in of(kept.inputs))])
     flips = sum(each for (each,) in of(count for count, _ in kept.flips))
     effects = [each for (each,) in of(kept.effects)]
+    quotient = sums.reference / sums.difference if sums.difference else math.inf
     if sums.lost:
         effect = math.inf
     elif low_type is None or (not effects and results and sums.difference == 0):
@@ -206,7 +210,7 @@ def _site(
         effect=effect,
         rel=_ratio(sums.difference, sums.reference) if results else 0.0,
         max_abs=sums.max_abs,
-        sqnr_db=_decibel(sums.difference, sums.reference),
+        sqnr_db=20 * math.log10(quotient) if 0 < quotient < math.inf else quotient or -math.inf,
         ulp=sums.ulp / len(results) if results else 0.0,
         cosine=_cosine(sums.difference, sums.reference, sums.low) if results else 1.0,
         propagated_rel=_ratio(*propagated) if propagated else _NAN,
@@ -236,12 +240,6 @@ def _ratio(part: float, whole: float) -> float:
     if part == 0:
         return 0.0
     return part / whole if whole else math.inf
-
-
-def _decibel(difference: float, reference: float) -> float:
-    if difference == 0:
-        return math.inf
-    return 20 * math.log10(reference / difference) if reference else -math.inf
 
 
 def _cosine(difference: float, reference: float, low: float) -> float:

@@ -83,14 +83,9 @@ def _relative(op: str) -> CastPolicy:
     return load_policy(policy={"lists": "hmpx", "low": nothing, "fp32": nothing})[op].cast_policy
 
 
-@functools.cache
-def _shipped(op: str) -> CastPolicy:
-    return load_policy()[op].cast_policy
-
-
 def _make_follow(op: str, lists: dict[str, Any]) -> None:
     """Removes an op from the shipped lists that decide otherwise."""
-    shipped = _shipped(op)
+    shipped = load_policy()[op].cast_policy
     if shipped is _relative(op):
         return
     kind = {CastPolicy.LOW: "low", CastPolicy.FP32: "fp32"}[shipped]

@@ -118,6 +118,7 @@ def _grouped(spots: Costs, scores: Scores | None, key: Callable[[Spot], str]) ->
         groups.setdefault(key(spot), []).append(spot)
     all_flops = max(1, sum(flops for flops, _ in spots.values()))
     all_bytes = max(1, sum(count for _, count in spots.values()))
+    priors = {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}
     found = []
     for name, members in sorted(groups.items()):
         flops = sum(spots[spot][0] for spot in members)
@@ -133,18 +134,10 @@ def _grouped(spots: Costs, scores: Scores | None, key: Callable[[Spot], str]) ->
                 benefit=(flops / all_flops + count / all_bytes) / 2,
                 is_hard=any(each.is_hard for each in known),
                 is_unseen=any(each.is_unseen for each in known),
-                prior=_prior(members[0][0]),
+                prior=priors.get(load_policy()[members[0][0]].cast_policy, 1.0),
             )
         )
     return found
-
-
-def _prior(op: str) -> float:
-    """Returns 0 for ops that the default lists keep in fp32, 2 for those in low precision, else 1."""
-    decided = load_policy().decisions.get(op)
-    if decided is None:
-        return 1.0
-    return {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}.get(decided.cast_policy, 1.0)
 
 
 # --- members of sets ---------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -126,16 +125,11 @@ class Task:
     def _outputs(self, inputs: str) -> list[Any]:
         seed = self.request.seed + (_OTHER_SEED if inputs == FRESH else 0)
         found = []
-        with self._aside(), torch.no_grad():
+        with unchanged(self.request.model), uncompiled(), torch.no_grad():
             for index, batch in enumerate(self.request.inputs[inputs]):
                 seed_all(seed + index)
                 found.append(arguments.has_run("model", batch.run(self.request.model)))
         return found
-
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        with unchanged(self.request.model), uncompiled():
-            yield
 
     def _converted(self, policy: Policy) -> contextlib.AbstractContextManager[object]:
         return session.restore(policy, self.request.device_types, self.request.options, False)
@@ -184,7 +178,7 @@ class Task:
 
     def _value(self, seed: int) -> float:
         assert self.request.measure is not None
-        with self._aside():
+        with unchanged(self.request.model), uncompiled():
             model = copy.deepcopy(self.request.model)
             seed_all(seed)
             return metrics.number("measure", self.request.measure, model, seed)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from .. import ops, session
-from ..comparing import ComparedSite, compare
+from ..comparing import compare
 from ..errors import OptionError
 from ..policy import DENY, Decision, Policy
 from ..recording import record
@@ -125,16 +125,13 @@ def scores_of(request: Request, spots: Collection[Spot], low_type: str) -> Score
             ).rows
         for row in rows:
             if (spot := (row.op, row.module)) in spots:
-                found[spot] = _added(found.get(spot, Score()), row)
+                known = found.get(spot, Score())
+                found[spot] = Score(
+                    math.hypot(known.effect, row.effect if math.isfinite(row.effect) else 0.0),
+                    known.is_hard or not row.fits or math.isinf(row.effect),
+                    known.is_unseen or row.unseen > 0 or (math.isnan(row.effect) and row.rel != 0),
+                )
     return found if any(each.effect for each in found.values()) else None
-
-
-def _added(score: Score, row: ComparedSite) -> Score:
-    return Score(
-        math.hypot(score.effect, row.effect if math.isfinite(row.effect) else 0.0),
-        score.is_hard or not row.fits or math.isinf(row.effect),
-        score.is_unseen or row.unseen > 0 or (math.isnan(row.effect) and row.rel != 0),
-    )
 
 
 def seconds_of(request: Request, spots: Collection[Spot]) -> Seconds:

@@ -102,15 +102,10 @@ class Request:
         self.budget = arguments.whole("budget", budget, 2)
         self.journal = arguments.path("journal", journal)
         self.limit = None if limit is None else _limit(limit)
-
-    @property
-    def metric_name(self) -> str:
-        """The name of the error in reports."""
-        if self.measure is None and isinstance(self.metric, str):
-            return self.metric
-        is_measure = self.measure is not None
-        function = self.measure if is_measure else self.metric
-        return getattr(function, "__name__", "measure" if is_measure else "metric")
+        kind = "metric" if measure is None else "measure"
+        function = self.metric if measure is None else measure
+        is_named = isinstance(function, str)
+        self.metric_name = function if is_named else getattr(function, "__name__", kind)
 
     @property
     def conversion(self) -> dict[str, Any]:

@@ -154,13 +154,13 @@ class Search:
         Tries those that keep most first: if they fail, so do the others. Skips those that can't have more in
         low precision than ``kept``, whatever follows its inputs.
         """
-        weights = {each.name: each.cost for each in self._candidates}
-
-        def weight(kept: Kept) -> float:
-            return sum(weights[bare(each)] / (2 if is_following(each) else 1) for each in kept)
-
+        costs = {each.name: each.cost for each in self._candidates}
+        weights = {
+            kept: sum(costs[bare(each)] / (2 if is_following(each) else 1) for each in kept)
+            for kept in self._shipped
+        }
         best = kept
-        for each in sorted(self._shipped, key=lambda each: (-weight(each), sorted(each))):
+        for each in sorted(weights, key=lambda each: (-weights[each], sorted(each))):
             if self._failed(each, _CLEARLY) or self._kept_work(best) <= self._kept_work(each):
                 continue
             if self._passes(each, "shipped") and self._kept_work(each) < self._kept_work(best):
