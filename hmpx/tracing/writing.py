@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TextIO
 
@@ -28,6 +29,9 @@ from .sketches import is_sketchable, low_contents, sketch
 NOISE: Final = 2.0**-8
 _FEW: Final = 16
 
+#: Tensors of a step whose values are known by their digest.
+_MOST_KNOWN: Final = 1 << 14
+
 
 class Writer:
     """Writes the lines of a trace."""
@@ -42,6 +46,7 @@ class Writer:
         self._factors = torch.empty(0)
         self._tensors = self._calls = 0
         self._is_open = True
+        self._lock = threading.RLock()  # threads, and autograd's
         self._write("trace", _header())
 
     def _write(self, kind: str, values: Any) -> None:
@@ -66,6 +71,10 @@ class Writer:
 
     def call(self, call: OpCall, tensors: CallTensors) -> None:
         """Writes a call, its tensors, and its gradients when they come."""
+        with self._lock:
+            self._call(call, tensors)
+
+    def _call(self, call: OpCall, tensors: CallTensors) -> None:
         given = tensors_in([*tensors.given, *tensors.given_kwargs.values()])
         results = tensors_in([tensors.result])
         inputs = [self._tensor(each, is_copy=tensors.writes) for each in given]
@@ -90,7 +99,7 @@ class Writer:
 
     def _follow_gradients(self, call: int, results: list[Tensor]) -> None:
         def note(gradients: tuple[Tensor | None, ...]) -> None:
-            with without_casts(), torch.no_grad():
+            with self._lock, without_casts(), torch.no_grad():
                 for number, each in enumerate(gradients):
                     if each is not None and self._is_open:
                         self._write("gradient", [call, number, self._tensor(each)])
@@ -100,7 +109,7 @@ class Writer:
 
     def parameter_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Writes the gradient of a parameter, as the optimizer gets it."""
-        with without_casts(), torch.no_grad():
+        with self._lock, without_casts(), torch.no_grad():
             name = self._names.get(parameter, "")
             self._write("parameter", [name, self._tensor(gradient, is_copy=True)])
 
@@ -128,6 +137,8 @@ class Writer:
                 self._names.get(tensor, ""),
             ]
             self._write("tensor", [*about, found.encoded() if found else ""])
+            if len(self._contents) >= _MOST_KNOWN:  # a program without steps
+                self._contents.clear()
             self._contents[key] = number
         if not is_copy:
             self._ids[tensor] = version, number
