@@ -164,6 +164,7 @@ def _trace(options: argparse.Namespace) -> trace:
         if not (colon and first.isdigit() and last.isdigit()):
             options.parser.error(f"--trace-steps {options.trace_steps}: write two numbers, as 0:10")
         steps = range(int(first), int(last))
+    output.check_writable("--trace", options.trace)
     modules = [*filter(None, (options.trace_modules or "").split(","))]
     return trace(options.trace, steps=steps, every=options.trace_every, modules=modules)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -221,10 +222,18 @@ def observable(policy: Policy | None = None) -> AbstractContextManager[object]:
 
     Ops that ``policy`` decides are seen as a conversion with it sees them: ``softmin``, not what it calls.
     """
-    follows = Decision(CastPolicy.FIRST, reason=UNNAMED)  # torch.autocast decides
-    decisions = dict.fromkeys(policy.decisions if policy else (), follows)
-    nothing = Policy(decisions), frozenset[str](), Options(), False
-    return contextlib.nullcontext() if is_converted() else restore(*nothing)
+    nothing = _following(tuple(policy.decisions) if policy else ())
+    return (
+        contextlib.nullcontext()
+        if is_converted()
+        else restore(nothing, frozenset(), Options(), False)
+    )
+
+
+@functools.cache
+def _following(ops: tuple[str, ...]) -> Policy:
+    """Returns the policy under which torch, or torch.autocast, decides on ``ops``."""
+    return Policy(dict.fromkeys(ops, Decision(CastPolicy.FIRST, reason=UNNAMED)))
 
 
 @exclusive

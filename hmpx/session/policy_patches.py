@@ -54,7 +54,8 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     made: dict[tuple[int, str], Callable[..., Any] | None] = {}
     policy, device_types, options = conversion.policy, conversion.device_types, conversion.options
     deciding = _deciding(policy)
-    lacking = compute.lacking_kernels()
+    # Observers of an unconverted program see it with torch's own kernels.
+    lacking = compute.lacking_kernels() if device_types else {}
     completed = [name for name in lacking if name in ops.table()]  # those in this version of torch
     observed: list[str] = []
     if any(each.every_op for each in conversion.observers):

@@ -24,7 +24,11 @@ from .sketches import Estimate, difference
 #: By how much a difference may exceed its explanation, of results and of gradients: the gain is measured with
 #: random changes, and actual ones have a structure. Calibrated on 40 models in float32 and bfloat16.
 _MARGIN: Final = 8.0
-_GRADIENT_MARGIN: Final = 32.0
+_GRADIENT_MARGIN: Final = 64.0
+
+#: Units of roundoff by which a tensor that no call made may differ once results differ: other code may have made
+#: it from them.
+_OUTSIDE: Final = 64.0
 
 #: The gain of calls for which it is not known, and of a backward.
 _UNKNOWN_GAIN: Final = 4.0
@@ -58,7 +62,10 @@ def diff_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> RunDiff:
         ('layer_norm', 'arguments: (64), 1e-05, True in a, (64), 0.001, True in b')
     """
     first, second = read(a), read(b)
-    return RunDiff((*_Diff(first, second).rows(),), dict(first.header), dict(second.header))
+    about = [
+        {**run.header, "steps": len({each.step for each in run.calls})} for run in (first, second)
+    ]
+    return RunDiff((*_Diff(first, second).rows(),), *about)
 
 
 class _Difference(NamedTuple):
@@ -103,14 +110,14 @@ class _Diff:
         )  # tensors of a, made outside of calls, whose difference is known
         self._has_differed = False  # any row so far
         self._has_other_types = False  # so far
-        self._first_step = 0
+        self._known: set[str] = set()  # parameters and buffers that were compared
+        self._coarsest = 0.0  # the largest unit roundoff so far
 
     def rows(self) -> Iterator[RunDiffRow]:
         """Yields a row for each call of a step, then for its gradients, in the order of computation."""
         steps_a, steps_b = self._a.steps(), self._b.steps()
         common = sorted(steps_a.keys() & steps_b.keys())
         for step in common:
-            self._first_step = common[0]
             pairs = [*aligned(self._a.calls, steps_a[step], self._b.calls, steps_b[step])]
             both = [(a, b) for a, b in pairs if a is not None and b is not None]
             self._partners = dict(both)
@@ -119,6 +126,8 @@ class _Diff:
                     yield self._only(a, b)
                 elif self._a.calls[a].site.op != PARAMETER:
                     yield self._row("result", a, b, *self._judged(a, b))
+                    given = [self._a.origin(each)[0] for each in self._a.calls[a].inputs]
+                    self._known.update([self._a.tensors[each].name for each in given])
             for a, b in reversed(both):
                 if self._a.calls[a].gradients.keys() & self._b.calls[b].gradients.keys():
                     yield self._row("gradient", a, b, *self._judged_gradient(a, b))
@@ -197,6 +206,7 @@ class _Diff:
         decided = _decision(first) == _decision(second)
         is_exact = decided and inputs.is_same and self._is_same_machine
         rounding = 0.0 if is_exact else self._roundoff(first, second)
+        self._coarsest = max(self._coarsest, rounding)
         gain = max(first.gain, second.gain, self._norm_ratio(first)) or _UNKNOWN_GAIN
         return outputs, _judge(outputs, rounding, gain, inputs.total, _MARGIN)
 
@@ -246,34 +256,34 @@ class _Diff:
                 if not found.is_same:
                     continue  # its maker's row says why
                 given, other, found = i, j, self._difference([i], [j])
+            first, second = self._a.tensors[given], self._b.tensors[other]
+            is_new = first.name not in self._known
             if found.is_same or not found.is_compared or given in self._named:
                 continue
             self._named.add(given)
-            first, second = self._a.tensors[given], self._b.tensors[other]
             types = {first.dtype, second.dtype, first.contents, second.contents}
+            roundoff = max(map(_roundoff, types))
             is_low = first.dtype != second.dtype or first.contents != second.contents
             least = found.largest.rel - 2 * found.largest.error
-            is_rounded = is_low and least <= 2 * max(map(_roundoff, types))
+            is_rounded = is_low and least <= 2 * roundoff
             if is_rounded and not is_made and first.dtype != second.dtype:
                 self._has_other_types = True
             if is_rounded and self._has_other_types:
                 continue
-            rounded = second.contents or first.contents
-            low = (
-                f": {rounded} values in {'b' if second.contents else 'a'}"
-                if is_low and rounded
-                else ""
+            low = second.contents or first.contents
+            values = (
+                f": {low} values in {'b' if second.contents else 'a'}" if is_low and low else ""
             )
             if is_made:
                 made = self._a.calls[maker].site.op if maker is not None else ""
-                low = second.contents or first.contents
-                how = (
-                    f": {low} values in {'b' if second.contents else 'a'}" if is_low and low else ""
-                )
-                return f"what {made} returned is converted or sliced otherwise{how}"
-            if not self._has_differed or (first.name and a.step == self._first_step):
+                return f"what {made} returned is converted or sliced otherwise{values}"
+            if first.name:
+                is_explained = not is_new  # an optimizer has written to it since
+            else:
+                is_explained = least <= _OUTSIDE * max(roundoff, self._coarsest)
+            if not (is_explained and self._has_differed):
                 name = first.name or f"a {_kind(first)} tensor made outside of the traced calls"
-                return f"{name} differs{_by(found.largest)}{low}"
+                return f"{name} differs{_by(found.largest)}{values}"
         return ""
 
     def _cause_in_types(self, a: TracedCall, b: TracedCall) -> str:

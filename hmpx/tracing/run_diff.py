@@ -84,7 +84,7 @@ class RunDiff(Written):
 
     Attributes:
         rows: A row per call, then per gradient, step by step, in the order of computation.
-        a: What the first run depends on: torch, machine, device, threads, processes.
+        a: What the first run depends on: torch, machine, device, threads, processes; its number of steps.
         b: What the second one depends on.
 
     Example:
@@ -223,7 +223,7 @@ def _modules(groups: Mapping[str, Sequence[RunDiffRow]]) -> Table:
 def _verdict(diff: RunDiff) -> list[str]:
     """Returns the first row that nothing explains, the counts, and how the runs' machines differ."""
     if not diff.rows:
-        return ["No step is in both traces."]
+        return ["No call is in both traces."]
     first, parts = diff.first, []
     if first is None:
         equal = diff.counts.get("equal", 0) == len(diff.rows)

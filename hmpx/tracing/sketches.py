@@ -112,10 +112,12 @@ def sketch(tensor: Tensor) -> Sketch:
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
         values = torch.view_as_real(values)
-    values = values.reshape(-1)
+    values = values.contiguous().view(-1)
     digest = _digest(values)
     if not values.is_floating_point() or not len(values):
         return Sketch(digest)
+    if values.element_size() == 1:  # float8 has no arithmetic
+        values = values.float()
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     found = _numbers(values, wide)
     nonfinite = 0

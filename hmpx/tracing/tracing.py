@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from .. import arguments, session
 from ..accuracy import may_read
-from ..errors import OptionError, short
+from ..errors import OptionError, short, shown, warn
 from ..observers import Attached, CallTensors, OpCall
 from ..policy import load_policy, matches
 from ..torch_internals import uncompiled
@@ -65,7 +65,12 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
         if not isinstance(path, (str, os.PathLike)):
             raise OptionError(f"a trace is written to a path, not to {short(str(path))}")
         self._path = Path(os.fspath(path)).absolute()  # the program may change its directory
-        self._steps = None if steps is None else frozenset(steps)
+        try:
+            self._steps = None if steps is None else frozenset(steps)
+        except TypeError:
+            raise OptionError(
+                f"steps must be numbers of steps, such as range(3), not {shown(steps)}"
+            ) from None
         self._every = arguments.whole("every", every, 1)
         self._modules = arguments.texts("modules", modules)
         self._block: contextlib.ExitStack | None = None
@@ -97,9 +102,11 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
             self._block = block.pop_all()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._block is not None:
             self._block.close()
+        if self._modules and not self._writer.calls and error is None:
+            warn(f"nothing was traced: no call was in the modules {', '.join(self._modules)}")
 
     def _is_traced(self) -> bool:
         is_chosen = self._steps is None or self._step in self._steps
@@ -120,7 +127,8 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
             for each in self._modules
             for inner in ("", ".*")
         )
-        if tensors is not None and is_wanted and may_read():
+        # Unpickled tensors come in the order of the workers that sent them.
+        if tensors is not None and is_wanted and may_read() and call.op != "set":
             with without_casts():
                 self._writer.call(call, tensors)
 

@@ -34,7 +34,11 @@ _MOST_KNOWN: Final = 1 << 14
 
 
 class Writer:
-    """Writes the lines of a trace."""
+    """Writes the lines of a trace.
+
+    Attributes:
+        calls: Number of calls written.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -44,7 +48,7 @@ class Writer:
         self._contents: dict[tuple[Any, ...], int] = {}  # what was written of this step's tensors
         self._names: Any = WeakTensorKeyDictionary()
         self._factors = torch.empty(0)
-        self._tensors = self._calls = 0
+        self._tensors = self.calls = 0
         self._is_open = True
         self._lock = threading.RLock()  # threads, and autograd's
         self._write("trace", _header())
@@ -55,7 +59,7 @@ class Writer:
 
     def end(self) -> None:
         """Writes the last line; gradients that come later are not written."""
-        self._write("end", self._calls)
+        self._write("end", self.calls)
         self._is_open = False
 
     def step(self, number: int) -> None:
@@ -94,8 +98,8 @@ class Writer:
             self._sites[site] = len(self._sites)
         gain = f"{self._gain(tensors, results):.2g}"
         self._write("call", [self._sites[site], inputs, outputs, float(gain)])
-        self._follow_gradients(self._calls, results)
-        self._calls += 1
+        self._follow_gradients(self.calls, results)
+        self.calls += 1
 
     def _follow_gradients(self, call: int, results: list[Tensor]) -> None:
         def note(gradients: tuple[Tensor | None, ...]) -> None:
@@ -120,7 +124,7 @@ class Writer:
         if known is not None and known[0] == version and version is not None:
             return int(known[1])
         found = sketch(tensor) if is_sketchable(tensor) else None
-        shape, dtype = list(tensor.shape) if not tensor.is_nested else [], long_name(tensor.dtype)
+        shape, dtype = [] if tensor.is_nested else [*tensor.shape], long_name(tensor.dtype)
         key = (*shape, dtype, found and found.digest)
         number = self._contents.get(key) if is_copy and found else None
         if number is None:
@@ -142,6 +146,9 @@ class Writer:
             self._contents[key] = number
         if not is_copy:
             self._ids[tensor] = version, number
+            base = tensor._base if tensor._is_view() else None
+            if base is not None and base not in self._ids and base.numel() == tensor.numel():
+                self._ids[base] = version, number  # of a result that torch returns as a view
         return number
 
     def _gain(self, tensors: CallTensors, results: list[Tensor]) -> float:
@@ -163,8 +170,9 @@ class Writer:
             return 0.0  # arguments that must keep their values: probabilities, indices
         change = norm = 0.0
         for old, new in zip(results, again, strict=False):
-            if old.is_floating_point() and old.shape == new.shape and is_sketchable(old):
-                change = math.hypot(change, _norm(new - old))
+            is_known = is_sketchable(old) and is_sketchable(new)
+            if is_known and old.is_floating_point() and old.shape == new.shape:
+                change = math.hypot(change, _norm(new.float() - old.float()))
                 norm = math.hypot(norm, _norm(old))
         return change / norm / NOISE if norm else 0.0
 

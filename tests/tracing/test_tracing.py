@@ -319,6 +319,10 @@ def odd_program() -> list[Tensor]:
         torch.empty(3, device="meta").exp().to("meta").shape and x,
         x.expand(2, 4, 6) + 1,
     ]
+    found += [x.to(torch.float8_e4m3fn).float(), F.cross_entropy(x[::2], torch.arange(4)[::2])]
+    z = x.double().requires_grad_()
+    z.sum().backward()  # an expanded gradient
+    found += [z.grad, torch.take(x.T, torch.arange(9).view(3, 3).T)]
     return [each for each in found if isinstance(each, Tensor)]
 
 
@@ -333,6 +337,56 @@ def test_odd_programs_run_and_keep_their_bits(tmp_path: Path) -> None:
     counts = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").counts
     assert counts.keys() <= {"equal", "not compared"}
     assert counts["equal"] > 20
+
+
+@pytest.mark.parametrize("tool", ["trace", "lint", "expect", "observers"])
+def test_observers_leave_torchs_own_kernels(tool: str, tmp_path: Path) -> None:
+    """Hmpx has a more exact sum of gradients for bfloat16 embeddings, for conversions."""
+
+    def gradient() -> float:
+        layer = nn.Embedding(4, 1).bfloat16()
+        layer(torch.zeros(1000, dtype=torch.long)).sum().backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad[0].item()
+
+    plain = gradient()
+    contract = {"expect": [{"op": "embedding", "output": "bfloat16"}]}
+    opened = {
+        "trace": lambda: hmpx.trace(tmp_path / "a"),
+        "lint": hmpx.lint,
+        "expect": lambda: hmpx.expect(contract),
+        "observers": hmpx.record,
+    }
+    with opened[tool]():
+        assert gradient() == plain
+
+
+@pytest.mark.parametrize("what", ["ids", "data"])
+def test_other_data_in_a_later_step_is_named_between_precisions(what: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        low = hmpx.convert(device_types={"cpu"}) if name == "b" else contextlib.nullcontext()
+        with low, hmpx.trace(tmp_path / name):
+            for step in range(3):
+                other = name == "b" and step == 1
+                ids = torch.arange(16) % 7 + (2 if other and what == "ids" else 0)
+                scale = torch.full((16, 4), 3.0 if other and what == "data" else 1.0)
+                (net(ids) * scale).square().mean().backward()
+                optimizer.step()
+    first = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    kind = "int64[16]" if what == "ids" else "float32[16, 4]"
+    assert first.step == 1
+    assert first.cause.startswith(f"a {kind} tensor made outside of the traced calls differs")
+
+
+def test_a_shorter_run_is_said(tmp_path: Path) -> None:
+    run(tmp_path / "a", steps=3)
+    run(tmp_path / "b", steps=1)
+    said = str(hmpx.diff_runs(tmp_path / "a", tmp_path / "b"))
+    assert "the runs have different steps 3 and 1" in said
 
 
 def test_threads(tmp_path: Path) -> None:
@@ -392,6 +446,13 @@ def test_files_that_are_not_traces(
 def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(hmpx.OptionError, match=r"can.t write .*: No such file or directory"):
         hmpx.trace(tmp_path / "no" / "a").__enter__()
+    with pytest.raises(hmpx.OptionError, match=r"steps must be numbers .* not 3"):
+        hmpx.trace(tmp_path / "a", steps=3)  # type: ignore[arg-type]
+    with (
+        pytest.warns(hmpx.HmpxWarning, match="no call was in the modules haed"),
+        hmpx.trace(tmp_path / "a", modules=["haed"]),
+    ):
+        torch.ones(2).exp()
     with pytest.raises(hmpx.OptionError, match="every"):
         hmpx.trace(tmp_path / "a", every=0)
     traced = hmpx.trace(tmp_path / "a")
