@@ -63,7 +63,7 @@ def contents(tensor: Tensor) -> torch.dtype | None:
     if tensor.dtype not in (torch.float32, torch.float64):
         return tensor.dtype
     with without_casts(), torch.no_grad():
-        values = tensor.detach().reshape(-1)
+        values = tensor.detach().resolve_neg().reshape(-1)
         # Strides are odd: values may have patterns of powers of two.
         sample = values[:: values.numel() // _SAMPLE | 1][:_SAMPLE]
         if tensor.dtype is torch.float64:
@@ -82,14 +82,23 @@ def contents(tensor: Tensor) -> torch.dtype | None:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has real values that can be read: plain, strided, and not on the meta device."""
+    """Whether ``tensor`` has real values that can be read: plain, strided, with storage."""
     return (
         type(tensor) in PLAIN_TENSORS
         and tensor.layout is torch.strided
         and tensor.device.type != "meta"
         and not tensor.is_nested
         and tensor.is_floating_point()
+        and _has_storage(tensor)
     )
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    # FSDP frees storages; kernels crash on these.
+    try:
+        return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
+    except RuntimeError:  # a wrapper of torch.func
+        return False
 
 
 def may_read() -> bool:

@@ -55,6 +55,18 @@ def test_other_dtypes_are_their_own_and_integers_refused() -> None:
         hmpx.contents(torch.arange(3))
 
 
+def test_negative_views() -> None:
+    x = drawn(64, 2).to(BF16).float()
+    assert hmpx.contents(torch.view_as_complex(x).conj().imag) is BF16
+
+
+def test_freed_storage_is_refused() -> None:
+    x = drawn(64)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(hmpx.OptionError):
+        hmpx.contents(x)
+
+
 def test_views_and_subnormals() -> None:
     x = (drawn(64, 64) * 1e-36).to(BF16).float().T[::2]
     assert hmpx.contents(x) is BF16

@@ -45,6 +45,16 @@ def complex_numbers() -> None:
     torch.stft(drawn(400), 64, return_complex=True).abs().log()
 
 
+def negative_views() -> None:
+    torch.view_as_complex(drawn(64, 2)).conj().imag.exp()
+
+
+def freed_storage() -> None:
+    model = nn.Linear(8, 8)
+    model(drawn(2, 8))
+    model.weight.untyped_storage().resize_(0)
+
+
 def transforms() -> None:
     torch.func.vmap(low_softmax)(drawn(4, 8))
     torch.func.vmap(lambda x: torch.arange(300.0).to(BF16)[:8] * x)(drawn(4, 8))
@@ -82,7 +92,18 @@ CONTRACT = {
 @pytest.mark.parametrize("observer", [hmpx.lint, lambda: hmpx.expect(CONTRACT, mode="collect")])
 @pytest.mark.parametrize(
     "program",
-    [sparse, nested, without_values, complex_numbers, transforms, graphs, subclasses, odd_values],
+    [
+        sparse,
+        nested,
+        without_values,
+        complex_numbers,
+        negative_views,
+        freed_storage,
+        transforms,
+        graphs,
+        subclasses,
+        odd_values,
+    ],
 )
 def test_it_runs(program: Callable[[], None], observer: Callable[[], hmpx.Lint]) -> None:
     program()
