@@ -26,7 +26,7 @@ from ..places import located
 from ..policy import Call
 from ..tensors import LOW_DTYPES, floating_in, long_name, node_of, tensors_in
 from ..torch_internals import uncompiled
-from ..torch_state import place, spot
+from ..torch_state import named_tensors, place, spot
 from .lines import KEYS, Line, read, real, written
 from .writing import as_yaml, contract_of
 
@@ -95,7 +95,8 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
     """Checks each call and tensor of the block against a contract.
 
     Works with and without a conversion, also over torch.autocast, FSDP2 and ``model.bfloat16()``; changes no
-    result. It holds for all threads. Compiled functions run uncompiled.
+    result. It holds for all threads, but ``saved`` only for the one that entered the block. Compiled functions
+    run uncompiled.
 
     Args:
         contract: A file, or a mapping with its keys.
@@ -270,7 +271,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
                     self._compare(line, "output", place, each.dtype)
 
     def _check_tensors(self, model: nn.Module) -> None:
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        named = dict(named_tensors(model))
         self._names.update({id(each): name for name, each in named.items()})
         for name, tensor in named.items():
             for line in self._lines:

@@ -153,6 +153,11 @@ def _line(reader: Reader, node: yaml.Node) -> Line:
         phase if phase in _PHASES else "",
         expected,
     )
+    if line.is_about_calls and line.ops and "saved" in expected:
+        raise reader.error(
+            node,
+            "a line with an op can't have saved, which is known by module; name a module instead",
+        )
     if not line.is_about_calls:
         wrong = [*conditions, *(["op"] if line.ops else [])]
         wrong += [key for key in expected if key not in _OF_TENSORS]

@@ -16,6 +16,7 @@ from ..ops import facts
 from ..session import observable
 from ..tensors import Named, long_name
 from ..torch_internals import uncompiled
+from ..torch_state import named_tensors
 from .lines import real
 
 _Dtypes = dict[Any, None]  # an ordered set
@@ -93,7 +94,7 @@ def _of_tensors(model: nn.Module | None) -> list[dict[str, Any]]:
     if model is None:
         return []
     by_contents: dict[str, list[str]] = defaultdict(list)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in named_tensors(model):
         if is_readable(tensor) and (found := contents(tensor)) is not None:
             by_contents[long_name(found)].append(_literal(name))
     return [{"tensor": names, "contents": dtype} for dtype, names in by_contents.items()]

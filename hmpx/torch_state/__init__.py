@@ -30,6 +30,7 @@ from .model_state import state_of_random_numbers as state_of_random_numbers
 from .model_state import unchanged as unchanged
 from .module_names import class_name as class_name
 from .module_names import named_modules as named_modules
+from .module_names import named_tensors as named_tensors
 from .module_path import asked_by as asked_by
 from .module_path import forget_modules as forget_modules
 from .module_path import keeps_place as keeps_place

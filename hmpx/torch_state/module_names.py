@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..places import Place
 
@@ -58,6 +58,21 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the modules in ``root``, each with the first of its names."""
     for _, path, module in _walk(root, (), "", set()):
         yield path, module
+
+
+def named_tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters, then the buffers of the modules in ``root``, each with the first of its names.
+
+    Names leave out wrappers such as torch.compile's, as those of modules do.
+    """
+    seen: set[int] = set()
+    modules = [*named_modules(root)]
+    for named in (nn.Module.named_parameters, nn.Module.named_buffers):
+        for path, module in modules:
+            for key, tensor in named(module, recurse=False):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield (f"{path}.{key}" if path else key), tensor
 
 
 def _walk(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,47 @@ def test_a_breach_names_the_line_the_place_and_where_precision_was_lost(tmp_path
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
+MOVES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda y: y.chunk(3, -1)[0],
+    lambda y: y.chunk(3, -1)[0].view(2, 4, 4, 8).transpose(1, 2),
+    lambda y: y[..., :16].contiguous(),
+    lambda y: y.clone(),
+    lambda y: y.transpose(1, 2).reshape(2, -1),
+    lambda y: y.transpose(1, 2).flatten(1),
+    lambda y: y[torch.tensor([1, 0])],
+    lambda y: y.float().clone().exp().chunk(3, -1)[0].bfloat16()[0].clone(),
+]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_the_loss_of_precision_is_followed_through_views_and_copies(
+    move: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    layer = nn.Linear(32, 96)
+    with torch.autocast("cpu"):
+        found = breaches(
+            [{"op": "softmax", "contents": "float32"}],
+            lambda: move(layer(drawn(2, 4, 32))).softmax(-1),
+        )
+    lost = "in bfloat16" if move is MOVES[-1] else "in linear"
+    assert [each.lost.startswith(lost) for each in found] == [True]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_it_is_followed_through_views(mode: Callable[[], Any]) -> None:
+    layer = nn.Linear(32, 96)
+    for move in MOVES[:4]:
+        with torch.autocast("cpu"), mode():
+            (found,) = breaches(
+                [{"op": "softmax", "contents": "float32"}],
+                lambda move=move: move(layer(drawn(2, 4, 32))).softmax(-1),
+            )
+        is_view = move in MOVES[:2]
+        assert found.lost.startswith(
+            "in linear" if is_view else "before the first observed call, or"
+        )
+
+
 def test_conversions_are_seen_with_what_they_compute_in() -> None:
     line = {"op": "linear", "compute": "bfloat16"}
     with hmpx.convert(device_types={"cpu"}, legalize="always"):
@@ -132,6 +174,20 @@ def test_a_written_contract_holds_for_other_data_and_other_weights(
         model(drawn(9, 32, seed=1))
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("part", ["all", "first"])
+def test_a_written_contract_of_a_compiled_model_holds(part: str) -> None:
+    model: Any = model_of_two()
+    if part == "all":
+        model = torch.compile(model, backend="eager")
+    else:
+        model[0] = torch.compile(model[0], backend="eager")
+    text = hmpx.expect.of(model, drawn(4, 32))
+    assert "- 0.weight" in text
+    with hmpx.expect(yaml.safe_load(text)):
+        model(drawn(4, 32))
+
+
 def test_complex_numbers_have_the_precision_of_their_parts() -> None:
     def run() -> torch.Tensor:
         x = drawn(64)
@@ -169,6 +225,7 @@ def test_results_and_gradients_keep_their_bits() -> None:
         ("expects: []", ":1: unknown key 'expects' of a contract; did you mean 'expect'?"),
         ("expect:\n- op: sofmax\n  compute: float32", ":2: unknown op 'sofmax'; did you mean 'softmax'?"),
         ("expect:\n- op: softmax", ":2: this line expects nothing; give it compute or output or contents or saved or gradient"),
+        ("expect:\n- op: linear\n  saved: bfloat16", ":2: a line with an op can't have saved, which is known by module; name a module instead"),
         ("expect:\n- tensor: a\n  output: float32", ":2: a line about tensors has no output; it has contents and gradient"),
         ("expect:\n- op: softmax\n  compute: float33", ":3: compute: unknown dtype 'float33'"),
     ],
