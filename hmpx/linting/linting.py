@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,9 +21,9 @@ from ..errors import OptionError
 from ..observers import Attached, OpCall
 from ..patches import SCALERS
 from ..session import observable
-from ..tensors import LOW_DTYPES, short_name
+from ..tensors import LOW_DTYPES, node_of, short_name
 from ..torch_internals import uncompiled
-from ..torch_state import spot, without_casts
+from ..torch_state import named_tensors, spot, without_casts
 from .findings import RULES, Finding, is_ignored
 from .integers import IntegerCasts
 from .rules import findings_of
@@ -49,6 +48,7 @@ class Lint:
         self._models: dict[int, nn.Module] = {}
         self._step = 0
         self._fp16: OpCall | None = None
+        self._had_backward = False  # through the result of that call
         self._before: list[tuple[str, Tensor, Tensor]] = []
         self._attached: Attached | None = None
         self._integers = IntegerCasts(self._add)
@@ -122,13 +122,22 @@ class Lint:
         seen = Seen(call, inputs, args, kwargs, result)
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
-        if call.phase == "forward" and any(each.requires_grad for each in seen.outputs):
-            is_fp16 = any(each.dtype is torch.float16 for each in seen.outputs)
-            self._fp16 = call if is_fp16 and self._fp16 is None else self._fp16
+        if call.phase == "forward" and self._fp16 is None:
+            self._note_fp16(call, seen.outputs)
         with without_casts():
             self._origins.note(call, inputs, result)
             self._add(findings_of(seen, self._trace, self._origins))
         self._trace.add(seen)
+
+    def _note_fp16(self, call: OpCall, outputs: list[Tensor]) -> None:
+        for each in outputs:
+            if each.dtype is torch.float16 and (node := node_of(each)) is not None:
+                self._fp16, self._had_backward = call, False
+                node.register_prehook(self._note_backward)
+                return
+
+    def _note_backward(self, gradients: object) -> None:
+        self._had_backward = True
 
     # --- models and steps --------------------------------------------------------------------------
 
@@ -141,14 +150,13 @@ class Lint:
         if self._step % self._every:
             return
         names = {
-            id(each): name
-            for model in self._models.values()
-            for name, each in model.named_parameters()
+            id(each): name for model in self._models.values() for name, each in named_tensors(model)
         }
         with without_casts(), torch.no_grad():
             self._before = [
                 (names.get(id(each), "a parameter"), each, each.detach().clone())
                 for group in optimizer.param_groups
+                if group.get("lr") != 0  # a warm-up begins with 0
                 for each in group["params"]
                 if each.dtype in LOW_DTYPES and each.grad is not None
             ]
@@ -185,15 +193,18 @@ class Lint:
         with without_casts(), torch.no_grad():
             nonzero = sum((each != 0).sum().item() for each in gradients)
             share = sum(map(_subnormal_in_fp16, gradients)) / max(1, nonzero)
+        kind = "subnormal"
+        if self._had_backward and gradients and not nonzero:
+            share, kind = 1.0, "zero"
         if share > 0.01:
-            evidence = f"{share:.0%} of the gradients are subnormal in fp16, without a loss scaler"
+            evidence = f"{share:.0%} of the gradients are {kind} in fp16, without a loss scaler"
             remedy = "scale the loss with torch.amp.GradScaler, or use bfloat16"
             place = call.op, call.module, call.location
             self._add([Finding("HP110", *place, evidence, share, None, remedy)])
 
     def _check_made(self, model: nn.Module) -> None:
         """HP111: fp32 parameters and buffers whose contents are low."""
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        for name, tensor in named_tensors(model):
             if (
                 is_readable(tensor)
                 and tensor.dtype is torch.float32

@@ -131,6 +131,32 @@ def test_each_rule_alarms_until_the_program_is_mended(
     assert not codes(lambda: program(right))
 
 
+def test_gradients_that_all_underflow_are_found() -> None:
+    with hmpx.lint(select=["HP110"]) as findings:
+        unscaled(1e-6)
+    (found,) = findings
+    assert found.code == "HP110"
+    assert found.evidence == "100% of the gradients are zero in fp16, without a loss scaler"
+
+
+def test_zero_gradients_without_a_backward_are_no_finding() -> None:
+    model = nn.Linear(16, 16).to(FP16)
+    model(drawn(4, 16).to(FP16)).float().mean().backward()
+    model.zero_grad(set_to_none=False)
+    assert not codes(lambda: model(drawn(4, 16).to(FP16)))
+
+
+def test_a_step_without_a_learning_rate_is_no_finding() -> None:
+    def run(lr: float) -> None:
+        model = nn.Linear(16, 16).to(BF16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        model(drawn(4, 16).to(BF16)).sum().backward()
+        optimizer.step()
+
+    assert "HP107" in codes(lambda: run(1e-4))
+    assert "HP107" not in codes(lambda: run(0.0))
+
+
 def test_layers_of_a_kind_are_one_finding() -> None:
     class Layer(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
