@@ -89,7 +89,7 @@ def main() -> None:
                 timing.show(f"training step of {model} {size}, {name}", found, COLUMNS)
     timing.save(
         options.save,
-        options.tool,
+        "lint-trace" if options.tool == "trace" else "lint",
         {"figures": figures},
         device=options.device,
         threads=options.threads,

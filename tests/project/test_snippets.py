@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import hmpx
 from hmpx import policy
@@ -43,6 +44,9 @@ def folder(tmp_path: Path) -> Path:
     shutil.copytree(SNIPPETS / "files", tmp_path, dirs_exist_ok=True)
     for name in ("report", "rank0", "rank1"):
         Report(()).to_json(tmp_path / f"{name}.json")
+    for name in ("fp32", "bf16", "before", "after"):
+        with hmpx.trace(tmp_path / f"{name}.hmpx"):
+            torch.ones(4).exp()
     return tmp_path
 
 

@@ -1,6 +1,6 @@
 """What `hmpx.lint` finds in models under torch.autocast, and whether written contracts hold on other weights.
 
-    python -m zoo.linted [NAME ...] [--count 80] [--save]
+    python benchmarks/linted.py [NAME ...] [--count 80] [--save]
 
 Models that don't run under torch.autocast are left out. With ``--save``, the figures and all findings go to
 benchmarks/results/linted-cpu.json.
@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
+import sys
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
+import timing
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import hmpx
 
-from .catalogue import entries, sample
-from .entry import Entry
-
-RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "linted-cpu.json"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from zoo.catalogue import entries, sample
+from zoo.entry import Entry
 
 
 def runner(entry: Entry, seed: int) -> Any:
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: a sample")
     parser.add_argument("--count", type=int, default=80, help="of the sample")
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save", action="store_const", const=Path(__file__).parent / "results")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -95,9 +95,9 @@ def main() -> None:
         "codes": {f"HP{code}": count for code, count in sorted(codes.items())},
     }
     print(figures)
-    if options.save:
-        result = {"torch": torch.__version__, "figures": figures, "models": models}
-        RESULT.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    timing.save(
+        options.save, "linted", {"figures": figures, "models": models}, device="cpu", threads=1
+    )
 
 
 if __name__ == "__main__":
