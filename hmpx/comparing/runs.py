@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import arguments
 from ..errors import OptionError, said_by, shown
+from ..freezing import is_layer_cast
 from ..observers import Attached, CallTensors, OpCall, attach
 from ..recording import Recorder
 from ..reports import Row
@@ -91,6 +92,9 @@ class Runs:
             with torch.no_grad(), without_casts():  # a run makes its parameters
                 self._called(copied(inputs))
         self.state = ModelState(reached, tensors)
+        for each in reached.modules:
+            for module in filter(is_layer_cast, each.modules()):  # whose weights refuse gradients
+                module.requires_grad_(False)
         self.gradients_error: str | None = None  # of low precision; runs are then without gradients
         self.is_calling = False  # the model is running, or has failed
         self.parameters = {

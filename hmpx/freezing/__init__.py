@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .freezing import Frozen, freeze
+from .layer_cast import is_layer_cast
 from .seal import is_sealed
 from .weights import Weight
 
@@ -10,5 +11,6 @@ __all__ = [
     "Frozen",
     "Weight",
     "freeze",
+    "is_layer_cast",
     "is_sealed",
 ]

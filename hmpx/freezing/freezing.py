@@ -63,7 +63,8 @@ def freeze(
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
             training mode or already frozen, or FakeTensorMode would lose its values. The model is then
             untouched, as it is if its forward raises an error, which passes with a note.
-            With ``compute="float32"``: torch is converted, or the model is in training mode or frozen.
+            With ``compute="float32"``: torch is converted, the model is in training mode or frozen, or it
+            contains a module of TorchScript.
         OptionError: ``outputs``, ``store``, ``compute`` or ``keep_fp32`` has an invalid value, or they do
             not fit together.
 
@@ -197,6 +198,13 @@ def _layer_cast(model: object, dtype: torch.dtype, outputs: str, *, keep_fp32: b
             'hmpx.freeze(model, compute="float32")'
         )
     _check_free(model)
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"{path!r} in {type(model).__name__}" if path else type(model).__name__
+            raise FreezeError(
+                f"{where} is a module of TorchScript, whose compiled code reads weights as they are "
+                "stored; freeze the module from which it was scripted or traced, and call that"
+            )
     found = found_tensors(model)
     firsts = {id(f.tensor): f for f in reversed(found)}
     weights = [_in_16_bits(f, dtype, firsts[id(f.tensor)]) for f in found]
@@ -215,13 +223,13 @@ def _layer_cast(model: object, dtype: torch.dtype, outputs: str, *, keep_fp32: b
     attached = contextlib.ExitStack()
     try:
         for module in model.modules():
-            if module._parameters:
-                attached.callback(upcast_parameters(module))
+            attached.callback(upcast_parameters(module))
     except BaseException:
         attached.close()
         raise
     for tensor, low in stored:
         tensor.data = low
+    seal(model, slots, {slot.name: dtype for slot in slots}, None, attached)
     if outputs == "fp32":
         attached.callback(model.register_forward_hook(_widen).remove)
     patches.forget_compiled()

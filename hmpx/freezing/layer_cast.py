@@ -1,19 +1,20 @@
 """LayerCast: weights are stored in 16 bits, and upcast to float32 where a module reads them.
 
 A module gets a subclass of its class, whose parameters are properties. So its state dict, its hooks and modules
-that share a parameter work as before, and an error in the forward leaves nothing behind.
+that share a parameter work as before, and an error in the forward leaves nothing behind. `parameters()` gives
+what reading the attributes gives.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from ..tensors import CAST, LOW_DTYPES
+from ..tensors import CAST, LOW_DTYPES, stored_parameters
 
 #: Is set in the classes made here.
 _MARK: Final = "_hmpx_layer_cast"
@@ -44,10 +45,14 @@ def _class_of(own: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
         "__qualname__": own.__qualname__,
         "__doc__": own.__doc__,
         _MARK: True,
+        "named_parameters": lambda *args, **kwargs: _named(own, *args, **kwargs),
+        "requires_grad_": _require_grad,
+        "zero_grad": _drop_grad,
         **{name: property(functools.partial(_read, name)) for name in names},
     }
     if issubclass(own, nn.RNNBase):  # which keeps its parameters in a list, too
-        members["_flat_weights"] = property(_read_list, _set_list)
+        members["_flat_weights"] = property(_read_list, _store_list)
+        members["_update_flat_weights"] = _keep_list
     if issubclass(own, nn.Embedding) and own.forward is nn.Embedding.forward:
         members["forward"] = _embed
     return type(own.__name__, (own,), members)
@@ -64,12 +69,44 @@ def _read(name: str, module: nn.Module) -> Any:
     return _upcast(module._parameters[name])
 
 
-def _read_list(module: nn.Module) -> list[Any]:
-    return [_upcast(each) for each in vars(module)["_flat_weights"]]
+def _named(
+    own: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, Any]]:
+    """As `named_parameters` of the class ``own``, upcast.
+
+    With ``remove_duplicate=False``, which torch.export and torch.func use to manage a model's state, not upcast.
+    """
+    is_stored = kwargs.get("remove_duplicate") is False
+    for name, parameter in own.named_parameters(module, *args, **kwargs):
+        yield name, parameter if is_stored else _upcast(parameter)
 
 
-def _set_list(module: nn.Module, weights: list[Any]) -> None:
-    vars(module)["_flat_weights"] = weights
+def _require_grad(module: nn.Module, requires_grad: bool = True) -> nn.Module:
+    for parameter in stored_parameters(module):
+        parameter.requires_grad_(requires_grad)
+    return module
+
+
+def _drop_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    for parameter in stored_parameters(module):
+        parameter.grad = None
+
+
+def _read_list(module: nn.RNNBase) -> list[Any]:
+    return [_upcast(getattr(module, name, None)) for name in module._flat_weights_names]
+
+
+def _store_list(module: nn.RNNBase, weights: list[Any]) -> None:
+    """Keeps the stored parameters rather than ``weights``, which are what reading them gave."""
+    stored = module._parameters
+    vars(module)["_flat_weights"] = [
+        stored[name] if name in stored else getattr(module, name, None)
+        for name in module._flat_weights_names
+    ]
+
+
+def _keep_list(module: nn.RNNBase) -> None:
+    """Nothing to update: the list is made each time that it is read."""
 
 
 def _embed(module: nn.Embedding, input: Tensor) -> Any:

@@ -23,6 +23,7 @@ from ..policy import LowType
 from ..rules import are_alike
 from ..tensors import long_name, short_name
 from ..torch_internals import has_tangents, transforms
+from .layer_cast import is_layer_cast
 from .originals import Slot
 from .weights import one_rounding
 
@@ -36,10 +37,13 @@ def seal(
     model: nn.Module,
     slots: Sequence[Slot],
     dtypes: Mapping[str, LowType],
-    in_force: session.Session,
+    in_force: session.Session | None,
     attached: contextlib.ExitStack,
 ) -> None:
-    """Makes ``model`` check its calls, describe its state dict, and refuse training; ``attached`` undoes it."""
+    """Makes ``model`` refuse training and loading; ``attached`` undoes it.
+
+    If it was frozen under a conversion, it also checks that at its calls, and describes its state dict.
+    """
     holders = dict(_holders(model, slots))
     coded = _coded(slots, dtypes)
     own: dict[int, dict[str, Tensor]] = defaultdict(dict)
@@ -49,11 +53,14 @@ def seal(
     def attach(register: Any, hook: Any, **options: Any) -> None:
         attached.callback(register(hook, **options).remove)
 
-    checks = _ChecksCalls(type(model).__name__, in_force, holders, is_coded=bool(coded))
+    name = type(model).__name__
+    checks = _ChecksTraining(name, holders)
+    if in_force is not None:
+        checks = _ChecksCalls(name, in_force, holders, is_coded=bool(coded))
+        stored = {name: long_name(dtype) for name, dtype in dtypes.items()}
+        low_type = long_name(in_force.policy.low_precision_type)
+        attach(model.register_state_dict_post_hook, _DescribesWeights(low_type, stored))
     attach(model.register_forward_pre_hook, checks, prepend=True)
-    stored = {name: long_name(dtype) for name, dtype in dtypes.items()}
-    low_type = long_name(in_force.policy.low_precision_type)
-    attach(model.register_state_dict_post_hook, _DescribesWeights(low_type, stored))
     for path, module in holders.items():
         seals = _Seal(own.get(id(module), {}))
         attach(module.register_load_state_dict_pre_hook, seals)
@@ -80,15 +87,42 @@ def _holders(model: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[str, nn.
 
 
 def is_sealed(module: nn.Module) -> bool:
-    """Whether `seal` was called with this module, or with one that contains it."""
+    """Whether a module, or one that contains it, was frozen under a conversion."""
     hooks = module._load_state_dict_pre_hooks.values()
-    return any(isinstance(getattr(hook, "hook", hook), _Seal) for hook in hooks)
+    return not is_layer_cast(module) and any(
+        isinstance(getattr(hook, "hook", hook), _Seal) for hook in hooks
+    )
 
 
 # --- calls ---------------------------------------------------------------------------------------
 
 
-class _ChecksCalls:
+class _ChecksTraining:
+    """A forward pre-hook: weights must not be trained."""
+
+    def __init__(self, name: str, holders: Mapping[str, nn.Module]) -> None:
+        """Takes the model's class, and path -> module for those that hold weights."""
+        self._name = name
+        # Without the model itself, so that it is freed without garbage collection.
+        self._inner = {path: module for path, module in holders.items() if path}
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled() or transforms() is not None or has_tangents():
+            self._check_training(module)
+
+    def _check_training(self, model: nn.Module) -> None:
+        if not model.training and not any([m.training for m in self._inner.values()]):  # noqa: C419
+            return
+        inner = next((repr(path) for path, m in self._inner.items() if m.training), "it")
+        raise FreezeError(
+            f"{self._name} is frozen, but {'it' if model.training else inner} is in training mode, "
+            f"and low-precision weights can't be trained; call eval() on the model, or {REMEDY}"
+        )
+
+
+class _ChecksCalls(_ChecksTraining):
     """A forward pre-hook: weights must be used as they were stored for, and not be trained."""
 
     def __init__(
@@ -100,15 +134,13 @@ class _ChecksCalls:
         is_coded: bool,
     ) -> None:
         """Takes the model's class, the conversion, and path -> module for those that hold weights."""
-        self._name = name
+        super().__init__(name, holders)
         self._low_name = short_name(in_force.policy.low_precision_type)
         self._fingerprint = _fingerprint(in_force)
         self._rules = self._own_rules = in_force.rules
         self._rounding = one_rounding(in_force) if is_coded else None
         self._is_rounded = in_force.options.legalize != "fast"
         self._seen: Callable[[], session.Session | None] = weakref.ref(in_force)
-        # Without the model itself, so that it is freed without garbage collection.
-        self._inner = {path: module for path, module in holders.items() if path}
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -133,8 +165,7 @@ class _ChecksCalls:
                     f"hmpx.convert() as it was when the model was frozen, or {REMEDY}"
                 )
             self._seen, self._rules = weakref.ref(in_force), in_force.rules
-        if torch.is_grad_enabled() or transforms() is not None or has_tangents():
-            self._check_training(module)
+        super().__call__(module, args)
 
     def _difference(self, in_force: session.Session) -> str:
         """Returns the conversion in force if it would store weights differently; else ``""``."""
@@ -148,15 +179,6 @@ class _ChecksCalls:
         if self._rounding is not None and one_rounding(in_force) != self._rounding:
             return "another rounding= or overflow="
         return ""
-
-    def _check_training(self, model: nn.Module) -> None:
-        if not model.training and not any([m.training for m in self._inner.values()]):  # noqa: C419
-            return
-        inner = next((repr(path) for path, m in self._inner.items() if m.training), "it")
-        raise FreezeError(
-            f"{self._name} is frozen, but {'it' if model.training else inner} is in training mode, "
-            f"and low-precision weights can't be trained; call eval() on the model, or {REMEDY}"
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_seen": _nothing, "_rules": (), "_own_rules": ()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, said_by
 from ..patching import Patch, apply, undo, unpatched
-from ..tensors import ELIGIBLE, LOW_DTYPES, is_present, map_all
+from ..tensors import ELIGIBLE, LOW_DTYPES, is_present, map_all, stored_parameters
 from ..torch_internals import (
     BATCH_NORM_OP,
     FLASH_ATTENTION,
@@ -100,7 +100,7 @@ class Place:
         if self.is_small:
             return model
         memo: dict[int, Any] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*stored_parameters(model), *model.buffers()):
             placed = self._placed(tensor)
             if placed is not tensor:
                 memo[id(tensor)] = _like(placed, tensor)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..tensors import tensors_of
+from ..tensors import stored_parameters, tensors_of
 
 
 class _Size(NamedTuple):
@@ -107,7 +107,7 @@ def groups_of(modules: Iterable[nn.Module], optimizer: object) -> tuple[ShardGro
             if isinstance(each, nn.ModuleList):
                 blocks += each
     groups = []
-    for parameters in (*(block.parameters() for block in blocks), _parameters(modules)):
+    for parameters in (*map(stored_parameters, blocks), _parameters(modules)):
         group = []
         for parameter in parameters:
             if id(parameter) not in seen:
@@ -120,4 +120,4 @@ def groups_of(modules: Iterable[nn.Module], optimizer: object) -> tuple[ShardGro
 
 
 def _parameters(modules: Iterable[nn.Module]) -> Iterable[nn.Parameter]:
-    return (parameter for module in modules for parameter in module.parameters())
+    return (parameter for module in modules for parameter in stored_parameters(module))

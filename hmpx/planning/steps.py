@@ -17,7 +17,7 @@ from ..observers import Attached
 from ..recording import Ledger, Recorder, raised_at
 from ..reports import Memory, Report
 from ..session import convert
-from ..tensors import floats_of
+from ..tensors import floats_of, stored_parameters
 from ..torch_internals import differs_in_devices, lacks_kernel, needs_values
 from .places import Place
 from .sharding import ShardGroup, groups_of
@@ -55,7 +55,7 @@ class Program:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, each once."""
-        found = {id(each): each for module in self.modules for each in module.parameters()}
+        found = {id(each): each for module in self.modules for each in stored_parameters(module)}
         return list(found.values())
 
     def run(

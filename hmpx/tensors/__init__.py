@@ -45,5 +45,6 @@ from .structures import floats_of as floats_of
 from .structures import is_dense as is_dense
 from .structures import map_all as map_all
 from .structures import parts_of as parts_of
+from .structures import stored_parameters as stored_parameters
 from .structures import tensors_of as tensors_of
 from .structures import widened as widened

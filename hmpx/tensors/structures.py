@@ -12,11 +12,16 @@ from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import shown
 from .dtypes import LOW_DTYPES
 from .nested import SEQUENCES, with_items
+
+
+def stored_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that a module holds, each once, where `parameters()` may give upcast values."""
+    return [each for _, each in nn.Module.named_parameters(module)]
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

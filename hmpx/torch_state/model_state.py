@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..tensors import PLAIN_TENSORS, edges_of, is_dense, node_of, tensors_in
+from ..tensors import PLAIN_TENSORS, edges_of, is_dense, node_of, stored_parameters, tensors_in
 from .disabling import without_casts
 
 
@@ -167,7 +167,7 @@ class ModelState:
         """Saves the state."""
         every = [each for module in reached.modules for each in module.modules()]
         self._attributes = [_Attributes(module) for module in every if not _is_lazy(module)]
-        parameters = [each for module in reached.modules for each in module.parameters()]
+        parameters = [each for module in reached.modules for each in stored_parameters(module)]
         buffers = [each for module in reached.modules for each in module.buffers()]
         self._values = [_Values(each) for each in buffers if _is_kept(each)]
         self._parameters = [_Values(each) for each in parameters if _is_kept(each)]
