@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from .. import number_formats
-from ..reports import charts, clean, without_start
+from ..reports import CHART_WIDTH, by_depth, clean, svg_chart, svg_text, svg_title, without_start
 from ..tensors import LOW_DTYPES
 from .measures import EXPONENTS, Limits, limits
 from .rows import ComparedSite
@@ -36,7 +36,7 @@ def errors_by_depth(rows: Sequence[ComparedSite]) -> str:
     ]
     types = {row.dtype: limits_of(row.dtype) for row in shown}
     roundoffs = {name: 2.0**-each.bits for name, each in types.items() if each}
-    return charts.by_depth(points, len(shown), roundoffs, "errors in the order of calls")
+    return by_depth(points, len(shown), roundoffs, "errors in the order of calls")
 
 
 def ranges(rows: Sequence[ComparedSite]) -> str:
@@ -50,7 +50,7 @@ def ranges(rows: Sequence[ComparedSite]) -> str:
     used = [EXPONENTS[i] for row in shown for i, each in enumerate(row.exponents) if each]
     first, last = max(EXPONENTS.start, min(used) - 4), min(EXPONENTS.stop - 1, max(used) + 4)
     left, height = 280, 18
-    step = (charts.CHART_WIDTH - left - 10) / (last - first + 1)
+    step = (CHART_WIDTH - left - 10) / (last - first + 1)
 
     def x(exponent: float) -> float:
         return left + (min(max(exponent, first), last + 1) - first) * step
@@ -70,14 +70,14 @@ def ranges(rows: Sequence[ComparedSite]) -> str:
         for exponent, counted in zip(EXPONENTS, row.exponents, strict=False):
             if counted:
                 shade = 0.25 + 0.75 * math.log1p(counted) / math.log1p(max(row.exponents))
-                said = charts.title(f"2^{exponent}: {counted}")
+                said = svg_title(f"2^{exponent}: {counted}")
                 parts.append(_rect("values", x(exponent), step, top + 4, height - 10, shade, said))
         name = without_start(clean(f"{row.op} {row.module}"), 44)
-        parts.append(charts.text(left - 8, top + 11, name, "end"))
+        parts.append(svg_text(left - 8, top + 11, name, "end"))
     bottom = len(shown) * height + 16
     for exponent in range(first - first % 8 + 8, last + 1, 8):
-        parts.append(charts.text(x(exponent), bottom, f"2^{exponent}", "middle"))
-    return charts.svg(bottom + 6, "ranges of results", parts)
+        parts.append(svg_text(x(exponent), bottom, f"2^{exponent}", "middle"))
+    return svg_chart(bottom + 6, "ranges of results", parts)
 
 
 def _rect(  # noqa: PLR0917

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from . import charts as charts
 from .cells import clean as clean
 from .cells import count as count
 from .cells import exponential as exponential
@@ -13,7 +12,12 @@ from .cells import size as size
 from .cells import without_end as without_end
 from .cells import without_start as without_start
 from .cells import wrapped as wrapped
+from .charts import CHART_WIDTH as CHART_WIDTH
+from .charts import by_depth as by_depth
 from .charts import chart_section as chart_section
+from .charts import svg_chart as svg_chart
+from .charts import svg_text as svg_text
+from .charts import svg_title as svg_title
 from .files import Written as Written
 from .files import write as write
 from .files import written as written

@@ -111,6 +111,7 @@ class _Diff:
         self._has_differed = False  # any row so far
         self._has_other_types = False  # so far
         self._known: set[str] = set()  # parameters and buffers that were compared
+        self._first_step = 0
         self._coarsest = 0.0  # the largest unit roundoff so far
 
     def rows(self) -> Iterator[RunDiffRow]:
@@ -120,7 +121,7 @@ class _Diff:
         for step in common:
             pairs = [*aligned(self._a.calls, steps_a[step], self._b.calls, steps_b[step])]
             both = [(a, b) for a, b in pairs if a is not None and b is not None]
-            self._partners = dict(both)
+            self._partners, self._first_step = dict(both), common[0]
             for a, b in pairs:
                 if a is None or b is None:
                     yield self._only(a, b)
@@ -257,7 +258,7 @@ class _Diff:
                     continue  # its maker's row says why
                 given, other, found = i, j, self._difference([i], [j])
             first, second = self._a.tensors[given], self._b.tensors[other]
-            is_new = first.name not in self._known
+            is_new = first.name not in self._known and a.step == self._first_step
             if found.is_same or not found.is_compared or given in self._named:
                 continue
             self._named.add(given)

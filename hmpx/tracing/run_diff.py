@@ -13,8 +13,8 @@ from ..reports import (
     Column,
     Table,
     Written,
+    by_depth,
     chart_section,
-    charts,
     clean,
     count,
     exponential,
@@ -174,7 +174,7 @@ def _by_depth(rows: Sequence[RunDiffRow]) -> str:
     ]
     # The explained ones first, below the others.
     points.sort(key=lambda each: each[0], reverse=True)
-    return charts.by_depth(points, len(rows), {}, "differences in the order of computation")
+    return by_depth(points, len(rows), {}, "differences in the order of computation")
 
 
 #: Most modules printed.

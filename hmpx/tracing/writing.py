@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..observers import CallTensors, OpCall
 from ..tensors import long_name, map_tensors, node_of, tensors_in
-from ..torch_state import without_casts
+from ..torch_state import named_tensors, without_casts
 from ..version import __version__
 from .reading import FORMAT
 from .sketches import is_sketchable, low_contents, sketch
@@ -70,7 +70,7 @@ class Writer:
 
     def name(self, model: nn.Module) -> None:
         """Notes the names of a model's parameters and buffers."""
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for name, tensor in named_tensors(model):
             self._names[tensor] = name
 
     def call(self, call: OpCall, tensors: CallTensors) -> None:
