@@ -204,6 +204,8 @@ class _Diff:
             return outputs, _Verdict("unexplained", cause)
         if not (inputs.is_compared and outputs.is_compared):
             return outputs, _Verdict("not compared")
+        if first.site.arguments != second.site.arguments:
+            return outputs, _Verdict("inherited")  # numbers that differ as results do
         decided = _decision(first) == _decision(second)
         is_exact = decided and inputs.is_same and self._is_same_machine
         rounding = 0.0 if is_exact else self._roundoff(first, second)

@@ -234,6 +234,16 @@ def test_low_precision_explains_the_difference_of_a_sound_program(low: str, tmp_
     assert row.types == ("float32", "bfloat16")
 
 
+def test_a_mask_of_the_least_number_of_a_dtype_is_explained(tmp_path: Path) -> None:
+    for name, dtype in (("a", torch.float32), ("b", torch.bfloat16)):
+        given = torch.linspace(0, 1, 16).to(dtype)
+        with hmpx.trace(tmp_path / name):
+            x = given.sin()
+            mask = torch.where(torch.eye(16) > 0, 0.0, torch.finfo(x.dtype).min)
+            (x + mask).softmax(-1)
+    assert hmpx.diff_runs(tmp_path / "a", tmp_path / "b").first is None
+
+
 def test_numbers_that_depend_on_a_dtype_are_explained_and_an_eps_is_not(tmp_path: Path) -> None:
     def fill(net: Net) -> None:
         def forward(x: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
-"""Forty differences planted in ten models, to be found by `diff_runs`.
+"""Differences planted in ten models of the zoo, to be found by `hmpx.diff_runs`.
 
-``python -m tests.tracing.planted`` prints a line for each. A difference is planted in the second of two runs of one
-model; which call has it is known from the run, not from the trace.
+    python benchmarks/planted.py [MODEL ...] [--save]
+
+Prints a line for each. A difference is planted in the second of two runs of a model; which module has it is known
+from the run, not from the trace.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import tempfile
@@ -14,12 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import timing
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from zoo.catalogue import entries
 from zoo.entry import Entry, call
 
@@ -67,35 +73,42 @@ class InCall(TorchDispatchMode):  # type: ignore[misc]
 
 
 def one_ulp(result: Tensor) -> Tensor:
+    """Moves one value by a unit in the last place."""
     changed, first = result.clone(), (0,) * result.dim()
     changed[first] = torch.nextafter(result[first], result.new_tensor(torch.inf))
     return changed
 
 
 def other_order(result: Tensor) -> Tensor:
+    """Moves every other value by a unit in the last place, as another order of sums may."""
     up = torch.arange(result.numel()).view(result.shape) % 2 == 0
     return torch.where(up, torch.nextafter(result, torch.full_like(result, torch.inf)), result)
 
 
 def late_upcast(result: Tensor) -> Tensor:
+    """Rounds all values to bfloat16."""
     return result.bfloat16().to(result.dtype)
 
 
 def norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the norms with parameters."""
     found = [(n, m) for n, m in model.named_modules() if "norm" in type(m).__name__.lower()]
     return [each for each in found if any(True for _ in each[1].parameters(recurse=False))]
 
 
 def products(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the linear layers and convolutions."""
     kinds = ("Linear", "Conv1D", "Conv1d", "Conv2d")
     return [(n, m) for n, m in model.named_modules() if type(m).__name__ in kinds]
 
 
 def middle(found: list[tuple[str, nn.Module]]) -> tuple[str, nn.Module]:
+    """Returns the one in the middle of the model."""
     return found[len(found) // 2]
 
 
 def eps(model: nn.Module, batch: dict[str, Any]) -> str:
+    """Multiplies the eps of a norm by ten."""
     name, module = middle(norms(model))
     key = next(each for each in ("eps", "variance_epsilon") if hasattr(module, each))
     setattr(module, key, getattr(module, key) * 10)
@@ -103,6 +116,7 @@ def eps(model: nn.Module, batch: dict[str, Any]) -> str:
 
 
 def weight(model: nn.Module, batch: dict[str, Any]) -> str:
+    """Changes one weight of a product."""
     name, module = middle(products(model))
     with torch.no_grad():
         module.weight.view(-1)[5] *= 1.5
@@ -110,6 +124,7 @@ def weight(model: nn.Module, batch: dict[str, Any]) -> str:
 
 
 def swapped_norm(model: nn.Module, batch: dict[str, Any]) -> str:
+    """Puts a norm of another kind in place of one."""
     name, module = middle(norms(model))
     size = module.weight.shape[-1]
 
@@ -126,6 +141,7 @@ def swapped_norm(model: nn.Module, batch: dict[str, Any]) -> str:
 
 
 def dropout(model: nn.Module, batch: dict[str, Any]) -> str:
+    """Leaves one dropout on."""
     name, module = middle([(n, m) for n, m in model.named_modules() if isinstance(m, nn.Dropout)])
     module.p = 0.1
     module.train()
@@ -133,6 +149,7 @@ def dropout(model: nn.Module, batch: dict[str, Any]) -> str:
 
 
 def batch_values(model: nn.Module, batch: dict[str, Any]) -> str:
+    """Changes one value of the batch."""
     key = next(k for k, v in batch.items() if isinstance(v, Tensor) and v.dim() > 1)
     batch[key] = batch[key].clone()
     flat = batch[key].view(-1)
@@ -141,6 +158,8 @@ def batch_values(model: nn.Module, batch: dict[str, Any]) -> str:
 
 
 def inside(change: Callable[[Tensor], Tensor], kinds: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a plant that changes the result of a kernel within a module."""
+
     def plant(model: nn.Module, batch: dict[str, Any]) -> Any:
         ran: list[nn.Module] = []
         hooks = [m.register_forward_hook(lambda m, *_: ran.append(m)) for _, m in kinds(model)]
@@ -179,6 +198,7 @@ def plants() -> Iterator[tuple[str, Plant]]:
 
 
 def model_of(entry: Entry) -> tuple[nn.Module, dict[str, Any]]:
+    """Returns a new model, without dropout, and its batch."""
     torch.manual_seed(0)
     model = entry.build().eval()
     for module in model.modules():
@@ -188,6 +208,7 @@ def model_of(entry: Entry) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def run(model: nn.Module, batch: dict[str, Any], path: Path, precision: str = "fp32") -> None:
+    """Traces a forward and a backward."""
     low = hmpx.convert(device_types={"cpu"}) if precision == "bf16" else contextlib.nullcontext()
     torch.manual_seed(0)
     with low, hmpx.trace(path):
@@ -212,22 +233,32 @@ def find(entry: Entry, plant: Plant, folder: Path) -> tuple[bool, str]:
     return inner or (name == "*" and "made outside" in first.cause), f"{first}: {first.cause}"
 
 
-def main(names: list[str]) -> int:
+def main() -> None:
+    """Prints whether each difference was the first that is unexplained."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all ten")
+    parser.add_argument("--save", action="store_const", const=Path(__file__).parent / "results")
+    options = parser.parse_args()
     known = {entry.name: entry for entry in entries() if entry.name in MODELS}
-    right = total = 0
+    found: list[bool] = []
+    rows = []
     for model, plant in plants():
-        if names and model not in names:
+        if options.models and model not in options.models:
             continue
         with tempfile.TemporaryDirectory() as folder:
             is_found, said = find(known[model], plant, Path(folder))
-        right, total = right + is_found, total + 1
+        found.append(is_found)
+        rows.append([model, plant.kind, " and ".join(plant.precisions), is_found, said])
         print(
             f"{'found' if is_found else 'MISSED':7}{model:10}{plant.kind:24}{said[:150]}",
             flush=True,
         )
-    print(f"{right} of {total}")
-    return 0 if right == total else 1
+    print(f"{sum(found)} of {len(found)}")
+    figures = {"planted": len(found), "found": sum(found)}
+    timing.save(
+        options.save, "planted", {"figures": figures, "rows": rows}, device="cpu", threads=1
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
