@@ -71,7 +71,8 @@ def walk(value: Any, seen: dict[int, Any]) -> None:
     held = list(value.values() if isinstance(value, Mapping) else ())
     if isinstance(value, (list, tuple, set, frozenset)):
         held += value
-    for name in dir(value) if is_ours(value) else ():
+    # A number format's plans are its own.
+    for name in dir(value) if is_ours(value) and not isinstance(value, FORMATS) else ():
         if not name.startswith("_"):
             found = getattr(value, name, None)
             held += [found] if not callable(found) or is_ours(found) else []

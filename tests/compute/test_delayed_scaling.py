@@ -618,7 +618,7 @@ def test_gradients_of_torch_func_have_histories() -> None:
         ({"granularity": "row"}, "history is for one scale a tensor, .*granularity 'row'.*leave"),
         ({"granularity": 16}, "granularity 16"),
         ({"granularity": (2, 3)}, r"granularity \(2, 3\)"),
-        ({"scale_format": "e4m3", "tensor_scale": True}, "beside blocks'"),
+        ({"scale_format": "e4m3", "tensor_scale": True}, "in addition to those of blocks"),
         ({"history": 0}, "history must be an integer from 1 to 65536, not 0"),
         ({"history": True}, "history must be an integer"),
         ({"history": 2.0}, "history must be an integer"),

@@ -58,6 +58,7 @@ def brute_force(
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [2, 5, 7, 16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_differences_are_those_of_brute_force(name: str, size: int) -> None:

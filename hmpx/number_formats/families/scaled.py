@@ -419,7 +419,7 @@ class Scaled(SharedScales):
         if self.granularity != "tensor" or self.tensor_scale:
             have = f"granularity {self.granularity!r}"
             if self.tensor_scale:
-                have = "a scale in addition to blocks'"
+                have = "a scale in addition to those of blocks"
             raise OptionError(
                 f"{what}: history is for one scale a tensor, granularity 'tensor', not for {have}; "
                 "leave history out, for scales by the tensor at hand"
