@@ -54,6 +54,7 @@ SAMPLED = {
     "test_call_forms": 2,
     "test_capability": 2,
     "test_cast_cache": 2,
+    "test_casting": 2,
     "test_compare": 3,
     "test_compile": 4,
     "test_compiled_codes": 3,
@@ -61,6 +62,7 @@ SAMPLED = {
     "test_delayed_scaling": 3,
     "test_distributed": 2,
     "test_emulation": 3,
+    "test_files": 2,
     "test_following": 4,
     "test_formats_in_transforms": 2,
     "test_freezing": 2,
@@ -73,6 +75,7 @@ SAMPLED = {
     "test_numbers": 4,
     "test_onnx": 2,
     "test_plan": 2,
+    "test_planted_faults": 2,
     "test_promotion": 2,
     "test_quantize": 5,
     "test_rules": 2,
@@ -80,6 +83,8 @@ SAMPLED = {
     "test_scaled": 4,
     "test_search": 2,
     "test_torch_nn": 3,
+    "test_tracing": 2,
+    "test_tune": 2,
     "test_vocabulary": 4,
 }
 

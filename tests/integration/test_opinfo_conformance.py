@@ -346,7 +346,7 @@ def is_mixed(call: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.native
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
 def test_each_sample_equals_the_call_with_inputs_cast_by_hand(
     info: OpInfo, pytestconfig: pytest.Config
@@ -463,7 +463,7 @@ def spelled(kind: str, variant: str, info: OpInfo) -> Callable[..., Any]:
 
 
 @pytest.mark.native
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("info", "kind", "variant"),
     VARIANTS,

@@ -150,7 +150,7 @@ def test_each_command_of_hmpx_shows_an_example() -> None:
         assert re.search(rf"\nexamples?:\n  (\S+ .*)?hmpx {name}\b", text), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("command", "output"), COMMANDS)
 def test_commands_run(
     command: str, output: str, folder: Path, monkeypatch: pytest.MonkeyPatch
