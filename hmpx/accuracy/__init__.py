@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .effective import contents as contents
+from .effective import has_values as has_values
 from .effective import is_readable as is_readable
 from .effective import may_read as may_read
 from .measuring import ErrorStatistics as ErrorStatistics

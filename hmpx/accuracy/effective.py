@@ -81,16 +81,21 @@ def contents(tensor: Tensor) -> torch.dtype | None:
         return torch.float16 if _is_evidence(sample, torch.float16) else None
 
 
-def is_readable(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has real values that can be read: plain, strided, with storage."""
+def has_values(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has values that can be read: plain, strided, with storage."""
     return (
         type(tensor) in PLAIN_TENSORS
         and tensor.layout is torch.strided
         and tensor.device.type != "meta"
         and not tensor.is_nested
-        and tensor.is_floating_point()
+        and not tensor.is_quantized
         and _has_storage(tensor)
     )
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has real floating-point values that can be read."""
+    return tensor.is_floating_point() and has_values(tensor)
 
 
 def _has_storage(tensor: Tensor) -> bool:

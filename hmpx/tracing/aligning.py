@@ -48,6 +48,10 @@ class Side:
             else:
                 return tensor, None
 
+    def type_of(self, call: TracedCall) -> str:
+        """Returns the dtype that a call computed in: the decision's, or the first result's."""
+        return call.site.dtype or next((self.tensors[each].dtype for each in call.outputs), "")
+
     def steps(self) -> dict[int, list[int]]:
         """Returns the calls of each step, without conversions, which depend on the types of a run."""
         found: dict[int, list[int]] = {}

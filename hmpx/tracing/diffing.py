@@ -105,9 +105,7 @@ class _Diff:
         self._a, self._b = Side(a), Side(b)
         self._is_same_machine = all(a.header[each] == b.header[each] for each in _ENVIRONMENT)
         self._partners: dict[int, int] = {}  # call of a -> call of b
-        self._named: set[int] = (
-            set()
-        )  # tensors of a, made outside of calls, whose difference is known
+        self._named: set[int] = set()  # tensors of a, made elsewhere, whose difference is known
         self._has_differed = False  # any row so far
         self._has_other_types = False  # so far
         self._known: set[str] = set()  # parameters and buffers that were compared
@@ -137,59 +135,41 @@ class _Diff:
                     yield self._row("gradient", a, b, *self._judged_parameter(a, b))
 
     def _row(self, what: str, a: int, b: int, found: _Difference, verdict: _Verdict) -> RunDiffRow:
-        self._has_differed |= verdict.verdict != "equal"
-        first, second = self._a.calls[a], self._b.calls[b]
-        return RunDiffRow(
-            first.site.op,
-            first.site.module,
-            what,
-            verdict.verdict,
-            *(found.largest if verdict.verdict != "not compared" else Estimate(math.nan, math.nan)),
-            verdict.explained,
-            verdict.cause,
-            (self._type(self._a, first), self._type(self._b, second)),
-            (_decision(first), _decision(second)),
-            (first.site.location, second.site.location),
-            first.step,
-        )
+        is_compared = verdict.verdict != "not compared"
+        rel = found.largest if is_compared else Estimate(math.nan, math.nan)
+        return self._of(self._a.calls[a], self._b.calls[b], what, verdict, rel)
 
     def _only(self, a: int | None, b: int | None) -> RunDiffRow:
         """Returns the row of a call that one run makes."""
-        self._has_differed = True
-        calls = [
-            None if index is None else side.calls[index]
-            for side, index in ((self._a, a), (self._b, b))
-        ]
-        types = [
-            "" if call is None else self._type(side, call)
-            for side, call in zip((self._a, self._b), calls, strict=True)
-        ]
-        call = next(filter(None, calls))
+        first = None if a is None else self._a.calls[a]
+        second = None if b is None else self._b.calls[b]
+        verdict = _Verdict("only in a" if b is None else "only in b")
+        return self._of(first, second, "result", verdict, Estimate(math.nan, math.nan))
+
+    def _of(
+        self,
+        a: TracedCall | None,
+        b: TracedCall | None,
+        what: str,
+        verdict: _Verdict,
+        rel: Estimate,
+    ) -> RunDiffRow:
+        self._has_differed |= verdict.verdict != "equal"
+        call = a or b
+        assert call is not None
         return RunDiffRow(
             call.site.op,
             call.site.module,
-            "result",
-            "only in a" if b is None else "only in b",
-            math.nan,
-            math.nan,
-            0.0,
-            "",
-            (types[0], types[1]),
-            (
-                "" if calls[0] is None else _decision(calls[0]),
-                "" if calls[1] is None else _decision(calls[1]),
-            ),
-            (
-                "" if calls[0] is None else calls[0].site.location,
-                "" if calls[1] is None else calls[1].site.location,
-            ),
+            what,
+            verdict.verdict,
+            *rel,
+            verdict.explained,
+            verdict.cause,
+            ("" if a is None else self._a.type_of(a), "" if b is None else self._b.type_of(b)),
+            ("" if a is None else _decision(a), "" if b is None else _decision(b)),
+            ("" if a is None else a.site.location, "" if b is None else b.site.location),
             call.step,
         )
-
-    @staticmethod
-    def _type(side: Side, call: TracedCall) -> str:
-        """What a call computed in: the decision's dtype, or the first result's."""
-        return call.site.dtype or next((side.tensors[each].dtype for each in call.outputs), "")
 
     # --- results -------------------------------------------------------------------------------
 
@@ -291,7 +271,6 @@ class _Diff:
 
     def _cause_in_types(self, a: TracedCall, b: TracedCall) -> str:
         """Names types that differ though all calls so far, and what decided them, have the same."""
-        had_other = self._has_other_types
         types = [
             [
                 (self._a.tensors[i].dtype, self._b.tensors[j].dtype)
@@ -306,7 +285,6 @@ class _Diff:
                 if one != other and not self._has_other_types:
                     self._has_other_types = True
                     return f"{said} {one} in a, {other} in b"
-        self._has_other_types = had_other or self._has_other_types
         return ""
 
     def _is_near(self, a: TracedCall, b: TracedCall) -> bool:

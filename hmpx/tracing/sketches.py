@@ -18,13 +18,13 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..accuracy import contents
-from ..tensors import PLAIN_TENSORS, long_name
+from ..accuracy import contents, has_values
+from ..tensors import long_name
 
 #: Projections of a tensor. The standard deviation of an estimate is a ninth of it.
 PROJECTIONS: Final = 40
 
-#: A tensor is read as rows of so many values, and so many rows at a time.
+#: The number of values in a row, and of rows that are read at a time.
 _COLUMNS: Final = 1024
 _ROWS: Final = 256
 
@@ -96,19 +96,8 @@ def difference(a: Sketch, b: Sketch) -> Estimate:
     return Estimate(math.sqrt(square) / a.norm, error / a.norm)
 
 
-def is_sketchable(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has values that can be read: plain, strided, and not on the meta device."""
-    return (
-        type(tensor) in PLAIN_TENSORS
-        and tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-        and not tensor.is_quantized
-        and not tensor.is_nested
-    )
-
-
 def sketch(tensor: Tensor) -> Sketch:
-    """Returns the sketch of a tensor for which `is_sketchable` holds. Reads it twice."""
+    """Returns the sketch of a tensor that `has_values`. Reads it twice."""
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
         values = torch.view_as_real(values)
@@ -131,7 +120,7 @@ def sketch(tensor: Tensor) -> Sketch:
 
 def low_contents(tensor: Tensor) -> str:
     """Returns the low dtype that an fp32 tensor's values were, by its name; ``""`` for other tensors."""
-    if tensor.dtype not in (torch.float32, torch.float64) or not is_sketchable(tensor):
+    if tensor.dtype not in (torch.float32, torch.float64) or not has_values(tensor):
         return ""
     found = contents(tensor)
     return "" if found in (None, tensor.dtype) else long_name(found)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..accuracy import has_values
 from ..observers import CallTensors, OpCall
 from ..tensors import long_name, map_tensors, node_of, tensors_in
 from ..torch_state import named_tensors, without_casts
 from ..version import __version__
 from .reading import FORMAT
-from .sketches import is_sketchable, low_contents, sketch
+from .sketches import low_contents, sketch
 
 #: By so much the inputs of a call are moved, relatively, to see how much it amplifies rounding: that of bfloat16.
 #: Half of the values by twice as much and half not at all: at random, and on average. Of tensors with fewer values
@@ -123,7 +124,10 @@ class Writer:
         known = self._ids.get(tensor)
         if known is not None and known[0] == version and version is not None:
             return int(known[1])
-        found = sketch(tensor) if is_sketchable(tensor) else None
+        try:
+            found = sketch(tensor) if has_values(tensor) else None
+        except RuntimeError:  # a dtype without kernels
+            found = None
         shape, dtype = [] if tensor.is_nested else [*tensor.shape], long_name(tensor.dtype)
         key = (*shape, dtype, found and found.digest)
         number = self._contents.get(key) if is_copy and found else None
@@ -156,7 +160,7 @@ class Writer:
         count = itertools.count()
 
         def moved(tensor: Tensor) -> Tensor:
-            if not (tensor.is_floating_point() and is_sketchable(tensor)):
+            if not (tensor.is_floating_point() and has_values(tensor)):
                 return tensor
             position = next(count)
             if tensor.numel() < _FEW:
@@ -170,7 +174,7 @@ class Writer:
             return 0.0  # arguments that must keep their values: probabilities, indices
         change = norm = 0.0
         for old, new in zip(results, again, strict=False):
-            is_known = is_sketchable(old) and is_sketchable(new)
+            is_known = has_values(old) and has_values(new)
             if is_known and old.is_floating_point() and old.shape == new.shape:
                 change = math.hypot(change, _norm(new.float() - old.float()))
                 norm = math.hypot(norm, _norm(old))

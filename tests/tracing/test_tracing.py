@@ -399,6 +399,27 @@ def test_a_shorter_run_is_said(tmp_path: Path) -> None:
     assert "the runs have different steps 3 and 1" in said
 
 
+def test_values_that_can_not_be_read_are_not_compared(tmp_path: Path) -> None:
+    """A dtype without kernels, and a gradient whose storage was freed, as FSDP does."""
+
+    class Idle(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            pass
+
+    four = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    layer = nn.Linear(4, 4)
+    for name in ("a", "b"):
+        layer.zero_grad()
+        with hmpx.trace(tmp_path / name):
+            four.clone()
+            layer(torch.ones(2, 4)).sum().backward()
+            assert layer.weight.grad is not None
+            layer.weight.grad.untyped_storage().resize_(0)
+            Idle(layer.parameters(), {}).step()
+    verdicts = {row.verdict for row in hmpx.diff_runs(tmp_path / "a", tmp_path / "b").rows}
+    assert verdicts == {"equal", "not compared"}
+
+
 def test_threads(tmp_path: Path) -> None:
     def work() -> None:
         for _ in range(20):
