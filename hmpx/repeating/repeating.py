@@ -54,7 +54,7 @@ def invariance(
         threads: Numbers of threads to try on the CPU. Default: 1, 2 and that of the processor's cores.
 
     Raises:
-        OptionError: There is no tensor with two rows, ``rows`` or ``threads`` is not a positive whole number,
+        OptionError: No tensor has two rows, ``rows`` or ``threads`` is not a positive whole number,
             or the model returns a generator or a coroutine, which has not run. An error of the model on one
             row passes with a note.
 

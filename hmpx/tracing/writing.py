@@ -124,10 +124,7 @@ class Writer:
         known = self._ids.get(tensor)
         if known is not None and known[0] == version and version is not None:
             return int(known[1])
-        try:
-            found = sketch(tensor) if has_values(tensor) else None
-        except RuntimeError:  # a dtype without kernels
-            found = None
+        found = sketch(tensor) if has_values(tensor) else None
         shape, dtype = [] if tensor.is_nested else [*tensor.shape], long_name(tensor.dtype)
         key = (*shape, dtype, found and found.digest)
         number = self._contents.get(key) if is_copy and found else None
