@@ -57,6 +57,8 @@ def main() -> int:
         "no:randomly",
         "-p",
         "no:benchmark",
+        "-W",
+        "ignore::DeprecationWarning",  # of what torch.testing imports on a machine with CUDA
         "-q",
         str(ROOT / "tests" / "integration" / "test_cuda.py"),
         *sys.argv[1:],
