@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from .. import reports
@@ -58,7 +57,4 @@ def run(options: argparse.Namespace) -> int:
     report = found[0] if len(found) == 1 else reports.merged(found)
     writers = {"output": report.to_json, "html": report.to_html, "csv": report.to_csv}
     written = [*output.written(options, **writers)]
-    if not written and sys.stdout.isatty():
-        report.print()
-        return 0
     return output.show(written or str(report).splitlines())

@@ -80,14 +80,7 @@ class Comparison(Written):
             OptionError: The file can't be written.
         """
         names = [field.name for field in fields(ComparedSite) if field.name != "exponents"]
-        lines = [
-            [
-                " to ".join(map(str, value)) if isinstance(value, tuple) else value
-                for value in (getattr(row, name) for name in names)
-            ]
-            for row in self.rows
-        ]
-        return written(Table.of(names, lines).to_csv(), path)
+        return written(Table.of_fields(names, self.rows, " to ").to_csv(), path)
 
     __repr__ = brief
 

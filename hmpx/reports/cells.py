@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable
 from decimal import Decimal
-from typing import Final, TypeGuard
+from typing import Final
 
 import torch
 
@@ -52,17 +52,10 @@ def _scaled(number: int, unit: str) -> str:
     return f"{Decimal(number):.1e} {unit}".rstrip()
 
 
-def is_measured(seconds: float | None) -> TypeGuard[float]:
-    """Whether ``seconds`` is a time, rather than None or the result of a broken clock."""
-    return seconds is not None and math.isfinite(seconds)
-
-
 def duration(seconds: float | None) -> str:
     """Returns ``"1.2 ms"``; ``"-"`` if not measured."""
-    if not is_measured(seconds):
+    if seconds is None:
         return NOTHING
-    if abs(seconds) >= 1e6:
-        return f"{seconds:.0e} s"
     unit, scale = next(
         (each for each in (("s", 1.0), ("ms", 1e3)) if abs(seconds) * each[1] >= 1), ("us", 1e6)
     )

@@ -6,13 +6,12 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, TextIO, TypeVar
+from typing import Any, Final, TypeVar
 
 from ..errors import OptionError, brief, said_by
 from . import report_page, text
-from .cells import is_measured
 from .files import Written, written
 from .groups import Groups, grouped
 from .rows import Row, Totals, Waste, added, added_waste, totals
@@ -44,10 +43,6 @@ class Views(Written):
         """Groups the calls by program line and op."""
         return grouped(self.report().rows, ("location", "op"))
 
-    def print(self, file: TextIO | None = None) -> None:
-        """Writes the report to ``file`` or stdout, in colours on a terminal if `rich` is installed."""
-        text.show(self.report(), file)
-
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns the rows as CSV, and writes them to ``path`` if given.
 
@@ -56,7 +51,7 @@ class Views(Written):
         Raises:
             OptionError: The file can't be written.
         """
-        return written(_table(self.report().rows).to_csv(), path)
+        return written(self._table().to_csv(), path)
 
     def to_dataframe(self) -> Any:
         """Returns the rows as a `pandas.DataFrame`; several dtypes in a row become one string.
@@ -64,7 +59,10 @@ class Views(Written):
         Raises:
             OptionError: pandas isn't installed.
         """
-        return _table(self.report().rows).to_dataframe()
+        return self._table().to_dataframe()
+
+    def _table(self) -> Table:
+        return Table.of_fields([each.name for each in fields(Row)], self.report().rows)
 
     def _data(self) -> Mapping[str, Any]:
         report = self.report()
@@ -73,7 +71,7 @@ class Views(Written):
             "about": dict(report.about),
             "error": report.error,
             "error_location": report.error_location,
-            "rows": [asdict(each) for each in map(_with_time, report.rows)],
+            "rows": [asdict(each) for each in report.rows],
             "waste": [asdict(each) for each in report.waste],
         }
 
@@ -81,7 +79,7 @@ class Views(Written):
         return report_page.report_page(self.report())
 
     def __str__(self) -> str:
-        return text.text(self.report())
+        return "\n".join(text.lines(self.report()))
 
     def _repr_html_(self) -> str:
         return report_page.notebook_part(self.report())
@@ -146,26 +144,6 @@ def merged(reports: Iterable[Report]) -> Report:
         {name: ", ".join(values) for name, values in about.items()},
         "; ".join(dict.fromkeys(errors)) or None,
         ", ".join(dict.fromkeys(locations)),
-    )
-
-
-def _with_time(row: Row) -> Row:
-    """Returns a row, without its time if that was not measured."""
-    return row if is_measured(row.seconds) else replace(row, seconds=None)
-
-
-def _table(rows: Iterable[Row]) -> Table:
-    """Returns the rows as a table; several dtypes become one string."""
-    names = [each.name for each in fields(Row)]
-    return Table.of(
-        names,
-        [
-            [
-                ", ".join(value) if isinstance(value, tuple) else value
-                for value in (getattr(row, name) for name in names)
-            ]
-            for row in map(_with_time, rows)
-        ],
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from .cells import clean, count, dtypes, is_measured, short_dtype, size
+from .cells import clean, count, dtypes, short_dtype, size
 from .pages import filled, page, page_file, paragraphs
 from .rows import Row, Totals, totals
 from .text import MOST_FIXES, ended_with, fixes, kept_wide, verdict
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 
 #: Most fixes shown at the top; the table of casts has all.
 _MOST_FIXES: Final = 20
-
-#: The largest number passed to JavaScript, so that sums stay finite there.
-_LARGEST: Final = 10**300
-
-#: Most levels of module names.
-_DEEPEST: Final = 200
 
 #: For source code: context lines, lines of all files, calls named for a line.
 _CONTEXT, _MOST_LINES, _MOST_CALLS = 3, 1_000, 4
@@ -93,17 +87,16 @@ def _data(report: Report, files: Iterable[File]) -> dict[str, Any]:
             *places(dtypes(row.output_dtypes), row.module, row.location, row.device_type),
             *places(row.reason),
             int(row.is_low),
-            *map(_number, (row.calls, row.casts, row.cast_bytes, row.flops, row.bytes)),
-            row.seconds if is_measured(row.seconds) else None,
+            *(row.calls, row.casts, row.cast_bytes, row.flops, row.bytes, row.seconds),
         ]
         for row in report.rows
     ]
     waste = [
-        [*places(w.kind, w.what, w.module, w.location, w.fix, w.note), w.times, _number(w.bytes)]
+        [*places(w.kind, w.what, w.module, w.location, w.fix, w.note), w.times, w.bytes]
         for w in report.waste
     ]
     modules = [
-        [*places(path, name), parent, *map(_number, sums[:-1]), sums.seconds]
+        [*places(path, name), parent, *sums]
         for path, name, parent, sums in module_tree(report.rows)
     ]
     return {
@@ -115,10 +108,6 @@ def _data(report: Report, files: Iterable[File]) -> dict[str, Any]:
     }
 
 
-def _number(number: int) -> int:
-    return min(number, _LARGEST)
-
-
 def module_tree(rows: Iterable[Row]) -> list[tuple[str, str, int, Totals]]:
     """Returns the modules, parents first: path, name, the parent's index, and sums of all inside.
 
@@ -126,7 +115,7 @@ def module_tree(rows: Iterable[Row]) -> list[tuple[str, str, int, Totals]]:
     """
     inside: dict[tuple[str, ...], list[Row]] = {(): []}
     for row in sorted(rows, key=lambda row: row.module):
-        split = tuple(row.module.split(".", _DEEPEST)) if row.module else ()
+        split = tuple(row.module.split(".")) if row.module else ()
         for end in range(len(split) + 1):
             inside.setdefault(split[:end], []).append(row)
     places = {split: index for index, split in enumerate(inside)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from ..errors import fielded
-from .cells import clean, is_measured, short_dtype, size, wrapped
+from .cells import clean, short_dtype, size, wrapped
 
 #: Names of dtypes that are not low precision: the wide ones, and those that are not floating-point.
 WIDE: Final = frozenset(
@@ -145,8 +145,8 @@ def add_up(sums: dict[Row, Row], rows: Iterable[Row]) -> None:
 def _sum(a: Row, b: Row) -> Row:
     names = ("calls", "casts", "cast_bytes", "flops", "bytes")
     sums = {name: getattr(a, name) + getattr(b, name) for name in names}
-    seconds = [each.seconds for each in (a, b) if is_measured(each.seconds)]
-    return replace(a, **sums, seconds=sum(seconds) if seconds else None)
+    seconds = b.seconds if a.seconds is None else a.seconds + (b.seconds or 0.0)
+    return replace(a, **sums, seconds=seconds)
 
 
 def added_waste(waste: Iterable[Waste]) -> tuple[Waste, ...]:
@@ -163,7 +163,7 @@ def totals(rows: Iterable[Row]) -> Totals:
     """Returns the sums over ``rows``."""
     rows = list(rows)
     low = [row for row in rows if row.is_low]
-    timed = [row.seconds for row in rows if is_measured(row.seconds)]
+    timed = [row.seconds for row in rows if row.seconds is not None]
     return Totals(
         sum(row.calls for row in rows),
         sum(row.calls for row in low),

@@ -1,4 +1,4 @@
-"""The table of all hmpx reports: text, Markdown, HTML, CSV, JSON and pandas."""
+"""The table of all hmpx reports: text, HTML, CSV and pandas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import html
 import importlib
 import io
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from typing import Any, Final
 
 from ..errors import OptionError, fielded
 from .cells import NOTHING, WIDTH, without_end
-from .files import plain
 
 #: Spreadsheets may read a cell that starts with one of these as a formula; from OWASP's page on CSV injection,
 #: including its full-width signs.
@@ -93,6 +91,15 @@ class Table:
             for index, title in enumerate(titles)
         )
 
+    @classmethod
+    def of_fields(cls, names: Sequence[str], items: Iterable[Any], between: str = ", ") -> Table:
+        """Returns a table of these fields of objects; tuples become strings, joined by ``between``."""
+
+        def cell(value: Any) -> Any:
+            return between.join(map(str, value)) if isinstance(value, tuple) else value
+
+        return cls.of(names, [[cell(getattr(item, name)) for name in names] for item in items])
+
     @property
     def rows(self) -> list[tuple[Any, ...]]:
         """The values, row by row."""
@@ -116,23 +123,6 @@ class Table:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
-
-    def to_markdown(self) -> str:
-        """Returns the table in Markdown.
-
-        Example:
-            >>> from hmpx.reports import Table
-            >>> print(Table.of(("op", "calls"), [("mm", 12)], numbers=["calls"]).to_markdown())
-            | op | calls |
-            |---|---:|
-            | mm | 12 |
-        """
-        titles = [column.title for column in self.columns]
-        rules = ["---:" if column.is_number else "---" for column in self.columns]
-        shown = zip(*(column.cells for column in self.columns), strict=True)
-        lines = [[cell.replace("|", r"\|") for cell in cells] for cells in (titles, *shown)]
-        first, *others = [f"| {' | '.join(cells)} |" for cells in lines]
-        return "\n".join([first, f"|{'|'.join(rules)}|", *others])
 
     # --- HTML ------------------------------------------------------------------------------------
 
@@ -180,12 +170,6 @@ class Table:
                 ]
             )
         return stream.getvalue()
-
-    def to_json(self) -> str:
-        """Returns the values as a JSON list with an object for each row."""
-        titles = [column.title for column in self.columns]
-        rows = [dict(zip(titles, plain(row), strict=True)) for row in self.rows]
-        return json.dumps(rows, indent=1, allow_nan=False)
 
     def to_dataframe(self) -> Any:
         """Returns the values as a `pandas.DataFrame`.

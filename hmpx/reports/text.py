@@ -1,14 +1,11 @@
-"""A report as text: the verdict, fixes, and a table by op; plain, or coloured on a terminal."""
+"""A report as text: the verdict, fixes, and a table by op."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from .cells import WIDTH, clean, count, located, share, size, wrapped
+from .cells import clean, count, located, share, size, wrapped
 from .rows import Waste
 
 if TYPE_CHECKING:
@@ -18,57 +15,30 @@ if TYPE_CHECKING:
 MOST_FIXES: Final = 5
 MOST_GROUPS: Final = 20
 
-#: Pattern -> the style of its matches on a terminal.
-_STYLES: Final = (
-    (r"\A.+(?:\n.+)*", "bold"),
-    (r"^the run ended with: .*", "bold red"),
-    (r"^  \S.*", "green"),
-    (r"\b(bf16|fp16)\b", "blue"),
-    (r"\bfp32\b", "yellow"),
-)
 
-
-def text(report: Report, columns: int = WIDTH) -> str:
-    """Returns the report as plain text."""
-    return "\n".join(_lines(report, columns))
-
-
-def show(report: Report, file: TextIO | None = None) -> None:
-    """Writes the report to ``file`` or stdout, in colours on a terminal if `rich` is installed."""
-    stream = sys.stdout if file is None else file
-    if not stream.isatty() or importlib.util.find_spec("rich") is None:
-        stream.write(f"{report}\n")
-        return
-    console = importlib.import_module("rich.console").Console(file=stream)
-    styled = importlib.import_module("rich.text").Text  # users' text is never parsed as markup
-    coloured = styled(text(report, max(WIDTH, console.width)))
-    for pattern, style in _STYLES:
-        coloured.highlight_regex(f"(?m){pattern}", style)
-    console.print(coloured)
-
-
-def _lines(report: Report, columns: int) -> Iterator[str]:
+def lines(report: Report) -> Iterator[str]:
+    """Yields the report's text."""
     yield from verdict(report).split("; ")
     if report.error:
-        yield from wrapped(ended_with(report), "", columns)
+        yield from wrapped(ended_with(report))
     found = fixes(report.waste)
     if found:
         yield from ("", "fixes, those that save most first:")
     for fix in found[:MOST_FIXES]:
-        yield from wrapped(fix.line, "  ", columns)
-        yield from wrapped(fix.reason, "      ", columns)
+        yield from wrapped(fix.line, "  ")
+        yield from wrapped(fix.reason, "      ")
         if fix.note:
-            yield from wrapped(f"({fix.note})", "      ", columns)
+            yield from wrapped(f"({fix.note})", "      ")
     yield from _more(len(found) - MOST_FIXES, "rec.waste()")
     kept = kept_wide(report)
     if kept:
         yield from ("", "not in low precision, and why:")
     for said in kept[:MOST_FIXES]:
-        yield from wrapped(said, "  ", columns)
+        yield from wrapped(said, "  ")
     yield from _more(len(kept) - MOST_FIXES, "hmpx.explain(op)")
     if report.rows:
         groups = report.by_op()
-        yield from ("", *groups.table(MOST_GROUPS).lines(columns))
+        yield from ("", *groups.table(MOST_GROUPS).lines())
         yield from _more(len(groups) - MOST_GROUPS, "rec.by_op()")
 
 
