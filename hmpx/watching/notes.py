@@ -6,18 +6,18 @@ the inputs of low-precision calls on the CPU, until their backward has run.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor
 
 from ..observers import OpCall
-from ..tensors import is_leaf, node_of, tensors_in
+from ..tensors import edges_of, is_leaf, node_of, tensors_in
 from ..torch_state import running_module
-from .gradients import MOST, hook_call, hook_function, name_of, sources_of
 from .records import (
     CallRecord,
     Cell,
@@ -39,6 +39,12 @@ _CELLS: Final = "hmpx.watched"
 
 #: Ops whose results are uninitialized memory.
 _UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
+
+#: More nodes than any op has: with more, inputs were not recognised.
+_MOST_NODES: Final = 200
+
+#: node -> its edges that leave a call.
+_Exits = Mapping[Any, Sequence[int]]
 
 
 class Notes:
@@ -113,7 +119,7 @@ class Notes:
         if not record.is_intended:
             arguments = kept(args, kwargs, inputs) if can_change(call) else None
             arguments = self._try(record, arguments, inputs, results)
-        hook_call(self, record, inputs, results, arguments)
+        _hook_call(self, record, inputs, results, arguments)
 
     def _measure(self, record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> None:
         storages = [storage_of(each) for each in results]
@@ -145,17 +151,17 @@ class Notes:
             last = found[0][-1]
             if not last.is_hooked and (node := node_of(tensor)) is not None:
                 last.is_hooked = True  # like that of a torch.autograd.Function
-                hook_function(self, record, node)
+                _hook_function(self, record, node)
             return Input(*found)
         node = node_of(tensor)
-        maker = None if node is None else name_of(node)
+        maker = None if node is None else _name_of(node)
         if node is None and not (self.has_gradients and self._is_gradient(tensor)):
             maker = ""
         cell = Cell(self._slots.measure(tensor), maker)
         self._known.add(tensor, storage, version_of(tensor), cell)
         if node is not None:
             cell.sources = self._sources(record, node)
-            hook_function(self, record, node)
+            _hook_function(self, record, node)
         return Input((cell,), False)
 
     def _leaf(self, record: CallRecord, tensor: Tensor) -> Leaf:
@@ -169,7 +175,9 @@ class Notes:
     def _sources(self, record: CallRecord, node: Any) -> list[Cell]:
         """Returns the cells of the tensors from which unobserved functions made a tensor."""
         found: list[Cell] = []
-        for following, number in sources_of([node], lambda each: _CELLS in each.metadata, MOST):
+        for following, number in sources_of(
+            [node], lambda each: _CELLS in each.metadata, _MOST_NODES
+        ):
             if _CELLS not in following.metadata:
                 found.append(self._leaf(record, following.variable))
             elif number in (cells := following.metadata[_CELLS]):
@@ -261,3 +269,162 @@ class Notes:
 def _has_non_finite(values: Iterable[Any]) -> bool:
     """Whether any argument of a call is the number NaN or an infinity."""
     return any([type(value) is float and not math.isfinite(value) for value in values])  # noqa: C419
+
+
+# --- hooks on autograd nodes ---------------------------------------------------------------------
+
+
+class _Hooks:
+    """The hooks on the nodes of one call, with the same lifetime.
+
+    They keep the call's arguments, if its backward may be tried, until the backward has run.
+    """
+
+    __slots__ = ("_arguments", "_arrived", "_gradients", "_left", "_name", "_notes", "_record")
+
+    def __init__(
+        self, notes: Notes, record: CallRecord, name: str, arguments: Arguments | None
+    ) -> None:
+        self._notes, self._record, self._name = notes, record, name
+        self._arguments, self._left = arguments, 0
+        self._arrived: list[Cell] = []
+        self._gradients: dict[int, Tensor] = {}
+
+    def on_nodes(self, entries: Mapping[Any, Mapping[int, int]], exits: _Exits) -> None:
+        """Hooks the results' nodes (number of a gradient -> of a result), and where inputs' gradients leave."""
+        self._left = len(exits)
+        for node, numbers in entries.items():
+            if node not in exits:
+                node.register_prehook(functools.partial(self._arrive, numbers))
+        for node, edges in exits.items():
+            node.register_hook(functools.partial(self._pass_on, edges, entries.get(node)))
+
+    def _arrive(self, numbers: Mapping[int, int], grad_outputs: Sequence[Tensor | None]) -> None:
+        if not self._is_closed():
+            self._take(numbers, grad_outputs)
+            self._add([])
+
+    def _pass_on(
+        self,
+        edges: Sequence[int],
+        numbers: Mapping[int, int] | None,
+        grad_inputs: Sequence[Tensor | None],
+        grad_outputs: Sequence[Tensor | None],
+    ) -> None:
+        """Records the gradients of inputs, and those of results if no other node gets them first."""
+        if self._is_closed():
+            return
+        if numbers is not None:
+            self._take(numbers, grad_outputs)
+        self._add(self._notes.gradients([grad_inputs[e] for e in edges if e < len(grad_inputs)]))
+        self._left -= 1
+        if not self._left:
+            self._release()
+
+    def _is_closed(self) -> bool:
+        if self._notes.is_open and not is_off_limits():
+            return False
+        self._release()
+        return True
+
+    def _release(self) -> None:
+        self._arguments, self._gradients = None, {}
+
+    def _take(self, numbers: Mapping[int, int], gradients: Sequence[Tensor | None]) -> None:
+        self._arrived = self._notes.gradients(gradients)
+        if self._arguments is not None:
+            for position, number in numbers.items():
+                if (gradient := gradients[position]) is not None:
+                    self._gradients[number] = gradient
+
+    def _add(self, after: list[Cell]) -> None:
+        notes, before = self._notes, self._arrived
+        if before or after:
+            record = GradientRecord(self._record, self._name, before, after)
+            if self._arguments is not None:
+                notes.try_backward(record, self._arguments, self._gradients)
+            notes.add(record)
+
+
+def _hook_call(
+    notes: Notes,
+    record: CallRecord,
+    inputs: Sequence[Tensor],
+    results: Sequence[Tensor],
+    arguments: Arguments | None,
+) -> None:
+    """Records gradients where they enter and leave the backward of a call."""
+    nodes: dict[Any, dict[int, int]] = {}
+    for number, each in enumerate(results):
+        if (node := node_of(each)) is not None:
+            nodes.setdefault(node, {})[each.output_nr] = number
+    if not nodes:
+        return
+    stops = {node for each in inputs if (node := node_of(each)) is not None}
+    if any([each is result for result in results for each in inputs]):  # noqa: C419
+        # It was written to, or returned as it is: its earlier node is unknown.
+        entries = list(nodes) if record.writes else []
+        exits: _Exits = {node: range(len(edges_of(node))) for node in entries}
+    else:
+        entries = [node for node in nodes if node not in stops]
+        exits = _boundary(entries, stops)
+    _Hooks(notes, record, "", arguments).on_nodes({each: nodes[each] for each in entries}, exits)
+
+
+def _hook_function(notes: Notes, record: CallRecord, node: Any) -> None:
+    """Records gradients at the node of a function that is not an observed call."""
+    _Hooks(notes, record, _name_of(node), None).on_nodes(
+        {node: {}}, {node: range(len(edges_of(node)))}
+    )
+
+
+def _boundary(entries: Sequence[Any], stops: Container[Any]) -> _Exits:
+    """Returns node -> its edges that leave the call, to nodes in ``stops`` and to leaves.
+
+    ``stops`` are nodes of inputs, which the caller holds.
+    """
+    seen, pending = set(entries), list(entries)
+    exits: dict[Any, list[int]] = {}
+    while pending:
+        node = pending.pop()
+        for edge, (following, _) in enumerate(edges_of(node)):
+            if following is None:
+                continue
+            if _is_leaf(following) or following in stops:
+                exits.setdefault(node, []).append(edge)
+            elif following not in seen:
+                seen.add(following)
+                pending.append(following)
+        if len(seen) > _MOST_NODES:
+            return {node: range(len(edges_of(node))) for node in entries}
+    return exits
+
+
+def sources_of(
+    nodes: Iterable[Any],
+    is_known: Callable[[Any], bool] = lambda node: False,
+    most: float = math.inf,
+) -> list[tuple[Any, int]]:
+    """Returns the edges from the graph behind ``nodes`` to known nodes and to leaves."""
+    pending = list(nodes)
+    found, seen = [], set(pending)
+    while pending and len(seen) <= most:
+        for edge in edges_of(pending.pop()):
+            following = edge[0]
+            if following is None:
+                continue
+            if is_known(following) or _is_leaf(following):
+                found.append(edge)
+            elif following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def _name_of(node: Any) -> str:
+    """Returns a node's name: ``"MulBackward0"``."""
+    return str(node.name()).rpartition("::")[2]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final, Literal
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -15,17 +18,24 @@ from torch.optim.optimizer import (
 from .. import arguments, session
 from ..errors import NonFiniteError, OptionError, noted, shown
 from ..observers import LOGGER, Attached, OpCall
+from ..patches import SCALERS
+from ..tensors import floating_in, node_of
 from ..torch_internals import uncompiled
+from ..torch_state import state_of_random_numbers
 from .culprit import Judge, offence_of
-from .notes import Notes
+from .notes import Notes, sources_of
 from .offences import Offence
-from .steps import LossScaling, Run
-from .underflow import Underflow, UnderflowCounts
+from .slots import Slots
 
 Mode = Literal["raise", "log", "collect"]
 
 #: Most offences kept.
 _MOST_OFFENCES: Final = 100
+
+#: A loss scaler may skip this share of so many steps; a scale below the floor no longer scales up.
+_STEPS: Final = 200
+_MOST_SKIPPED: Final = 0.05
+_FLOOR: Final = 1.0
 
 
 class Watch:
@@ -49,12 +59,11 @@ class Watch:
         every: int,
         step: Callable[..., Any] | None,
         steps: tuple[int, float],
-        underflow: float,
     ) -> None:
         self.offences: list[Offence] = []
         self._mode, self._every, self._closure, self._window = mode, every, step, steps
         self._notes, self._judge = Notes(), Judge()
-        self._scaling, self._underflow = LossScaling(), UnderflowCounts(underflow)
+        self._scaling = _LossScaling()
         self._block: Generator[None, None, None] | None = None
         self._attached: Attached | None = None
         self._number = 0
@@ -65,11 +74,6 @@ class Watch:
     def first(self) -> Offence | None:
         """The first offence, or None."""
         return self.offences[0] if self.offences else None
-
-    @property
-    def underflow(self) -> list[Underflow]:
-        """Values that casts to low precision made zero or subnormal, most first; needs ``underflow=``."""
-        return self._underflow.rows()
 
     def __repr__(self) -> str:
         state = "closed" if self._attached is None else f"open, in step {self._number}"
@@ -135,7 +139,7 @@ class Watch:
         if self._closure is None:
             self._close_step()
             return None
-        run = Run(self._closure, args, kwargs)
+        run = _Run(self._closure, args, kwargs)
         result = run.first()
         try:
             if run.is_bad(result):
@@ -155,10 +159,10 @@ class Watch:
             Its first offence, or None.
         """
         before = len(self.offences)
-        self._run_again(Run(closure, (), {}), may_raise=False)
+        self._run_again(_Run(closure, (), {}), may_raise=False)
         return self.offences[before] if len(self.offences) > before else None
 
-    def _run_again(self, run: Run, *, may_raise: bool = True) -> None:
+    def _run_again(self, run: _Run, *, may_raise: bool = True) -> None:
         attached = self._attached
         if attached is None:
             raise OptionError("enter the watch first: `with hmpx.watch(...) as w:`")
@@ -247,7 +251,6 @@ class Watch:
         ):
             self._close_skipped()
         notes.add_call(call, inputs, args, kwargs, result)
-        self._underflow.add(call, inputs)
 
     def _close_skipped(self) -> None:
         """Ends a step that may have ended without an optimizer's: skipped by a loss scaler, or done by hand."""
@@ -286,12 +289,84 @@ class Watch:
             LOGGER.warning("%s", offence)
 
 
+# --- steps -------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """One step as a function."""
+
+    def __init__(
+        self, closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._closure, self._args, self._kwargs = closure, args, kwargs
+        self._state = self._random_state()
+
+    def _random_state(self) -> Any:
+        tensors = [*self._args, *self._kwargs.values()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # the step may draw there
+            tensors.append(torch.empty(0, device="cuda"))
+        return state_of_random_numbers(tensors)
+
+    def first(self) -> Any:
+        """Runs the step."""
+        return self._closure(*self._args, **self._kwargs)
+
+    def again(self) -> Any:
+        """Runs the step again with its first RNG state, then restores the current one."""
+        now = self._random_state()
+        self._state.restore()
+        try:
+            return self.first()
+        finally:
+            now.restore()
+
+    @staticmethod
+    def is_bad(result: Any) -> bool:
+        """Whether the result, or a gradient behind it, is not finite; waits for devices."""
+        results = floating_in(result.values() if isinstance(result, dict) else [result])
+        slots = Slots()
+        made = [node for each in results if (node := node_of(each)) is not None]
+        leaves = {node.variable for node, _ in sources_of(made)}
+        gradients = [each.grad for each in leaves if each.grad is not None]
+        for tensor in (*results, *gradients):
+            if tensor.layout is torch.strided:
+                slots.measure(tensor)
+        if isinstance(result, float) and not math.isfinite(result):
+            return True
+        return slots.read() is not None
+
+
+class _LossScaling:
+    """The steps skipped by loss scalers, which sometimes make gradients overflow on purpose."""
+
+    def __init__(self) -> None:
+        self._skipped: deque[bool] = deque(maxlen=_STEPS)
+        self._is_bad = False
+        SCALERS.clear()
+
+    def is_used(self) -> bool:
+        """Whether a loss has been scaled since the watch began."""
+        return any(scaler.is_enabled() for scaler in list(SCALERS))
+
+    def is_lost(self) -> bool:
+        """Records non-finite gradients; returns whether no scale helps."""
+        self._is_bad = True
+        if sum(self._skipped) + 1 > _MOST_SKIPPED * _STEPS:
+            return True
+        return any(scaler.is_enabled() and scaler.get_scale() < _FLOOR for scaler in list(SCALERS))
+
+    def end_step(self) -> None:
+        """Starts the next step."""
+        if self.is_used():
+            self._skipped.append(self._is_bad)
+        self._is_bad = False
+
+
 def watch(
     mode: Mode = "raise",
     every: int = 1,
     step: Callable[..., Any] | None = None,
     steps: range | tuple[int, int] | None = None,
-    underflow: bool | float = False,
 ) -> Watch:
     """Returns a context manager that reports the first op that makes finite values NaN or infinite.
 
@@ -307,8 +382,6 @@ def watch(
         step: One step as a function, without the optimizer's, for `Watch.step` to run. Only its result and
             gradients are checked; if they are not finite, it runs again with every op watched.
         steps: The first step to watch, and the one to stop before: a range or a pair.
-        underflow: Also samples values that casts to low precision make zero or subnormal: True, or the
-            share of calls to sample.
 
     Raises:
         OptionError: An argument has an invalid value.
@@ -327,7 +400,4 @@ def watch(
         )
     if step is not None and not callable(step):
         raise OptionError(f"step must be a function that runs one step, not {shown(step)}")
-    is_rate = isinstance(underflow, (bool, int, float)) and 0 <= underflow <= 1
-    if not is_rate:
-        raise OptionError(f"underflow must be a bool or a share of calls, not {shown(underflow)}")
-    return Watch(mode, every, step, arguments.first_and_end("steps", steps), float(underflow))
+    return Watch(mode, every, step, arguments.first_and_end("steps", steps))
