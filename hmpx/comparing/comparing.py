@@ -16,11 +16,10 @@ from ..freezing import is_sealed
 from ..session import check_names, convert, current, refuse_where_off
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import reached_by, without_casts
+from .calls import Kept, LowRun, ShadowRun
 from .comparison import Comparison
-from .low_run import LowRun
 from .rows import compared_gradients, compared_sites
 from .runs import PROJECTIONS, Done, Runs, different, relative
-from .shadow_run import Kept, ShadowRun
 
 #: A run in float32: its result, its gradients compared, and its observer.
 Exact = tuple[Done, list[tuple[str, Tensor]], ShadowRun]

@@ -127,11 +127,8 @@ def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
             (is_value & (rounded == 0)).sum().to(norm.dtype),
         ]
     ).float()
-    places = (exponents[is_value] if norm.device.type == "cpu" else exponents).clamp(
-        EXPONENTS.start, EXPONENTS.stop - 1
-    ) - EXPONENTS.start
-    weights = None if norm.device.type == "cpu" else is_value.float()
-    counts = torch.bincount(places.long(), weights, minlength=len(EXPONENTS))
+    places = exponents.clamp(EXPONENTS.start, EXPONENTS.stop - 1) - EXPONENTS.start
+    counts = torch.bincount(places.long(), is_value.float(), minlength=len(EXPONENTS))
     return Measured(numbers, counts.float(), difference.bfloat16())
 
 
@@ -159,8 +156,6 @@ def effect(gradient: Tensor, difference: Tensor) -> Tensor:
     zero.
     """
     product = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * difference
-    if product.dtype.is_complex:
-        product = torch.view_as_real(product)
     product = torch.nan_to_num(product, nan=0.0, posinf=0.0, neginf=0.0)
     by_sample = product.flatten(1).sum(1) if product.dim() > 1 else product
     norm = torch.linalg.vector_norm

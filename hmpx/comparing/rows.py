@@ -14,8 +14,8 @@ from torch import Tensor
 from ..errors import fielded
 from ..reports import Row
 from ..tensors import long_name
+from .calls import Kept
 from .measures import Sums, limits
-from .shadow_run import Kept
 
 _NAN: Final = math.nan
 

@@ -29,7 +29,6 @@ from ..tensors import (
     widened,
 )
 from ..torch_state import ModelState, disable_casts, reached_by, without_casts
-from .low_run import gradient_norms, taken
 
 #: Number of random projections of the outputs that replace a loss.
 PROJECTIONS: Final = 4
@@ -139,7 +138,7 @@ class Runs:
             done = self._run(run, differentiate)
         finally:
             self._passing.recorder = None
-        found = taken(self.parameters)
+        found = _taken(self.parameters)
         self.state.forget_unwritten()
         return done, found
 
@@ -151,7 +150,7 @@ class Runs:
             first = len(scalars) - 1
             error = self._differentiate(scalars[first:], keep=first > 0)
             compared.extend(
-                gradient_norms(taken(self.parameters), low)
+                _gradient_norms(_taken(self.parameters), low)
             )  # it has none of the others
             return error or self._differentiate(scalars[:first])
 
@@ -159,7 +158,7 @@ class Runs:
             with disable_casts():
                 done = self._run(run, differentiate)
         finally:
-            taken(self.parameters)
+            _taken(self.parameters)
         return done, compared
 
     def _call(self) -> Any:
@@ -247,6 +246,32 @@ def _checked_loss(loss: Any) -> Tensor:
     raise OptionError(
         f"loss_fn must return a floating-point tensor of one element, not {shown(loss)}"
     )
+
+
+def _taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Returns the gradients of parameters, and clears them."""
+    found = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            found[name] = parameter.grad
+            parameter.grad = None
+    return found
+
+
+def _gradient_norms(
+    gradients: Mapping[str, Tensor], low: Mapping[str, Tensor]
+) -> list[tuple[str, Tensor]]:
+    """Returns for each parameter the norms of difference, float32 and low-precision gradient."""
+    found = []
+    with without_casts():
+        for name in filter(low.__contains__, gradients):
+            a, b = gradients[name].detach(), low[name]
+            if is_dense(a) and is_dense(b):
+                wide = torch.promote_types(a.dtype, torch.float32)
+                a, b = a.to(wide), b.to(wide)
+                norms = [torch.linalg.vector_norm(each) for each in (b - a, a, b)]
+                found.append((name, torch.stack(norms).real.float()))
+    return found
 
 
 def relative(outputs: dict[str, Tensor], references: dict[str, Tensor]) -> float:

@@ -9,7 +9,6 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from .. import arguments, torch_state
-from ..arguments import is_a
 from ..compute import saved_by
 from ..errors import OptionError, shown
 from ..tensors import node_of
@@ -76,35 +75,32 @@ def draw(
     if model is None and isinstance(output, nn.Module):
         model = output
     names = Names(model)
-    names.parameters.update({id(tensor): name for name, tensor in _named(params)})
+    names.parameters.update({id(tensor): name for name, tensor in _named(params).items()})
     observation: Observation | None = None
     result = output
     if is_call:
         result, observation = observed(output, inputs, names)
-    found = _graph_tensors(result)
+    found: dict[int, tuple[str, Tensor]] = {}
+    for place, tensor in _graph_tensors(result):
+        found.setdefault(id(tensor), (place, tensor))
     if not found:
         raise OptionError(_why_no_graph(output, is_call=is_call))
     with torch_state.without_casts():
-        steps, positions = walk([tensor for _, tensor in found], _WALKED * max_nodes)
+        steps, positions = walk([tensor for _, tensor in found.values()], _WALKED * max_nodes)
     grouping = Grouping(steps, names, observation)
-    ends = [(place, tensor, positions[id(node_of(tensor))]) for place, tensor in found]
+    ends = [(place, tensor, positions[id(node_of(tensor))]) for place, tensor in found.values()]
     nodes, edges, left_out = _finished(grouping, ends, max_nodes)
     return Drawing(nodes, edges, left_out, names.classes, grouping.formats(), fold)
 
 
-def _named(params: object) -> list[tuple[str, Tensor]]:
-    if params is None:
-        return []
-    what = "a dict of names to tensors"
-    if is_a(params, Mapping):
-        pairs = [*arguments.mapping("params", params, what).items()]
-    else:
-        pairs = arguments.items("params", params, what)
-    for pair in pairs:
-        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not is_pair or not is_a(pair[0], str) or not isinstance(pair[1], Tensor):
-            raise OptionError(f"params must be {what}; it holds {shown(pair)}")
-    return pairs
+def _named(params: Any) -> dict[str, Tensor]:
+    try:
+        found: dict[Any, Any] = dict(params or ())
+        if all(isinstance(n, str) and isinstance(each, Tensor) for n, each in found.items()):
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise OptionError(f"params must be a dict of names to tensors, not {shown(params)}")
 
 
 def _why_no_graph(output: Any, *, is_call: bool) -> str:
@@ -123,30 +119,21 @@ def _why_no_graph(output: Any, *, is_call: bool) -> str:
     return f"draw takes a tensor, tensors in a dict, list or tuple, or a model, not {shown(output)}"
 
 
-def _graph_tensors(output: Any) -> list[tuple[str, Tensor]]:
-    """Returns the tensors in ``output`` that have a graph, with their places: ``"['logits']"``."""
-    found: list[tuple[str, Tensor]] = []
-    waiting, seen = [("", output)], set()
-    while waiting:
-        place, value = waiting.pop()
-        if id(value) not in seen:
-            seen.add(id(value))
-            if not isinstance(value, Tensor):
-                waiting += [(place + at, each) for at, each in reversed(_items(value))]
-            elif node_of(value) is not None:
-                found.append((place, value))
-    return found
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", each) for key, each in value.items()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [(f"[{position}]", each) for position, each in enumerate(value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+def _graph_tensors(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors in ``value`` that have a graph, with their places: ``"['logits']"``."""
+    items: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Tensor):
+        if node_of(value) is not None:
+            yield place, value
+    elif isinstance(value, Mapping):
+        items = [(f"[{key!r}]", each) for key, each in value.items()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = [(f"[{position}]", each) for position, each in enumerate(value)]
+    elif dataclasses.is_dataclass(value):
         names = [each.name for each in dataclasses.fields(value)]
-        return [(f".{name}", getattr(value, name, None)) for name in names]
-    return []
+        items = [(f".{name}", getattr(value, name, None)) for name in names]
+    for at, each in items:
+        yield from _graph_tensors(each, place + at)
 
 
 # --- nodes and edges -----------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from typing import Any, Final
 from .. import arguments
 from ..errors import OptionError, said_by, shown
 from ..reports import write
-from .dot import to_dot
-from .graph import LEAVES, Edge, Node
+from .graph import LEAVES, Edge, Node, to_dot
 
 _INSTALL_PACKAGE: Final = "pip install 'hmpx[draw]'"
 _INSTALL_PROGRAM: Final = (

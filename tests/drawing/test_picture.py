@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hmpx
 from hmpx import Drawing, OptionError
-from hmpx.drawing import Edge, Node, dot
+from hmpx.drawing import Edge, Node, graph
 
 #: Names that must not become DOT, HTML or SVG.
 HOSTILE = [
@@ -85,8 +85,8 @@ def line_with(text: str, words: str) -> str:
 def test_nodes_have_the_colours_of_their_types_and_boxes_those_of_modules() -> None:
     """A legend names the types; modules that hold one module share its box."""
     text = drawing().dot
-    assert f'fillcolor="{dot.COLOURS["bf16"][0]}"' in line_with(text, 'label="linear')
-    assert f'fillcolor="{dot.COLOURS["fp32"][0]}"' in line_with(text, 'label="softmax')
+    assert f'fillcolor="{graph.COLOURS["bf16"][0]}"' in line_with(text, 'label="linear')
+    assert f'fillcolor="{graph.COLOURS["fp32"][0]}"' in line_with(text, 'label="softmax')
     assert 'shape="diamond"' in line_with(text, 'label="bf16\\nfp32"')
     assert text.count("subgraph cluster_") == 1
     box = text[text.index("subgraph cluster_0") :]

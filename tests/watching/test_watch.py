@@ -213,7 +213,6 @@ def test_compiled_models_run_eagerly() -> None:
     "options",
     [
         {"mode": "warn"}, {"every": 0}, {"every": 1.5}, {"step": 3}, {"steps": (3, 3)}, {"steps": 7},
-
     ],
 )  # fmt: skip
 def test_wrong_options(options: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""The float32 run, in which each call also runs in low precision.
+"""The observers of the runs: in low precision, and in float32, where each call also runs in low precision.
 
-The program itself computes in float32. So gradients are those of the float32 model, and one backward gives
+In the second run the program itself computes in float32. So gradients are those of the float32 model, and one backward gives
 the effect of every call's rounding.
 """
 
@@ -12,23 +12,109 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import number_formats, ops
 from ..observers import CallTensors, OpCall
-from ..tensors import CAST, Kwargs, is_floating, map_tensors, node_of, tensors_in
-from .low_run import (
-    LowCall,
-    LowRun,
-    Site,
-    given_floats,
-    is_compared,
-    is_measurable,
-    stored,
+from ..tensors import (
+    CAST,
+    LOW_DTYPES,
+    Kwargs,
+    floating_in,
+    is_dense,
+    is_floating,
+    map_tensors,
+    node_of,
+    tensors_in,
 )
+from ..torch_internals import behind_transform, is_of_transform
 from .measures import Measured, effect, largest, limits, measured, sample
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
+
+
+_CONVERTING: Final = ops.facts("converting").keys()
+
+
+class Site(NamedTuple):
+    """Where calls are made. Calls of one site are matched by their order."""
+
+    function: str
+    module: str
+    location: str
+
+
+@dataclass(frozen=True, slots=True)
+class LowCall:
+    """One call of the run in low precision."""
+
+    call: OpCall
+    input_dtypes: tuple[torch.dtype, ...]  # of all floating tensors among the arguments, as given
+    samples: tuple[Tensor, ...]  # of the floating-point results
+    bytes: int  # of the results in float32
+
+    @property
+    def low_type(self) -> torch.dtype | Format | None:
+        """The low-precision type that the call computed with, or None."""
+        dtype = self.call.dtype
+        if number_formats.is_format(dtype) or dtype in LOW_DTYPES:
+            return dtype
+        return next((each for each in self.call.output_dtypes if each in LOW_DTYPES), None)
+
+
+class LowRun:
+    """The observer of the low-precision run; ``calls`` lists each site's calls in order."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Site, list[LowCall]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def __call__(self, call: OpCall, tensors: CallTensors | None) -> None:
+        """Records one call."""
+        if tensors is None or not is_compared(call) or call.phase != "forward":
+            return
+        given = given_floats(tensors.given, tensors.given_kwargs)
+        results = floating_in([tensors.result])
+        low = LowCall(
+            call,
+            tuple(each.dtype for each in given),
+            tuple(sample(r.detach()).clone() for r in map(stored, results) if is_measurable(r)),
+            sum(4 * each.numel() for each in results),
+        )
+        with self._lock:
+            self.calls[Site(call.site, call.module, call.location)].append(low)
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """Returns the plain tensor inside a tensor that a transform made, such as a batch of vmap's."""
+    while is_of_transform(tensor):
+        behind = behind_transform(tensor)
+        if behind is tensor:
+            break
+        tensor = behind
+    return tensor
+
+
+def is_measurable(tensor: Tensor) -> bool:
+    """Whether a tensor has values to read."""
+    return is_dense(tensor) and not tensor.is_meta and tensor.numel() > 0
+
+
+def is_compared(call: OpCall) -> bool:
+    """Whether the model made the call, and the call computes."""
+    return call.op not in _CONVERTING and call.phase != "backward"
+
+
+def given_floats(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns all floating tensors among arguments, in a fixed order."""
+    return floating_in([*args, *(kwargs[name] for name in sorted(kwargs))])
+
+
+# --- the run in float32 ---------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -176,9 +262,9 @@ class ShadowRun:
 
 def _keep_effect(kept: Kept, arrival: Arrival, difference: Tensor, gradient: Tensor) -> None:
     arrival.is_seen = True
-    if gradient.shape == difference.shape or gradient.dtype.is_complex:
-        if gradient.dtype.is_complex:
-            gradient = torch.view_as_real(gradient)
+    if gradient.dtype.is_complex:
+        gradient = torch.view_as_real(gradient)
+    if gradient.shape == difference.shape:
         kept.effects.append(effect(gradient, difference))
 
 
