@@ -149,13 +149,11 @@ class _Keys(torch.autograd.Function):
 _apply: Callable[..., Tensor] = _Keys.apply
 
 
-def random_bits(numel: int, start: int, keys: tuple[Key, Key], device: torch.device) -> Tensor:
-    """Returns ``numel`` random int32, hashes of (index from ``start`` on, keys); keys are int32."""
-    # An index has 32 bits, like an element of the result.
-    index = torch.arange(numel, dtype=torch.int64, device=device).to(torch.int32)
-    index = index.add_((start + 2**31) % 2**32 - 2**31)
-    key = keys[0]  # one per item of torch.vmap; the index is not mapped
-    mixed = XOR(index, key) if isinstance(key, Tensor) else index.bitwise_xor_(key)
+def random_bits(index: Tensor, keys: tuple[Key, Key]) -> Tensor:
+    """Returns random int32, hashes of (index, keys); all are int32."""
+    mixed = XOR(
+        index, keys[0]
+    )  # the key may be one per item of torch.vmap; the index is not mapped
     mixed = mixed.bitwise_xor_(RIGHT(mixed, 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     mixed = mixed.bitwise_xor_(keys[1])
     mixed = mixed.bitwise_xor_(RIGHT(mixed, 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)

@@ -24,7 +24,7 @@ Kind: TypeAlias = Literal["rows", "columns", "tiles", "whole"]
 
 
 class Grid(NamedTuple):
-    """The memory layout of a tensor without gaps: ``[..., rows, mid, columns]``."""
+    """A tensor's elements, or its memory without gaps, as ``[outer, rows, mid, columns]``."""
 
     rows: int  # values that share a scale may be in several
     mid: int  # elements between rows that belong together, in units of columns
@@ -60,87 +60,10 @@ class Layout:
                 f"blocks lie along axis {self.axis}, which a tensor of shape {tuple(shape)} lacks"
             )
 
-    # --- as torch ops see it -------------------------------------------------------------------
+    def grid(self, x: Tensor, *, is_in_memory: bool = False) -> Grid:
+        """Returns the grid of a tensor. Checks the axis.
 
-    def to_rows(self, x: Tensor) -> Tensor:
-        """Returns ``x`` with the axis last, or first for columns; may be a view. Checks the axis."""
-        if self.kind == "whole":
-            return x.reshape(-1)
-        if x.dim() == 0:
-            x = x.view(1)
-        self.check(x.shape)
-        return PERMUTE(x, self._order(x.dim()))
-
-    def from_rows(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns rows as a tensor of the original shape; may be a view."""
-        if not shape or self.kind == "whole":
-            return rows.reshape(shape)
-        order = self._order(len(shape))
-        return PERMUTE(rows, [order.index(dim) for dim in range(len(order))])
-
-    def _order(self, dims: int) -> list[int]:
-        axis = self.axis % dims
-        if self.kind == "columns":
-            return [axis, *[dim for dim in range(dims) if dim != axis]]
-        last = [axis]
-        if self.kind == "tiles" and dims > 1:
-            last = [dims - 1 - (axis == dims - 1), axis]
-        return [*[dim for dim in range(dims) if dim not in last], *last]
-
-    def _sizes(self, shape: Sequence[int]) -> list[int]:
-        """Returns the sizes of a block of rows, limited to the values present, to avoid padding."""
-        full = [max(size, 1) for size in shape]
-        if self.kind == "whole":
-            return full
-        if self.kind == "columns":
-            return [1, *full[1:]]
-        found = [*[1] * (len(full) - 1), min(self.size or full[-1], full[-1])]
-        if self.kind == "tiles" and len(full) > 1:
-            found[-2] = min(self.height, full[-2])
-        return found
-
-    def split(self, rows: Tensor) -> Tensor:
-        """Returns rows in blocks, padded with zeros: a dimension more, for the values of a block."""
-        sizes, dims = self._sizes(rows.shape), rows.dim()
-        missing = [-length % size for length, size in zip(rows.shape, sizes, strict=True)]
-        if any(missing):
-            rows = PAD(rows, [each for more in reversed(missing) for each in (0, more)])
-        pairs = [(n // size, size) for n, size in zip(rows.shape, sizes, strict=True)]
-        blocks = rows.reshape([each for pair in pairs for each in pair])
-        return PERMUTE(blocks, [*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)]).flatten(dims)
-
-    def join(self, blocks: Tensor, like: Tensor) -> Tensor:
-        """Returns blocks as rows again: the inverse of `split`."""
-        sizes, dims = self._sizes(like.shape), like.dim()
-        counts = blocks.shape[:-1]
-        order = [each for dim in range(dims) for each in (dim, dims + dim)]
-        rows = PERMUTE(blocks.reshape(*counts, *sizes), order)
-        rows = rows.reshape([n * size for n, size in zip(counts, sizes, strict=True)])
-        return rows if rows.shape == like.shape else rows[tuple([slice(n) for n in like.shape])]
-
-    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scales of values of a shape. Checks the axis."""
-        if self.kind == "whole" or not shape:
-            return ()
-        self.check(shape)
-        found, order = list(shape), self._order(len(shape))
-        sizes = self._sizes([shape[dim] for dim in order])
-        whole = len(order) if self.size else 1 if self.kind == "columns" else len(order) - 1
-        for place, (dim, size) in enumerate(zip(order, sizes, strict=True)):
-            found[dim] = 1 if place >= whole else -(-shape[dim] // size)
-        return tuple(found)
-
-    # --- as kernels see it ---------------------------------------------------------------------
-
-    @property
-    def takes_strides(self) -> bool:
-        """Whether there is a grid for any order of the axes in memory."""
-        return self.kind in ("rows", "whole")
-
-    def grid(self, x: Tensor) -> Grid:
-        """Returns the grid of a tensor without gaps in memory. Checks the axis.
-
-        It must be contiguous, unless the layout `takes_strides`.
+        That of its memory, which must have no gaps, may have any order of axes if the layout `takes_strides`.
         """
         shape = x.shape
         if self.kind == "whole":
@@ -149,12 +72,12 @@ class Layout:
         if not shape:
             return NO_GRID
         axis, length = self.axis % len(shape), shape[self.axis]
-        if self.kind == "rows":
-            if length == 1:
-                return Grid(1, 1, x.numel(), True)
-            stride = x.stride(axis)
-            return Grid(1, 1, length, False) if stride == 1 else Grid(length, 1, stride, True)
         before, after = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        if self.kind == "rows":
+            if is_in_memory and length == 1:
+                return Grid(1, 1, x.numel(), True)
+            stride = x.stride(axis) if is_in_memory else after
+            return Grid(1, 1, length, False) if stride == 1 else Grid(length, 1, stride, True)
         if self.kind == "columns" and after == 1:
             return Grid(before, 1, length, True)
         if self.kind == "columns":
@@ -162,6 +85,11 @@ class Layout:
         if axis == len(shape) - 1:
             return Grid(shape[-2] if axis else 1, 1, length, False)
         return Grid(length, after // max(shape[-1], 1), shape[-1], True)
+
+    @property
+    def takes_strides(self) -> bool:
+        """Whether there is a grid for any order of the axes in memory."""
+        return self.kind in ("rows", "whole")
 
     def tile(self, grid: Grid) -> tuple[int, int]:
         """Returns the number of rows and columns of the grid that are rounded together."""
@@ -173,13 +101,72 @@ class Layout:
         return height, min(width, columns)
 
     def places(self, grid: Grid) -> tuple[int, int, int, int]:
-        """Returns the strides of outer parts, rows, mids and columns in the result of `to_rows`."""
+        """Returns the strides of outer parts, rows, mids and columns for the index of an element's noise."""
         rows, mid, columns, is_across = grid
         if is_across:
             return rows * mid * columns, 1, rows * columns, rows
         if self.kind == "columns":
             return 0, columns, rows * columns, 1
         return rows * mid * columns, mid * columns, columns, 1
+
+    # --- for torch ops -------------------------------------------------------------------------
+
+    def noise_index(self, index: Tensor, x: Tensor) -> Tensor:
+        """Returns the indices of the noise of x's elements, from those of all elements."""
+        grid = self.grid(x)
+        return index.as_strided(_extent(grid, x), self.places(grid)).reshape(x.shape)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Returns the values of blocks in a last dimension, padded with zeros; ``x`` must not be empty.
+
+        The other dimensions are those of the grid, with one index for each block.
+        """
+        grid = self.grid(x)
+        (height, width), x = self._size(grid), x.reshape(_extent(grid, x))
+        missing = [0, -grid.columns % width, 0, 0, 0, -grid.rows % height]
+        if any(missing):
+            x = PAD(x, missing)
+        outer, rows, mid, columns = x.shape
+        blocks = x.reshape(outer, rows // height, height, mid, columns // width, width)
+        return PERMUTE(blocks, [0, 1, 3, 4, 2, 5]).flatten(4)
+
+    def join(self, blocks: Tensor, like: Tensor) -> Tensor:
+        """Returns blocks in the shape of ``like``: the inverse of `split`."""
+        grid = self.grid(like)
+        height, width = self._size(grid)
+        outer, rows, mid, columns = blocks.shape[:-1]
+        blocks = blocks.reshape(outer, rows, mid, columns, height, width)
+        x = PERMUTE(blocks, [0, 1, 4, 2, 3, 5]).reshape(outer, rows * height, mid, columns * width)
+        if x.shape != _extent(grid, like):
+            x = x[:, : grid.rows, :, : grid.columns]
+        return x.reshape(like.shape)
+
+    def _size(self, grid: Grid) -> tuple[int, int]:
+        """Returns the size of blocks, limited to the values present, to avoid padding."""
+        height, width = self.tile(grid)
+        return min(height, grid.rows), width
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the scales of values of a shape. Checks the axis."""
+        if self.kind == "whole" or not shape:
+            return ()
+        self.check(shape)
+        last, axis = len(shape) - 1, self.axis % len(shape)
+        found = [1] * len(shape) if self.kind == "columns" else list(shape)
+        if self.kind == "tiles" and last:
+            other = last - (axis == last)
+            found[other] = -(-shape[other] // self.height)
+        if self.kind != "columns":
+            found[axis] = -(-shape[axis] // self.size) if self.size else 1
+        else:
+            found[axis] = shape[axis]
+        return tuple(found)
+
+
+def _extent(grid: Grid, x: Tensor) -> tuple[int, ...]:
+    """Returns the sizes of the grid's four dimensions."""
+    rows, mid, columns, _ = grid
+    return x.numel() // (rows * mid * columns), rows, mid, columns
 
 
 #: The classes of plans by their names, and `Layout`.
@@ -198,15 +185,11 @@ class Plan:
         kernel: The name of the compiled kernel in ``rounding_kernels.c``; None if it has none.
         kernel_binaries: The types for which it is compiled.
         kernel_fields: The attributes whose values are its spec, if that is an array.
-        is_by_row: The rounding of a value depends on its neighbours in the last dimension.
-        is_whole: It may depend on all other values.
     """
 
     kernel: ClassVar[str | None] = None
     kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32, FP64)
     kernel_fields: ClassVar[str] = ""
-    is_by_row: ClassVar[bool] = False
-    is_whole: ClassVar[bool] = False
 
     binary: Binary  # the compute type
     mode: str  # the rounding mode
@@ -229,7 +212,7 @@ class Plan:
         raise NotImplementedError
 
     def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor | None) -> Tensor:
-        """Like `round`, by given scales in float32, in the layout of ``x``; for plans with scales."""
+        """Like `round`, by given scales in float32; for plans with scales."""
         raise NotImplementedError
 
     @property

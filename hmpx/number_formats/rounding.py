@@ -36,10 +36,7 @@ from . import kernels
 from .bits import NO_KEYS, Key, draw_keys, random_bits, traced_keys
 from .families import Format
 from .plans import NO_GRID, Plan, plan_of
-from .unpatched import CONTIGUOUS, EMPTY_LIKE
-
-#: Elements of a part: intermediate results fit into the cache, and the overhead of calls is small.
-_CACHED: Final = 131072
+from .unpatched import ARANGE, CONTIGUOUS, EMPTY_LIKE
 
 #: The classes of tensors that dynamo and AOTAutograd trace.
 _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
@@ -71,7 +68,8 @@ class Rounding:
                 return x
             if scale is None and _is_taken(x):
                 return self._in_graph(x, generator)
-            return _by_traceable_ops(x, plan_of(*constants), generator, scale)
+            plan = plan_of(*constants)
+            return _by_ops(x, plan, _traced_keys(x, plan, generator), scale)
         plan = self._plans[x.dtype] if x.dtype in self._plans else self.plan(x.dtype)
         if plan is None:
             return x if function is None else function(x)
@@ -82,7 +80,7 @@ class Rounding:
                 return self._in_graph(x, generator)
             check_dense(x)
             with torch.no_grad():
-                return _by_traceable_ops(x, plan, generator, scale)
+                return _by_ops(x, plan, _traced_keys(x, plan, generator), scale)
         keys = NO_KEYS if self.mode != "stochastic" else draw_keys(generator)
         return _rounded(x, plan, keys, scale)
 
@@ -146,8 +144,9 @@ def _rounded(x: Tensor, plan: Plan, keys: tuple[int, int], scale: Tensor | None 
         x = EMPTY_LIKE(x).copy_(x.detach())
     kernel = plan.compiled
     if kernel is None or not (scale is None or (plan.has_one_scale and has_own_memory(scale))):
+        first, second = (key - 2**32 if key >= 2**31 else key for key in keys)
         with torch.no_grad():
-            return _by_ops(x, plan, keys, scale)
+            return _by_ops(x, plan, (first, second), scale)
     given = None if scale is None else scale.item()
     if plan.binary.dtype is x.dtype and x.is_contiguous():
         return _run(plan, x, EMPTY_LIKE(x), keys, given)
@@ -159,7 +158,7 @@ def _run(
     plan: Plan, source: Tensor, target: Tensor, keys: tuple[int, int], given: float | None
 ) -> Tensor:
     layout, count, kernel = plan.layout, source.numel(), plan.compiled
-    grid = NO_GRID if layout is None else layout.grid(source)
+    grid = NO_GRID if layout is None else layout.grid(source, is_in_memory=True)
     if count and kernel is not None:
         threads = kernels.threads_for(count)
         kernel(source.data_ptr(), target.data_ptr(), count, *keys, threads, grid, given)
@@ -184,73 +183,33 @@ def _laid_out(x: Tensor, plan: Plan, keys: tuple[int, int], given: float | None)
 # --- by torch ops ------------------------------------------------------------------------------
 
 
-def _by_traceable_ops(
-    x: Tensor, plan: Plan, generator: torch.Generator | None, scale: Tensor | None
-) -> Tensor:
+def _by_ops(x: Tensor, plan: Plan, keys: tuple[Key, Key], scale: Tensor | None) -> Tensor:
     x = x.detach()
-    keys: tuple[Key, Key] = NO_KEYS
+    values, noise = CAST[plan.binary.dtype](x), None
     if plan.mode == "stochastic":
-        drawn = traced_keys(x, generator).to(torch.int32)
-        keys = (drawn[0], drawn[1])
-    rows = CAST[plan.binary.dtype](x)
-    if plan.layout is not None:
-        rows = plan.layout.to_rows(rows)
-    found = _from_rows(_rounded_rows(rows, plan, keys, scale), plan, x)
-    return _as_laid_out(found, x) if type(x) in PLAIN_TENSORS else found.detach()
-
-
-def _by_ops(x: Tensor, plan: Plan, keys: tuple[int, int], scale: Tensor | None) -> Tensor:
-    """Returns ``x`` rounded by torch ops, in parts if possible."""
-    rows = CAST[plan.binary.dtype](x)
-    if plan.layout is not None:
-        rows = plan.layout.to_rows(rows)
-    rows = CONTIGUOUS(rows)
-    first, second = (key - 2**32 if key >= 2**31 else key for key in keys)
-    if scale is not None or plan.is_whole:
-        result = _rounded_rows(rows, plan, (first, second), scale)
+        # An index has 32 bits, like an element of the result.
+        index = ARANGE(x.numel(), dtype=torch.int64, device=x.device).to(torch.int32)
+        layout = plan.layout if x.numel() else None
+        index = index.view(x.shape) if layout is None else layout.noise_index(index, x)
+        noise = random_bits(index, keys)
+    if scale is None:
+        found = plan.round(values, noise)
     else:
-        result = rows if rows.data_ptr() != x.data_ptr() else EMPTY_LIKE(rows)
-        _round_in_parts(rows, result, plan, (first, second))
-    return _as_laid_out(_from_rows(result, plan, x), x)
-
-
-def _from_rows(rows: Tensor, plan: Plan, x: Tensor) -> Tensor:
-    return CAST[x.dtype](rows if plan.layout is None else plan.layout.from_rows(rows, x.shape))
-
-
-def _as_laid_out(found: Tensor, x: Tensor) -> Tensor:
-    """Returns ``found`` with the strides of ``x``, not as a view: autograd refuses writes to such views."""
-    if found.stride() == x.stride() or (x.is_contiguous() and found.is_contiguous()):
+        found = plan.round_by(values, noise, CAST[torch.float32](scale.detach()))
+    found = CAST[x.dtype](found)
+    if type(x) not in PLAIN_TENSORS or found.stride() == x.stride():
         return found.detach()
+    if x.is_contiguous() and found.is_contiguous():
+        return found.detach()
+    # Not a view: autograd refuses writes to views made without it.
     return EMPTY_LIKE(x).copy_(found)
 
 
-def _rounded_rows(rows: Tensor, plan: Plan, keys: tuple[Key, Key], scale: Tensor | None) -> Tensor:
-    """Returns rows rounded by torch ops, by their own scales or by given ones."""
-    noise = None
-    if plan.mode == "stochastic":
-        noise = random_bits(rows.numel(), 0, keys, rows.device).view(rows.shape)
-    if scale is None or plan.layout is None:
-        return plan.round(rows, noise)
-    scale = CAST[torch.float32](scale.detach())
-    scales = plan.layout.to_rows(scale) if scale.dim() else scale.view(1)
-    return plan.round_by(rows, noise, scales)
-
-
-def _round_in_parts(source: Tensor, target: Tensor, plan: Plan, keys: tuple[int, int]) -> None:
-    """Rounds contiguous tensors by torch ops, a part at a time that fits into the cache."""
-    if not source.numel():
-        return
-    length = source.shape[-1] if plan.is_by_row and source.dim() else 1
-    source, target = source.view(-1, length), target.view(-1, length)
-    rows = max(_CACHED // max(length, 1), 1)
-    for start in range(0, source.shape[0], rows):
-        part = source[start : start + rows]
-        part = part if plan.is_by_row else part.view(-1)
-        noise = None
-        if plan.mode == "stochastic":
-            noise = random_bits(part.numel(), start * length, keys, part.device).view(part.shape)
-        target[start : start + rows].view(part.shape).copy_(plan.round(part, noise))
+def _traced_keys(x: Tensor, plan: Plan, generator: torch.Generator | None) -> tuple[Key, Key]:
+    if plan.mode != "stochastic":
+        return NO_KEYS
+    drawn = traced_keys(x, generator).to(torch.int32)
+    return drawn[0], drawn[1]
 
 
 # --- in graphs ---------------------------------------------------------------------------------

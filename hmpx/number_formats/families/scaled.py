@@ -109,25 +109,27 @@ class SharedScales(MeasuredFormat):
 
     def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, ...]:
         """Returns the codes of elements and scales, and the tensor's scale if it has one."""
-        plan, layout, shape = self.exact_plan(binary.dtype), self.layout, values.shape
-        rows, scales_shape = layout.to_rows(rounded), self.scales_shape(shape)
-        tensor_scale = None
+        plan, layout, tensor_scale = self.exact_plan(binary.dtype), self.layout, None
+        scales_shape = self.scales_shape(values.shape)
         if plan.has_tensor_scale:
             amax = plan.amax(values.reshape(-1) if values.numel() else values.new_zeros(1))
             tensor_scale = plan.scale(amax).reshape(())
         if values.numel():
-            block_scale = plan.block_scale(layout.split(layout.to_rows(values)), tensor_scale)
+            blocks, of_rounded = layout.split(values), layout.split(rounded)
+            block_scale = plan.block_scale(blocks, tensor_scale)
+            scale = block_scale if tensor_scale is None else MUL(tensor_scale, block_scale)
+            # The product was rounded to float32, so the quotient is only near an element.
+            exact = DIV(CAST[torch.float64](of_rounded), CAST[torch.float64](scale))
+            elements = self.element_plan(FP64, "nearest").round(exact, None)
+            elements = elements.masked_fill_(NE(elements, elements), math.nan)  # of one sign
+            codes = layout.join(self.element.codes_of(elements, FP64), values)
         else:
-            nothing = torch.zeros(scales_shape, dtype=torch.float32, device=values.device)
-            block_scale = plan.scale(layout.to_rows(nothing).unsqueeze(-1))
-        scale = block_scale if tensor_scale is None else MUL(tensor_scale, block_scale)
-        # The product was rounded to float32, so the quotient is only near an element.
-        exact = DIV(CAST[torch.float64](layout.split(rows)), CAST[torch.float64](scale))
-        elements = self.element_plan(FP64, "nearest").round(exact, None)
-        elements = elements.masked_fill_(NE(elements, elements), math.nan)  # of one sign
-        codes = layout.join(self.element.codes_of(elements, FP64), rows)
-        codes = layout.from_rows(codes, shape).to(code_dtype(self.element.bits)).contiguous()
-        scales = layout.from_rows(block_scale.squeeze(-1), scales_shape).contiguous()
+            codes = values
+            block_scale = plan.scale(
+                torch.zeros(scales_shape, dtype=torch.float32, device=values.device)
+            )
+        codes = codes.to(code_dtype(self.element.bits)).contiguous()
+        scales = block_scale.reshape(scales_shape).contiguous()
         if plan.scale_format == "e4m3":
             scales = E4M3.codes_of(scales, FP32).to(torch.uint8)
         elif plan.scale_format != "float32":
@@ -142,15 +144,14 @@ class SharedScales(MeasuredFormat):
             raise OptionError(f"format {self.name}: decode takes ({parts})")
         check_codes(codes[0], self.name)
         elements = CAST[torch.float32](self.element.decoded(codes[0]))
-        shape = elements.shape
-        scales = layout.to_rows(self._read_scales(codes[1], shape, plan.scale_format)).unsqueeze(-1)
+        scales = self._read_scales(codes[1], elements.shape, plan.scale_format)
         if plan.has_tensor_scale:
             scales = MUL(check_scales(codes[2], (), self.name), scales)
         if not elements.numel():
             return elements
-        rows = layout.to_rows(elements)
-        values = MUL(CAST[torch.float64](layout.split(rows)), CAST[torch.float64](scales))
-        return layout.from_rows(layout.join(CAST[torch.float32](values), rows), shape).contiguous()
+        blocks = CAST[torch.float64](layout.split(elements))
+        scales = CAST[torch.float64](scales).reshape(*blocks.shape[:-1], 1)
+        return layout.join(CAST[torch.float32](MUL(blocks, scales)), elements).contiguous()
 
     def _read_scales(self, codes: Any, shape: Sequence[int], scale_format: str) -> Tensor:
         if scale_format == "float32":
@@ -516,11 +517,11 @@ class Scaled(SharedScales):
         layout = self._layout_of_scales
         with torch.no_grad():
             plan = self.exact_plan(x.dtype)
-            rows = layout.to_rows(CAST[plan.binary.dtype](x.detach()))
             shape = self.scale_shape(x.shape)
             if not x.numel():
                 return torch.zeros(shape, dtype=torch.float32, device=x.device)
-            return layout.from_rows(plan.amax(layout.split(rows)).squeeze(-1), shape)
+            blocks = layout.split(CAST[plan.binary.dtype](x.detach()))
+            return plan.amax(blocks).reshape(shape)
 
     def scale(self, amax: Tensor) -> Tensor:
         """Returns the scales for largest magnitudes, in float32, for the ``scale`` of `quantize`.

@@ -83,8 +83,6 @@ class ScaledPlan(Plan):
 
     kernel = "scaled"
     kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32,)
-    is_by_row = True
-    is_whole: ClassVar[bool] = True
 
     @property
     def layout(self) -> Layout:
@@ -92,11 +90,11 @@ class ScaledPlan(Plan):
         return self.blocks
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns rows rounded."""
+        """Returns ``x`` rounded."""
         return self.round_by(x, noise, None)
 
     def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor | None) -> Tensor:
-        """Returns rows rounded, by a given scale of the whole tensor or by given scales."""
+        """Returns ``x`` rounded, by a given scale of the whole tensor or by given scales."""
         if x.numel() == 0:
             return x.clone()
         blocks, tensor_scale = self.blocks.split(x), None
@@ -107,7 +105,7 @@ class ScaledPlan(Plan):
         if scale is None or self.has_tensor_scale:
             block_scale = self.block_scale(blocks, tensor_scale)
         else:
-            block_scale = scale.unsqueeze(-1)
+            block_scale = scale.reshape(*blocks.shape[:-1], 1)
         scale = divisor = block_scale
         by: Callable[..., Tensor] = DIV
         if self.scale_format == "e4m3":
@@ -216,10 +214,9 @@ class BlockPlan(ScaledPlan):
 
     kernel = "block"
     kernel_binaries = (FP32, FP64)
-    is_whole: ClassVar[bool] = False
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns rows rounded."""
+        """Returns ``x`` rounded."""
         if x.numel() == 0:
             return x.clone()
         blocks = self.blocks.split(x)

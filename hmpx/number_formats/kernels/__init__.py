@@ -157,15 +157,15 @@ def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
     known = library()
     if known is None or not plan.has_kernel or (coding is not None and not coding.can_encode):
         return None
-    only = None if plan.is_by_row else plan.kernel_spec()
-    if only is None and not plan.is_by_row:
+    only = None if plan.layout is not None else plan.kernel_spec()
+    if only is None and plan.layout is None:
         return None
     spec_of = functools.lru_cache(_MOST_GRIDS)(plan.kernel_spec)
     name, kind = plan.symbol, "round"
     codes: tuple[Any, ...] = ()
     if coding is not None:
         name, codes = f"encode_{name}", (ctypes.byref(coding.spec),)
-        kind = f"encode_{coding.kernel}" if plan.is_by_row else "encode"
+        kind = "encode" if plan.layout is None else f"encode_{coding.kernel}"
     function = _function(known, name, kind)
 
     def run(  # noqa: PLR0917  # as the C function
