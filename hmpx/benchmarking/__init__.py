@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .benchmarking import bench
 from .result import Bench, Measured, Quartiles
-from .variants import VARIANTS
+from .runner import VARIANTS
 
 __all__ = ["VARIANTS", "Bench", "Measured", "Quartiles", "bench"]

@@ -18,8 +18,7 @@ from ..places import located
 from ..recording import raised_at
 from ..tensors import default_device_types, is_present, parse_device_type
 from .result import Bench, Measured, Quartiles
-from .runner import Randomness, Runner, made
-from .variants import BASE, DEFAULT, VARIANTS, Conditions
+from .runner import BASE, DEFAULT, VARIANTS, Conditions, Randomness, Runner, made
 
 #: Options of `hmpx.convert` that `bench` sets itself.
 _DECIDED: Final = {"legalize": "variants", "device_types": "device"}

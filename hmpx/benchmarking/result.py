@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..errors import OptionError, brief, shown
 from ..reports import Column, Table, Written, clean, page, paragraphs, size, wrapped
-from .variants import BASE
+from .runner import BASE
 
 #: The version of the JSON that `Bench.to_json` writes.
 SCHEMA: Final = 1

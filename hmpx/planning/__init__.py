@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from .planning import plan
-from .result import Plan
-from .sharding import PerRank
-from .steps import Run
+from .result import PerRank, Plan, Run
 
 __all__ = ["PerRank", "Plan", "Run", "plan"]

@@ -12,13 +12,12 @@ from ..errors import OptionError
 from ..policy import LowType, load_policy, set_names
 from .assignment import FP32, may_follow
 from .candidates import Candidate, Costs, Kept, Outcome, Score, Scores, by_module, by_op, timed
-from .choosing import Prices, choose, choose_within, squared_errors
 from .evaluating import Task
 from .profiling import scores_of, seconds_of, spots_of
 from .request import FRESH, Request
 from .result import Tuned
 from .runner import Find, Journal, Searching, progress_of
-from .search import Evaluate, Search, sets_of
+from .search import Evaluate, Prices, Search, choose, choose_within, sets_of, squared_errors
 
 
 def tune(

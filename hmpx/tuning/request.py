@@ -18,8 +18,8 @@ from ..policy import Policy
 from ..tensors import copied, long_name, parse_device_types, tensors_of
 from ..version import __version__
 from .assignment import FP32
-from .choosing import UNITS, bits_of
 from .metrics import METRICS
+from .search import UNITS, bits_of
 
 BY: Final = ("op", "module")
 OBJECTIVES: Final = ("work", "time")
