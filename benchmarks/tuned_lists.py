@@ -15,6 +15,7 @@ bytes_share      of bytes, counted in fp32, of ops in low precision
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from typing import Any
 
@@ -37,7 +38,8 @@ Figures = dict[str, dict[str, float]]
 
 def spots_in(model: Any, inputs: torch.Tensor) -> Costs:
     """Returns what may run in low precision, with its FLOPs and bytes."""
-    return spots_of(Request(model, inputs))
+    defaults = {n: p.default for n, p in inspect.signature(hmpx.tune).parameters.items()}
+    return spots_of(Request(**{**defaults, "model": model, "inputs": inputs}))
 
 
 def kept_by(

@@ -225,7 +225,6 @@ def _runners(
             raise BenchError(
                 "make() converts torch, which bench does itself: leave out hmpx.convert()"
             )
-        step = conditions.step(variant, step)
         runners.append(Runner(variant, conditions, randomness, step, model, given))
         yield runners[-1]
 

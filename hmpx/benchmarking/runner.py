@@ -69,26 +69,6 @@ class Conditions:
     conversion: Mapping[str, Any]
     clock: Callable[[], float] = time.perf_counter
 
-    def step(self, variant: Variant, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns ``step`` as ``variant`` runs it."""
-        if not variant.is_autocast:
-            return step
-
-        def in_region() -> Any:
-            # A region for each step: a region keeps its casts of weights, which optimizers change.
-            with torch.autocast(self.device_type, self.low_dtype):
-                return step()
-
-        return in_region
-
-    def region(self, variant: Variant) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context that the steps of ``variant`` run in."""
-        if variant.legalize is None:
-            return contextlib.nullcontext()
-        return session.convert(
-            legalize=variant.legalize, device_types={self.device_type}, **self.conversion
-        )
-
 
 #: Most steps of a run.
 _MOST_STEPS: Final = 10_000
@@ -101,7 +81,7 @@ class Runner:
     variant: Variant
     conditions: Conditions
     randomness: Randomness
-    step: Callable[[], Any]
+    own_step: Callable[[], Any]
     model: nn.Module | None = None
     inputs: Any = None
     run_times: list[float] = field(default_factory=list)  # Seconds per step of each run
@@ -121,6 +101,14 @@ class Runner:
         if self.model is not None:
             self._was_training = [(each, each.training) for each in self.model.modules()]
             self.model.eval()
+
+    def step(self) -> Any:
+        """Makes a step."""
+        if not self.variant.is_autocast:
+            return self.own_step()
+        # A region for each step: a region keeps its casts of weights, which optimizers change.
+        with torch.autocast(self.conditions.device_type, self.conditions.low_dtype):
+            return self.own_step()
 
     def warm_up(self, steps: int, run_s: float) -> None:
         """Makes some steps, and sets the number of steps per run to fit ``run_s``."""
@@ -177,8 +165,14 @@ class Runner:
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:
-        with self.conditions.region(self.variant), self.randomness.in_force():
-            store = self.variant.store
+        legalize, store = self.variant.legalize, self.variant.store
+        with contextlib.ExitStack() as stack:
+            if legalize is not None:
+                types, conversion = {self.conditions.device_type}, self.conditions.conversion
+                stack.enter_context(
+                    session.convert(legalize=legalize, device_types=types, **conversion)
+                )
+            stack.enter_context(self.randomness.in_force())
             if store is not None and self._frozen is None:
                 args, kwargs = arguments.of_call(self.inputs)
                 assert self.model is not None

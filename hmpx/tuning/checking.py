@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -16,7 +15,7 @@ from typing import Any, Final
 import yaml
 
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
-from ..errors import OptionError, said_by, short
+from ..errors import OptionError, said_by
 from ..reports import merged, read_json, written
 from ..version import __version__
 from .assignment import assigned, policy_source
@@ -69,17 +68,7 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
     low_type = low_type_name(check.low_precision_type)
     try:
         check.directory.mkdir(parents=True, exist_ok=True)
-        with (check.directory / "lock").open("ab") as file:
-            import fcntl  # Windows has none
-
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OptionError(
-                    f"another hmpx tune is running in {check.directory}; wait for it, or give another "
-                    "--output"
-                ) from None
-            return _tuned(check, low_type, is_shown=is_shown)
+        return _tuned(check, low_type, is_shown=is_shown)
     except OSError as error:
         raise OptionError(f"can't write {check.directory}: {said_by(error)}") from error
 
@@ -190,8 +179,6 @@ class _Commands:
                 status = _TIMEOUT
             finally:
                 end(process)
-        said = {"status": status, "command": short(self._check.command)}
-        written(json.dumps(said) + "\n", folder / "status.json")
         return status
 
 
@@ -205,9 +192,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
     Terminates them, and kills those that don't end in time; another Ctrl-C kills at once.
     """
-    if not hasattr(os, "killpg"):  # on Windows
-        process.kill()
-        return
     try:
         _signal(process, signal.SIGTERM)
     finally:

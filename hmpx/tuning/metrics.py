@@ -86,16 +86,12 @@ def loss_of(loss_fn: Callable[..., Any] | None, output: Any, given: Any) -> Tens
 def _takes_two(function: Callable[..., Any]) -> bool:
     """Whether the function requires a second positional argument."""
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    positional = [
-        each
-        for each in parameters
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-        and each.default is each.empty
-    ]
-    return len(positional) > 1
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return True
+    except ValueError:  # it has no signature
+        pass
+    return False
 
 
 def floating_of(value: Any) -> list[Tensor]:
@@ -164,9 +160,10 @@ def _logits(output: Any) -> Tensor:
     return found[0]
 
 
-#: One-sided 95 % quantiles of Student's t by degrees of freedom, from 1 on; of the normal beyond.
-_T95: Final = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
-_NORMAL95: Final = 1.645
+#: 95 % quantiles of Student's t by degrees of freedom, from 1 on; the last is the normal's. The first are
+#: one-sided, the others two-sided.
+_LIMIT: Final = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.645)
+_MEAN: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 1.96)
 
 
 def limit(errors: list[float]) -> float:
@@ -177,14 +174,9 @@ def limit(errors: list[float]) -> float:
     count = len(errors)
     if count == 1 or not math.isfinite(max(errors)):
         return max(errors)
-    quantile = _T95[count - 2] if count - 1 <= len(_T95) else _NORMAL95
+    quantile = _LIMIT[min(count - 1, len(_LIMIT)) - 1]
     spread = statistics.stdev(errors) * math.sqrt(1 + 1 / count)
     return max(*errors, statistics.fmean(errors) + quantile * spread)
-
-
-#: Two-sided 95 % quantiles of Student's t by degrees of freedom, from 1 on; of the normal beyond.
-_T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-_NORMAL: Final = 1.96
 
 
 def sampled(difference: Callable[[int], float], tolerance: float, most: int) -> float:
@@ -201,7 +193,7 @@ def sampled(difference: Callable[[int], float], tolerance: float, most: int) -> 
             return math.inf
         mean = statistics.fmean(found)
         if goal > 1:  # half the width of the mean's 95 % interval
-            quantile = _T[goal - 2] if goal - 1 <= len(_T) else _NORMAL
+            quantile = _MEAN[min(goal - 1, len(_MEAN)) - 1]
             margin = quantile * statistics.stdev(found) / math.sqrt(goal)
             if mean - margin > tolerance:
                 return mean

@@ -50,60 +50,40 @@ class Request:
     cheapest first.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        inputs: Any,
-        *,
-        loss_fn: Any = None,
-        metric: Any = None,
-        tolerance: Any = 1e-2,
-        by: Any = "op",
-        objective: Any = "work",
-        fresh_inputs: Any = None,
-        measure: Any = None,
-        samples: Any = 1,
-        candidates: Any = None,
-        limit: Any = None,
-        low_precision_type: Any = None,
-        device_types: Iterable[str] | None = None,
-        legalize: Any = None,
-        seed: Any = 0,
-        budget: Any = 200,
-        journal: Any = None,
-    ) -> None:
-        if not callable(model):
-            raise OptionError(f"model must be a module or a function, not {shown(model)}")
+    def __init__(self, **given: Any) -> None:
+        self.model, self.metric = given["model"], given["metric"]
+        self.loss_fn, self.measure = given["loss_fn"], given["measure"]
+        if not callable(self.model):
+            raise OptionError(f"model must be a module or a function, not {shown(self.model)}")
         session.refuse_where_off("tune")
-        for name, value in (("loss_fn", loss_fn), ("measure", measure)):
-            if value is not None and not callable(value):
-                raise OptionError(f"{name} must be a function, not {shown(value)}")
-        self.model, self.loss_fn, self.measure = model, loss_fn, measure
-        self.metric = metric
-        if not callable(metric):
-            self.metric = arguments.choice(
-                "metric", "relative_l2" if metric is None else metric, METRICS
-            )
-        self.device_types, self.options = _conversion(model, inputs, device_types, legalize)
-        self.types = () if candidates is None else _types(candidates)
-        if limit is not None and not self.types:
+        for name in ("loss_fn", "measure"):
+            if given[name] is not None and not callable(given[name]):
+                raise OptionError(f"{name} must be a function, not {shown(given[name])}")
+        if not callable(self.metric):
+            metric = "relative_l2" if self.metric is None else self.metric
+            self.metric = arguments.choice("metric", metric, METRICS)
+        self.device_types, self.options = _conversion(
+            *(given[name] for name in ("model", "inputs", "device_types", "legalize"))
+        )
+        self.types = () if given["candidates"] is None else _types(given["candidates"])
+        if given["limit"] is not None and not self.types:
             raise OptionError("limit chooses among several types; name them: candidates=[...]")
-        self.objective = arguments.choice("objective", objective, OBJECTIVES)
+        self.objective = arguments.choice("objective", given["objective"], OBJECTIVES)
         if self.objective == "time" and self.types:
             raise OptionError(
                 "objective='time' weighs one low_precision_type against float32; leave out candidates"
             )
-        self.inputs = _inputs(inputs, fresh_inputs)
-        self.samples = arguments.whole("samples", samples, 1)
-        self.tolerance = _tolerance(tolerance)
-        self.by = arguments.choice("by", by, BY)
-        self.low_type = self.types[0] if self.types else low_type_name(low_precision_type)
-        self.seed = arguments.whole("seed", seed, 0)
-        self.budget = arguments.whole("budget", budget, 2)
-        self.journal = arguments.path("journal", journal)
-        self.limit = None if limit is None else _limit(limit)
-        kind = "metric" if measure is None else "measure"
-        function = self.metric if measure is None else measure
+        self.inputs = _inputs(given["inputs"], given["fresh_inputs"])
+        self.samples = arguments.whole("samples", given["samples"], 1)
+        self.tolerance = _tolerance(given["tolerance"])
+        self.by = arguments.choice("by", given["by"], BY)
+        self.low_type = self.types[0] if self.types else low_type_name(given["low_precision_type"])
+        self.seed = arguments.whole("seed", given["seed"], 0)
+        self.budget = arguments.whole("budget", given["budget"], 2)
+        self.journal = arguments.path("journal", given["journal"])
+        self.limit = None if given["limit"] is None else _limit(given["limit"])
+        kind = "metric" if self.measure is None else "measure"
+        function = self.metric if self.measure is None else self.measure
         is_named = isinstance(function, str)
         self.metric_name = function if is_named else getattr(function, "__name__", kind)
 
