@@ -15,7 +15,7 @@ from torch import nn
 from ..arguments import has_run
 from ..torch_state import seed_all
 from . import functions, output
-from .options import add_command, add_list_options, list_options, option
+from .options import list_options
 
 #: Arguments of `hmpx.bench` that are options of the same names.
 _SETTINGS: Final = ("runs", "warmup", "run_s", "threads", "clock", "seed")
@@ -24,18 +24,30 @@ _SETTINGS: Final = ("runs", "warmup", "run_s", "threads", "clock", "seed")
 _INTERRUPTED: Final = 130
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx bench``."""
-    parser = add_command(
-        commands,
-        "bench",
-        run,
-        help="time your own step in float32, under torch.autocast and under hmpx",
-        usage="hmpx bench FILE.py:FUNCTION [--variants NAME ...] [options]\n"
-        "       hmpx bench MODULE:FUNCTION ...",
-        description="Runs your step in float32, under torch.autocast and under hmpx, in turns within one process,\n"
-        "and prints the time of each over that of float32, the loss, and the memory of a step.",
-        epilog="""\
+TEXT: Final = """\
+time your own step in float32, under torch.autocast and under hmpx
+---
+hmpx bench FILE.py:FUNCTION [--variants NAME ...] [options]
+       hmpx bench MODULE:FUNCTION ...
+---
+Runs your step in float32, under torch.autocast and under hmpx, in turns within one process,
+and prints the time of each over that of float32, the loss, and the memory of a step.
+---
+step FILE.py:FUNCTION  the function that makes the step, see below
+--inputs FUNCTION  function that returns the model's inputs; default: inputs
+--variants NAME+  variants to run, of fp32, autocast, auto, fast, frozen, prepared, always, never;
+  default: the first four, and frozen for models
+--runs N  runs of each variant; default: 10
+--warmup N  steps before the first run; default: 3
+--run-seconds SECONDS  shortest time of a run, which repeats short steps; default: 0.2
+--threads N  number of torch's threads
+--clock wall|cpu  wall time, the default; or cpu, the processor time of this process, for busy machines
+--device TYPE  device of the step; default: the accelerator, else cpu
+--seed N  seed of all variants; default: 0
+--json FILE  write the figures as JSON
+--quiet  no progress, only the table
+list options
+---
 FUNCTION is one of these:
   make_step    returns the step: a function without arguments, with a model, an optimizer and data of
                its own; a number that the step returns is the loss
@@ -52,35 +64,9 @@ exit status:
 examples:
   hmpx bench train.py:make_step
   hmpx bench train.py:make_step --variants auto fast --runs 20 --threads 4 --json bench.json
-  hmpx bench train.py:build_model --inputs make_batch --variants auto frozen""",
-    )
-    parser.add_argument(
-        "step", metavar="FILE.py:FUNCTION", help="the function that makes the step, see below"
-    )
-    option(parser, "--inputs FUNCTION", "function that returns the model's inputs; default: inputs")
-    option(
-        parser,
-        "--variants NAME",
-        "variants to run, of fp32, autocast, auto, fast, frozen, prepared, always, never; default: the first four, and "
-        "frozen for models",
-        nargs="+",
-    )
-    option(parser, "--runs N", "runs of each variant; default: 10", type=int)
-    option(parser, "--warmup N", "steps before the first run; default: 3", type=int)
-    run_time = "shortest time of a run, which repeats short steps; default: 0.2"
-    option(parser, "--run-seconds SECONDS", run_time, type=float, dest="run_s")
-    option(parser, "--threads N", "number of torch's threads", type=int)
-    option(
-        parser,
-        "--clock",
-        "wall time, the default; or cpu, the processor time of this process, for busy machines",
-        choices=("wall", "cpu"),
-    )
-    option(parser, "--device TYPE", "device of the step; default: the accelerator, else cpu")
-    option(parser, "--seed N", "seed of all variants; default: 0", type=int)
-    option(parser, "--json FILE", "write the figures as JSON")
-    option(parser, "--quiet", "no progress, only the table")
-    add_list_options(parser)
+  hmpx bench train.py:build_model --inputs make_batch --variants auto frozen"""
+
+SETTINGS: Final = {"run-seconds": {"dest": "run_s"}}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,27 +5,30 @@ from __future__ import annotations
 import argparse
 import itertools
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from .. import contracts, policy
 from ..errors import OptionError, short
 from . import output
-from .options import add_command, option
 
-
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx check``."""
-    parser = add_command(
-        commands,
-        "check",
-        run,
-        help="find the faults of op lists, policy files and contracts",
-        usage="hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILE_OR_DIR...]\n"
-        "       hmpx check --state BEFORE AFTER",
-        description="Prints every fault of op lists, policy files and contracts as FILE:LINE: MESSAGE: names"
-        "\nthat torch does not know, repeated lines, ops that are in two lists, unknown keys. With --state,"
-        "\nthe tensors of two checkpoints whose shape, dtype or precision differs.",
-        epilog="""\
+TEXT: Final = f"""\
+find the faults of op lists, policy files and contracts
+---
+hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILE_OR_DIR...]
+       hmpx check --state BEFORE AFTER
+---
+Prints every fault of op lists, policy files and contracts as FILE:LINE: MESSAGE: names
+that torch does not know, repeated lines, ops that are in two lists, unknown keys. With --state,
+the tensors of two checkpoints whose shape, dtype or precision differs.
+---
+files FILE_OR_DIR*  a policy file (.yaml, .yml, .json); a directory of op lists; or an op list: its kind
+  is fp32 or fp16 if its name contains that, {policy.FILE_NAMES["widest"]} names ops that follow their widest input,
+  any other is the low-precision list
+--bf16 FILE  an op list for bf16, whatever its name; may be repeated
+--fp16 FILE  an op list for fp16, whatever its name; may be repeated
+--fp32 FILE  an op list for fp32, whatever its name; may be repeated
+--state FILE FILE  two files of tensors, .safetensors or of torch.save
+---
 exit status:
   0 no fault; 1 faults; 2 wrong arguments
 
@@ -33,20 +36,9 @@ examples:
   hmpx check my_bf16.txt my_fp32.txt
   hmpx check lists
   hmpx check policy.yaml gaudi_config.json contract.yaml
-  hmpx check --state trained.safetensors served.safetensors""",
-    )
-    parser.add_argument(
-        "files",
-        nargs="*",
-        metavar="FILE_OR_DIR",
-        help="a policy file (.yaml, .yml, .json); a directory of op lists; or an op list: its kind is fp32 or fp16 if its "
-        f"name contains that, {policy.FILE_NAMES['widest']} names ops that follow their widest input, any other is the "
-        "low-precision list",
-    )
-    for kind in ("bf16", "fp16", "fp32"):
-        text = f"an op list for {kind}, whatever its name; may be repeated"
-        option(parser, f"--{kind} FILE", text, action="append", default=[])
-    option(parser, "--state FILE", "two files of tensors, .safetensors or of torch.save", nargs=2)
+  hmpx check --state trained.safetensors served.safetensors"""
+
+SETTINGS: Final = {kind: {"action": "append", "default": []} for kind in ("bf16", "fp16", "fp32")}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from . import output
-from .options import add_command
-
-_SHELLS: Final = ("bash", "zsh", "tcsh", "fish")
 
 #: Metavars of arguments that name files or directories.
 _PATHS: Final = {"DIR", "FILE", "FILE_OR_DIR", "NAME_OR_DIR", "OUT", "PATH"}
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx completion``."""
-    parser = add_command(
-        commands,
-        "completion",
-        run,
-        help="print a script for shell completion",
-        usage="hmpx completion SHELL",
-        description="Prints a script for the shell that completes the commands and options of hmpx without\n"
-        "starting Python. Needs `pip install 'hmpx[completion]'`.",
-        epilog="""\
+TEXT: Final = """\
+print a script for shell completion
+---
+hmpx completion SHELL
+---
+Prints a script for the shell that completes the commands and options of hmpx without
+starting Python. Needs `pip install 'hmpx[completion]'`.
+---
+shell SHELL  bash, zsh, tcsh, fish
+---
 exit status:
   0; 1 if the extra is not installed; 2 wrong arguments
 
 examples:
   hmpx completion bash >> ~/.bashrc
   hmpx completion zsh > ~/.zfunc/_hmpx
-  hmpx completion fish > ~/.config/fish/completions/hmpx.fish""",
-    )
-    parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=", ".join(_SHELLS))
+  hmpx completion fish > ~/.config/fish/completions/hmpx.fish"""
+
+SETTINGS: Final = {"shell": {"choices": ("bash", "zsh", "tcsh", "fish")}}
 
 
 def run(options: argparse.Namespace) -> int:

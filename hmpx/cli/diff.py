@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..errors import OptionError, short
 from ..linting import siblings
@@ -18,31 +18,26 @@ from ..policy import Decision, Policy, is_policy_file, load_policy
 from ..reports import Report, Row, Table, read_json, short_dtype
 from ..tensors import default_device_types, short_name
 from . import output
-from .options import add_command
 
-
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx diff``."""
-    parser = add_command(
-        commands,
-        "diff",
-        run,
-        help="show what two policies decide otherwise, for all ops or for a program",
-        usage="hmpx diff A B [-- SCRIPT [ARGS...]]",
-        description="A and B are sets of lists, such as hmpx or autocast-cuda@2.11 (torch.autocast's lists in\n"
-        "that version of torch), torch.autocast for those of the installed one, directories of lists, or\n"
-        "policy files. With a SCRIPT, it runs once under each.",
-        epilog="""\
+TEXT: Final = """\
+show what two policies decide otherwise, for all ops or for a program
+---
+hmpx diff A B [-- SCRIPT [ARGS...]]
+---
+A and B are sets of lists, such as hmpx or autocast-cuda@2.11 (torch.autocast's lists in
+that version of torch), torch.autocast for those of the installed one, directories of lists, or
+policy files. With a SCRIPT, it runs once under each.
+---
+before A
+after B
+program ...
+---
 exit status:
   0 no difference; 1 differences; 2 wrong arguments, or the script failed
 
 examples:
   hmpx diff autocast-cuda@2.11 autocast-cuda@2.12
-  hmpx diff torch.autocast policy.yaml -- train.py --steps 10""",
-    )
-    parser.add_argument("before", metavar="A")
-    parser.add_argument("after", metavar="B")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+  hmpx diff torch.autocast policy.yaml -- train.py --steps 10"""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Final
 
 from .. import tracing
 from . import output
-from .options import add_command, option
 
-
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx diff-runs``."""
-    parser = add_command(
-        commands,
-        "diff-runs",
-        run,
-        help="compare two traced runs, call by call",
-        usage="hmpx diff-runs [--html OUT] [--json OUT] A B",
-        description="A and B are traces that hmpx run --trace or hmpx.trace() wrote: of two precisions, machines,\n"
-        "versions of torch, or programs. Prints the first call whose difference is neither rounding of its\n"
-        "types nor inherited from its inputs, and a table by module.",
-        epilog="""\
+TEXT: Final = """\
+compare two traced runs, call by call
+---
+hmpx diff-runs [--html OUT] [--json OUT] A B
+---
+A and B are traces that hmpx run --trace or hmpx.trace() wrote: of two precisions, machines,
+versions of torch, or programs. Prints the first call whose difference is neither rounding of its
+types nor inherited from its inputs, and a table by module.
+---
+a A  the reference's trace
+b B  the other one
+--html OUT  write a page that needs no network
+--json OUT  write every call
+---
 exit status:
   0 everything is explained; 1 something is not; 2 a file is not a trace
 
 examples:
   hmpx diff-runs fp32.hmpx bf16.hmpx
-  hmpx diff-runs --html diff.html before.hmpx after.hmpx""",
-    )
-    parser.add_argument("a", metavar="A", help="the reference's trace")
-    parser.add_argument("b", metavar="B", help="the other one")
-    option(parser, "--html OUT", "write a page that needs no network")
-    option(parser, "--json OUT", "write every call")
+  hmpx diff-runs --html diff.html before.hmpx after.hmpx"""
 
 
 def run(options: argparse.Namespace) -> int:

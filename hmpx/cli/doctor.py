@@ -9,7 +9,7 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -17,20 +17,21 @@ from .. import compute, number_formats, session, torch_internals
 from ..errors import said_by, shown
 from ..version import TESTED_TORCH, __version__
 from . import functions, output
-from .options import add_command, add_list_options, list_options, option
+from .options import list_options
 
-
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx doctor``."""
-    parser = add_command(
-        commands,
-        "doctor",
-        run,
-        help="show versions, devices, and functions that stay uncast",
-        usage="hmpx doctor [options] [MODULES...]",
-        description="Prints versions, devices, and the speed of the low type. Then imports MODULES, converts,\n"
-        "and prints the functions of torch that they took before the conversion, which stay uncast.",
-        epilog="""\
+TEXT: Final = """\
+show versions, devices, and functions that stay uncast
+---
+hmpx doctor [options] [MODULES...]
+---
+Prints versions, devices, and the speed of the low type. Then imports MODULES, converts,
+and prints the functions of torch that they took before the conversion, which stay uncast.
+---
+modules MODULES*  modules to import, by dotted name
+--torch  check each undocumented part of torch that hmpx relies on, and exit
+--json  print JSON
+list options
+---
 exit status:
   0 all functions are cast; 1 some stay uncast, or torch is not as expected; 2 wrong arguments, or a
   module can't be imported
@@ -39,15 +40,7 @@ examples:
   hmpx doctor
   hmpx doctor --json
   hmpx doctor --torch
-  hmpx doctor my_package.model transformers.models.bert.modeling_bert""",
-    )
-    parser.add_argument(
-        "modules", nargs="*", metavar="MODULES", help="modules to import, by dotted name"
-    )
-    parts = "check each undocumented part of torch that hmpx relies on, and exit"
-    option(parser, "--torch", parts)
-    option(parser, "--json", "print JSON")
-    add_list_options(parser)
+  hmpx doctor my_package.model transformers.models.bert.modeling_bert"""
 
 
 def run(options: argparse.Namespace) -> int:

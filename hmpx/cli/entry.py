@@ -1,7 +1,7 @@
 """Entry of the command line: ``hmpx run``, ``report``, ``bench``, ``plan``, ...
 
-A command is a module with two functions: ``add_parser(commands)`` adds its parser, and ``run(options)``
-runs it and returns the exit status. A new command also needs its place in `_COMMANDS`.
+A command is a module with ``run(options)``, which returns the exit status, and with its help as ``TEXT`` and
+perhaps ``SETTINGS``: see `options.add_command`. A new command also needs its place in `_COMMANDS`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final, NoReturn
 from .. import __version__
 from ..errors import HmpxError, HmpxWarning, suggestion
 from . import output
+from .options import add_command
 
 #: Modules of this package, with ``_`` for ``-``, in the order of ``hmpx --help``.
 _COMMANDS: Final = (
@@ -102,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"hmpx {__version__}")
     commands = whole.add_subparsers(metavar="COMMAND", required=True)
     for name in _COMMANDS:
-        module = name.replace("-", "_")
-        importlib.import_module(f".{module}", __package__).add_parser(commands)
+        add_command(
+            commands, name, importlib.import_module(f".{name.replace('-', '_')}", __package__)
+        )
     return whole

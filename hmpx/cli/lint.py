@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from .. import linting
 from ..errors import OptionError, short
 from . import output, scripts
-from .options import add_command, option
 
 _FORMATS: Final = {
     "text": lambda found: "\n".join(map(str, found)),
@@ -19,19 +18,29 @@ _FORMATS: Final = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx lint``."""
-    codes = "\n".join(f"  {code}  {name}: {text}" for code, (name, text) in linting.RULES.items())
-    parser = add_command(
-        commands,
-        "lint",
-        run,
-        help="run a script as it is, and show where it loses precision or time",
-        usage="hmpx lint [options] SCRIPT [ARGS...]\n       hmpx lint [options] -m MODULE [ARGS...]",
-        description="Runs SCRIPT without converting torch, and measures each finding in float64.",
-        epilog=f"""\
+_CODES: Final = "\n".join(
+    [f"  {code}  {name}: {text}" for code, (name, text) in linting.RULES.items()]
+)
+
+TEXT: Final = f"""\
+run a script as it is, and show where it loses precision or time
+---
+hmpx lint [options] SCRIPT [ARGS...]
+       hmpx lint [options] -m MODULE [ARGS...]
+---
+Runs SCRIPT without converting torch, and measures each finding in float64.
+---
+--select CODES  check these codes only: HP101,HP103
+--ignore CODES  leave these codes out
+--every N=50  check every N-th optimizer step; default: 50
+--baseline FILE  known findings, which are not shown
+--write-baseline  write the findings to --baseline instead of showing them
+--output-format text|json|sarif|github=text  default: text
+-m  run a module, as python -m does
+program ...
+---
 codes:
-{codes}
+{_CODES}
 
 `# hmpx: ignore[HP103]` on a line of the program leaves a finding out.
 
@@ -40,18 +49,13 @@ exit status:
 
 examples:
   hmpx lint train.py
-  hmpx lint --output-format github --baseline lint.txt train.py""",
-    )
-    option(parser, "--select CODES", "check these codes only: HP101,HP103", default="")
-    option(parser, "--ignore CODES", "leave these codes out", default="")
-    option(
-        parser, "--every N", "check every N-th optimizer step; default: 50", type=int, default=50
-    )
-    option(parser, "--baseline FILE", "known findings, which are not shown")
-    option(parser, "--write-baseline", "write the findings to --baseline instead of showing them")
-    option(parser, "--output-format", "default: text", choices=tuple(_FORMATS), default="text")
-    option(parser, "-m", "run a module, as python -m does", dest="is_module")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+  hmpx lint --output-format github --baseline lint.txt train.py"""
+
+SETTINGS: Final = {
+    "m": {"dest": "is_module"},
+    "select": {"default": ""},
+    "ignore": {"default": ""},
+}
 
 
 def run(options: argparse.Namespace) -> int:

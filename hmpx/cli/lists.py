@@ -6,34 +6,29 @@ import argparse
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 from .. import policy
 from ..errors import OptionError, short
 from . import output
-from .options import add_command, option
 
-
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx lists``."""
-    parser = add_command(
-        commands,
-        "lists",
-        run,
-        help="show the shipped op lists and where they are, or copy a set",
-        usage="hmpx lists [NAME] [--copy DIR]",
-        description="Prints the shipped sets of op lists with their files. --copy writes a set to a directory,\n"
-        "where you can edit it; then convert(lists=DIR) or hmpx run --lists DIR takes it.",
-        epilog="""\
+TEXT: Final = """\
+show the shipped op lists and where they are, or copy a set
+---
+hmpx lists [NAME] [--copy DIR]
+---
+Prints the shipped sets of op lists with their files. --copy writes a set to a directory,
+where you can edit it; then convert(lists=DIR) or hmpx run --lists DIR takes it.
+---
+name NAME?  a set; default: all
+--copy DIR  write the files of the set, hmpx by default, to DIR
+---
 exit status:
   0; 2 if there is no such set, or the files can't be written
 
 examples:
   hmpx lists
-  hmpx lists hmpx --copy my_lists""",
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a set; default: all")
-    option(parser, "--copy DIR", "write the files of the set, hmpx by default, to DIR")
+  hmpx lists hmpx --copy my_lists"""
 
 
 def run(options: argparse.Namespace) -> int:

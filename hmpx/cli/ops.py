@@ -5,26 +5,28 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Final
 
 from .. import explaining, formats, policy
 from ..errors import OptionError
 from ..reports import Table
 from . import output
-from .options import add_command, add_list_options, list_options, option
+from .options import list_options
 
-
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx ops``."""
-    parser = add_command(
-        commands,
-        "ops",
-        run,
-        help="show ops, their policy, and the line that decides",
-        usage="hmpx ops [list options] [--why] [PATTERN...]\n       hmpx ops --formats",
-        description="Prints each op that a list may name, its policy, the line that decides, and its call sites in\n"
-        "torch.",
-        epilog="""\
+TEXT: Final = """\
+show ops, their policy, and the line that decides
+---
+hmpx ops [list options] [--why] [PATTERN...]
+       hmpx ops --formats
+---
+Prints each op that a list may name, its policy, the line that decides, and its call sites in
+torch.
+---
+patterns PATTERN*  part of a name, a glob such as 'conv*', or any spelling: truediv, F.gelu, Tensor.add
+--formats  list the number formats that may be the low type, instead of ops
+--why  explain ops: the line that decides, possible overrides, how it computes here
+list options
+---
 policies:
   LOW bf16  inputs are cast to bf16        FIRST  ... to the type of the first one
   FP32      ... to fp32                    -      nothing
@@ -40,19 +42,7 @@ examples:
   hmpx ops matmul softmax 'conv*'
   hmpx ops --why torch.nn.functional.gelu
   hmpx ops --fp32 my_fp32.txt 'conv*'
-  hmpx ops --formats""",
-    )
-    add_list_options(parser)
-    formats = "list the number formats that may be the low type, instead of ops"
-    option(parser, "--formats", formats)
-    why = "explain ops: the line that decides, possible overrides, how it computes here"
-    option(parser, "--why", why)
-    parser.add_argument(
-        "patterns",
-        nargs="*",
-        metavar="PATTERN",
-        help="part of a name, a glob such as 'conv*', or any spelling: truediv, F.gelu, Tensor.add",
-    )
+  hmpx ops --formats"""
 
 
 def run(options: argparse.Namespace) -> int:

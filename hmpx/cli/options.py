@@ -1,9 +1,11 @@
-"""Parsers of the command line: adding commands and options, and options shared by commands."""
+"""Makes parsers of the commands' texts, and has the options that commands share."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import re
+import types
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final
 
@@ -11,67 +13,91 @@ from .. import policy
 from ..casting import Options
 
 
-def add_command(
-    commands: Any, name: str, command: Callable[[argparse.Namespace], int], **texts: str
-) -> argparse.ArgumentParser:
-    """Adds a command, run by ``command``, and returns its parser; ``texts`` are argparse's."""
+def add_command(commands: Any, name: str, module: Any) -> None:
+    """Adds the parser of a command.
+
+    Its ``TEXT`` has five parts between lines of ``---``: the help, the usage, the description, the options for
+    `add_options`, and the epilog. ``extend(parser)``, if the module has it, adds more options.
+    """
+    help_text, usage, description, options, epilog = module.TEXT.split("\n---\n")
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        **texts,
+        help=help_text,
+        usage=usage,
+        description=description,
+        epilog=epilog,
     )
-    parser.set_defaults(command=command, parser=parser)
-    return parser
+    parser.set_defaults(command=module.run, parser=parser)
+    if hasattr(module, "extend"):
+        module.extend(parser)
+    add_options(parser, options, getattr(module, "SETTINGS", {}))
 
 
-def option(group: Any, names: str, help: str, **settings: Any) -> None:
-    """Adds an option: ``"--runs N"`` takes a value, as does one with ``choices``; ``"--quiet"`` is a flag."""
-    words = names.split()
-    flags = [word for word in words if word.startswith("-")]
-    metavars = [word for word in words if not word.startswith("-")]
-    if metavars:
-        settings["metavar"] = metavars[0]
-    elif "choices" not in settings:
-        settings["action"] = "store_true"
-    group.add_argument(*flags, help=help, **settings)
+_TYPES: Final = {"N": int, "SECONDS": float}
 
 
-#: Arguments of `hmpx.convert` that `add_list_options` adds.
+def add_options(
+    group: Any, text: str, settings: Mapping[str, dict[str, Any]] = types.MappingProxyType({})
+) -> None:
+    """Adds options, each on a line, with two spaces before its help; lines that begin with spaces go on.
+
+    ``--runs N=10`` takes an int, ``--by op|module`` one of these, ``--quiet`` nothing; ``files FILE*`` is
+    positional, with any number of values. ``program ...`` is the rest; ``list options`` are those of op lists.
+    ``settings`` are more of argparse's arguments, by the option's name.
+    """
+    for line in re.sub(r"\n +", " ", text).splitlines():
+        if line == "list options":
+            _add_list_options(group)
+            continue
+        spec, _, help_text = line.partition("  ")
+        names, _, default = spec.partition("=")
+        words = names.split()
+        flags = [word for word in words if word[0] == "-"] or words[:1]
+        given: dict[str, Any] = {"help": help_text or None}
+        metavars = words[len(flags) :]
+        if metavars == ["..."]:
+            given.update(nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        elif not metavars:
+            given["action"] = "store_true"
+        elif "|" in metavars[0]:
+            given["choices"] = tuple(metavars[0].split("|"))
+        else:
+            metavar = metavars[0].rstrip("*+?")
+            given |= {"metavar": metavar, "type": _TYPES.get(metavar)}
+            given["nargs"] = metavars[0][len(metavar) :] or (
+                len(metavars) if metavars[1:] else None
+            )
+        if default:
+            given["default"] = default
+        group.add_argument(*flags, **given | settings.get(flags[-1].lstrip("-"), {}))
+
+
+_LISTS: Final = f"""\
+--policy FILE  a policy file, instead of all lists
+--bf16 FILE  ops to run in the low type
+--fp32 FILE  ops to run in float32
+--fp16 FILE  ops to run in float16
+--lists NAME_OR_DIR  a set of lists: a shipped one, or a directory that holds {", ".join(policy.FILE_NAMES.values())}
+--exclude NAME[,NAME]  modules to keep in fp32, by names as in model.named_modules()
+--opt-level O1|O2  O1, the default, follows the lists; O2 runs GEMMs and convolutions in the low type, other
+  ops in fp32
+--low-precision-type TYPE  bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops
+  --formats)
+--strict  make an unknown name an error"""
+_DESTINATIONS: Final = {name: {"dest": f"{name}_file_path"} for name in ("bf16", "fp32", "fp16")}
+
+#: Arguments of `hmpx.convert` that these options give.
 _LIST_OPTIONS: Final = (
     *("bf16_file_path", "fp32_file_path", "fp16_file_path", "lists", "policy", "opt_level"),
     *("low_precision_type", "strict"),
 )
 
 
-def add_list_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that choose op lists, like the arguments of `hmpx.convert`."""
+def _add_list_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("list options, as in hmpx.convert")
-    files = ", ".join(policy.FILE_NAMES.values())
-    option(group, "--policy FILE", "a policy file, instead of all lists")
-    option(group, "--bf16 FILE", "ops to run in the low type", dest="bf16_file_path")
-    option(group, "--fp32 FILE", "ops to run in float32", dest="fp32_file_path")
-    option(group, "--fp16 FILE", "ops to run in float16", dest="fp16_file_path")
-    option(
-        group,
-        "--lists NAME_OR_DIR",
-        f"a set of lists: a shipped one, or a directory that holds {files}",
-    )
-    modules = "modules to keep in fp32, by names as in model.named_modules()"
-    option(group, "--exclude NAME[,NAME]", modules)
-    option(
-        group,
-        "--opt-level",
-        "O1, the default, follows the lists; O2 runs GEMMs and convolutions in the low type, other ops in "
-        "fp32",
-        choices=("O1", "O2"),
-    )
-    option(
-        group,
-        "--low-precision-type TYPE",
-        "bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops --formats)",
-    )
-    option(group, "--strict", "make an unknown name an error")
+    add_options(group, _LISTS, _DESTINATIONS)
 
 
 def add_computing_options(parser: argparse.ArgumentParser) -> None:

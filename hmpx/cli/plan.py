@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Final
 
 from ..errors import HmpxError
 from . import functions, output, scripts
-from .options import add_command, add_list_options, list_options, option
+from .options import list_options
 
-
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx plan``."""
-    parser = add_command(
-        commands,
-        "plan",
-        run,
-        help="estimate a training step: dtypes, memory, casts",
-        usage="hmpx plan FILE.py:FUNCTION [--inputs FUNCTION] [--device TYPE] [options]\n"
-        "       hmpx plan MODULE:FUNCTION ...",
-        description="Runs a training step on tensors without values: in float32, under torch.autocast and under\n"
-        "hmpx. Prints the ops in low precision and the memory of tensors. It needs neither the device\n"
-        "nor the memory, whatever the size of the model.",
-        epilog="""\
+TEXT: Final = """\
+estimate a training step: dtypes, memory, casts
+---
+hmpx plan FILE.py:FUNCTION [--inputs FUNCTION] [--device TYPE] [options]
+       hmpx plan MODULE:FUNCTION ...
+---
+Runs a training step on tensors without values: in float32, under torch.autocast and under
+hmpx. Prints the ops in low precision and the memory of tensors. It needs neither the device
+nor the memory, whatever the size of the model.
+---
+model FILE.py:FUNCTION  the function that returns the model
+--inputs FUNCTION=inputs  function that returns its inputs; default: inputs
+--loss FUNCTION  function of the model's output that returns the loss
+--device TYPE  cpu, cuda, hpu, ..., present or not; default: the one here
+--optimizer NAME=AdamW  of torch.optim, also with options: "SGD momentum=0.9"; none for none; default: AdamW
+--inference  plan a forward instead of a training step
+--small  run on real tensors, for models whose computation depends on values; use a small config
+--world-size N  also print the memory of each of N processes
+--html FILE  write a page that needs no network
+--json FILE  write the figures as JSON
+list options
+---
 FUNCTION returns the model. That of --inputs returns its inputs: a tuple of arguments, a dict of arguments
 by name, or a tensor. --inputs and --loss name functions of the same file, or have a FILE.py: or
 MODULE: of their own. The file is imported, so its training belongs under `if __name__ == "__main__":`.
@@ -33,35 +41,7 @@ exit status:
 examples:
   hmpx plan train.py:build_model --inputs make_batch --device hpu
   hmpx plan models/llama.py:build_70b --optimizer Adafactor --world-size 8 --html plan.html
-  hmpx plan my_package.models:build --inference --lists hmp""",
-    )
-    parser.add_argument(
-        "model", metavar="FILE.py:FUNCTION", help="the function that returns the model"
-    )
-    option(
-        parser,
-        "--inputs FUNCTION",
-        "function that returns its inputs; default: inputs",
-        default="inputs",
-    )
-    option(parser, "--loss FUNCTION", "function of the model's output that returns the loss")
-    where = "cpu, cuda, hpu, ..., present or not; default: the one here"
-    option(parser, "--device TYPE", where)
-    option(
-        parser,
-        "--optimizer NAME",
-        'of torch.optim, also with options: "SGD momentum=0.9"; none for none; default: AdamW',
-        default="AdamW",
-    )
-    option(parser, "--inference", "plan a forward instead of a training step")
-    small = (
-        "run on real tensors, for models whose computation depends on values; use a small config"
-    )
-    option(parser, "--small", small)
-    option(parser, "--world-size N", "also print the memory of each of N processes", type=int)
-    option(parser, "--html FILE", "write a page that needs no network")
-    option(parser, "--json FILE", "write the figures as JSON")
-    add_list_options(parser)
+  hmpx plan my_package.models:build --inference --lists hmp"""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Final
 
 from .. import reports
 from . import output
-from .options import add_command, option
 
 #: Takes the place of a file to merge reports.
 _MERGE = "merge"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx report``."""
-    parser = add_command(
-        commands,
-        "report",
-        run,
-        help="print reports of runs, or turn them into a page or a table",
-        usage="hmpx report [--html OUT] [--csv OUT] FILE...\n       hmpx report merge FILE... -o OUT",
-        description="Prints the share of work in low precision, avoidable casts, and a table by op.\n"
-        "Several files, such as those of ranks, are merged.",
-        epilog="""\
+TEXT: Final = """\
+print reports of runs, or turn them into a page or a table
+---
+hmpx report [--html OUT] [--csv OUT] FILE...
+       hmpx report merge FILE... -o OUT
+---
+Prints the share of work in low precision, avoidable casts, and a table by op.
+Several files, such as those of ranks, are merged.
+---
+files FILE+  a report in JSON, from hmpx run --report x.json or Report.to_json
+--html OUT  write a page that needs no network
+--csv OUT  write a table
+-o --output OUT  the file that merge writes, in JSON
+---
 exit status:
   0; 2 if a file can't be read or written, holds no report, or the arguments are wrong
 
 examples:
   hmpx report report.json
   hmpx report report.json --html report.html
-  hmpx report merge rank0.json rank1.json -o all.json""",
-    )
-    parser.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE",
-        help="a report in JSON, from hmpx run --report x.json or Report.to_json",
-    )
-    option(parser, "--html OUT", "write a page that needs no network")
-    option(parser, "--csv OUT", "write a table")
-    option(parser, "-o --output OUT", "the file that merge writes, in JSON")
+  hmpx report merge rank0.json rank1.json -o all.json"""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,30 +17,43 @@ from ..tracing import trace
 from ..watching import watch
 from . import output, run_report, scripts
 from .options import (
-    add_command,
     add_computing_options,
-    add_list_options,
+    add_options,
     computing_options,
     list_options,
     only_given,
-    option,
 )
 from .scripts import ScriptError
 
 _HABANA: Final = "habana_frameworks"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx run``."""
-    parser = add_command(
-        commands,
-        "run",
-        run,
-        help="convert torch, then run an unmodified script",
-        usage="hmpx run [options] SCRIPT [ARGS...]\n       hmpx run [options] -m MODULE [ARGS...]",
-        description="Converts torch, then runs SCRIPT as `python SCRIPT ARGS` would.\n"
-        "Options of hmpx go before SCRIPT; everything after it belongs to the script.",
-        epilog="""\
+TEXT: Final = """\
+convert torch, then run an unmodified script
+---
+hmpx run [options] SCRIPT [ARGS...]
+       hmpx run [options] -m MODULE [ARGS...]
+---
+Converts torch, then runs SCRIPT as `python SCRIPT ARGS` would.
+Options of hmpx go before SCRIPT; everything after it belongs to the script.
+---
+list options
+--device-types T[,T]  cast tensors on these devices, such as cuda; default: the accelerator's, else cpu
+--report FILE  record the run, and write each op's dtype, reason and cost to FILE: .html, .json, .csv or
+  .txt; each rank writes its own
+--watch raise|log  name the first op that turns finite values into NaN or infinity: as an error before the
+  optimizer steps, or in the log
+--expect FILE  a contract: the first call or tensor without the precision that it says is an error
+--trace FILE  write numbers of each call to FILE, which hmpx diff-runs compares with those of another run
+--trace-every N=1  trace one optimizer step in N; default: 1
+--trace-steps A:B  trace steps A, ..., B - 1, counted from 0; default: all
+--trace-modules GLOBS  trace calls in these modules only: head,blocks.3
+--no-convert  leave torch as it is, for --expect, --trace and torch.autocast
+--habana-shim  stand in for habana_frameworks where it isn't installed: tensors on "hpu" go to cuda, or
+  else to the cpu; casts begin with the script's hmp.convert(...)
+-m  run a module, as python -m does
+program ...
+---
 With --habana-shim, casts begin with the script's own hmp.convert(). The options above fill in what that
 call leaves out. Python processes that the script starts are converted too.
 
@@ -61,57 +74,23 @@ examples:
   hmpx run --no-convert --expect contract.yaml train.py
   hmpx run --trace bf16.hmpx --trace-steps 0:3 train.py
   hmpx run --habana-shim train_on_gaudi.py --device hpu
-  torchrun --nproc-per-node 2 -m hmpx run train.py""",
-    )
-    add_list_options(parser)
-    option(
-        parser,
-        "--device-types T[,T]",
-        "cast tensors on these devices, such as cuda; default: the accelerator's, else cpu",
-    )
+  torchrun --nproc-per-node 2 -m hmpx run train.py"""
+
+SETTINGS: Final = {"m": {"dest": "is_module"}}
+
+_VERBOSITY: Final = """\
+--verbose  log each distinct decision once, with its reason and line
+--verbose-each  log every call of a listed op
+--verbose-hmp  print the lines that HMP printed"""
+
+
+def extend(parser: argparse.ArgumentParser) -> None:
+    """Adds the other options of ``hmpx run``."""
     verbosity = parser.add_mutually_exclusive_group()
-    option(verbosity, "--verbose", "log each distinct decision once, with its reason and line")
-    option(verbosity, "--verbose-once", argparse.SUPPRESS, dest="verbose")  # its former name
-    option(verbosity, "--verbose-each", "log every call of a listed op")
-    option(verbosity, "--verbose-hmp", "print the lines that HMP printed")
+    add_options(verbosity, _VERBOSITY)
+    former = "--verbose-once"
+    verbosity.add_argument(former, dest="verbose", action="store_true", help=argparse.SUPPRESS)
     add_computing_options(parser)
-    option(
-        parser,
-        "--report FILE",
-        "record the run, and write each op's dtype, reason and cost to FILE: .html, .json, .csv or .txt; "
-        "each rank writes its own",
-    )
-    option(
-        parser,
-        "--watch",
-        "name the first op that turns finite values into NaN or infinity: as an error before the "
-        "optimizer steps, or in the log",
-        choices=("raise", "log"),
-    )
-    option(
-        parser,
-        "--expect FILE",
-        "a contract: the first call or tensor without the precision that it says is an error",
-    )
-    option(
-        parser,
-        "--trace FILE",
-        "write numbers of each call to FILE, which hmpx diff-runs compares with those of another run",
-    )
-    option(
-        parser, "--trace-every N", "trace one optimizer step in N; default: 1", type=int, default=1
-    )
-    option(parser, "--trace-steps A:B", "trace steps A, ..., B - 1, counted from 0; default: all")
-    option(parser, "--trace-modules GLOBS", "trace calls in these modules only: head,blocks.3")
-    option(parser, "--no-convert", "leave torch as it is, for --expect, --trace and torch.autocast")
-    option(
-        parser,
-        "--habana-shim",
-        'stand in for habana_frameworks where it isn\'t installed: tensors on "hpu" go to cuda, or else to '
-        "the cpu; casts begin with the script's hmp.convert(...)",
-    )
-    option(parser, "-m", "run a module, as python -m does", dest="is_module")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> int:

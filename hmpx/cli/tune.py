@@ -5,28 +5,32 @@ from __future__ import annotations
 import argparse
 import signal
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from . import output
-from .options import add_command, option
 
 #: Exit status after Ctrl-C, as in shells.
 _INTERRUPTED: Final = 130
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the parser of ``hmpx tune``."""
-    parser = add_command(
-        commands,
-        "tune",
-        run,
-        help="find the smallest set of ops that a command needs in fp32",
-        usage='hmpx tune --check "CMD" [--output DIR] [options]',
-        description="Runs CMD repeatedly, each time with different ops in fp32. Writes the lists with the fewest\n"
-        "fp32 ops for which CMD exits with 0. Scripts under `hmpx run` in CMD need no change: the\n"
-        "environment variable HMPX_POLICY names the policy under test, which overrides the options of\n"
-        "`hmpx run`.",
-        epilog="""\
+TEXT: Final = """\
+find the smallest set of ops that a command needs in fp32
+---
+hmpx tune --check "CMD" [--output DIR] [options]
+---
+Runs CMD repeatedly, each time with different ops in fp32. Writes the lists with the fewest
+fp32 ops for which CMD exits with 0. Scripts under `hmpx run` in CMD need no change: the
+environment variable HMPX_POLICY names the policy under test, which overrides the options of
+`hmpx run`.
+---
+--check CMD  a shell command; passes if it exits with 0
+--output DIR=hmpx_tune  where to write; default: hmpx_tune
+--by op|module=op  decide for each op, the default, or for each op in each module
+--low-precision-type TYPE  as for hmpx run; default: bfloat16
+--runs N=1  how many runs must pass; default: 1
+--timeout SECONDS  time limit of a run, which fails if it takes longer
+--budget N=200  largest number of runs; default: 200
+---
 exit status:
   0 if lists were found, after Ctrl-C the best so far; 130 if it was interrupted before any was tried;
   2 if CMD fails with everything in fp32, or the arguments are wrong
@@ -37,26 +41,7 @@ Models that are Python functions are tuned in fewer runs by hmpx.tune(), which r
 examples:
   hmpx tune --check "hmpx run train.py --steps 200 --fail-above 1.8"
   hmpx tune --check "hmpx run train.py && python compare.py" --by module --output lists
-  hmpx run --lists hmpx_tune train.py""",
-    )
-    option(parser, "--check CMD", "a shell command; passes if it exits with 0", required=True)
-    option(parser, "--output DIR", "where to write; default: hmpx_tune", default="hmpx_tune")
-    option(
-        parser,
-        "--by",
-        "decide for each op, the default, or for each op in each module",
-        choices=("op", "module"),
-        default="op",
-    )
-    option(parser, "--low-precision-type TYPE", "as for hmpx run; default: bfloat16")
-    option(parser, "--runs N", "how many runs must pass; default: 1", type=_count, default=1)
-    option(
-        parser,
-        "--timeout SECONDS",
-        "time limit of a run, which fails if it takes longer",
-        type=_seconds,
-    )
-    option(parser, "--budget N", "largest number of runs; default: 200", type=_count, default=200)
+  hmpx run --lists hmpx_tune train.py"""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -99,3 +84,11 @@ def _seconds(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
     return value
+
+
+SETTINGS: Final = {
+    "check": {"required": True},
+    "runs": {"type": _count},
+    "budget": {"type": _count},
+    "timeout": {"type": _seconds},
+}
