@@ -28,7 +28,7 @@ from ..tensors import (
     with_items,
 )
 from ..torch_internals import (
-    INDUCTOR_CONFIG,
+    Later,
     dispatch_modes,
     has_tangents,
     is_graph_made,
@@ -232,7 +232,7 @@ vars(is_onnx_made)["_dynamo_marked_constant"] = True
 
 def are_casts_kept() -> bool:
     """Whether inductor is configured to round where eager mode does."""
-    config = sys.modules.get(INDUCTOR_CONFIG)
+    config = sys.modules.get(Later.INDUCTOR_CONFIG)
     return config is not None and config.emulate_precision_casts is True
 
 

@@ -22,7 +22,7 @@ from ..torch_internals import (
     AUTOCAST_OPENERS,
     CUSTOM_BACKWARD,
     CUSTOM_FORWARD,
-    TRACER,
+    Later,
     enter_autocast,
     exit_autocast,
     is_any_autocast_enabled,
@@ -153,7 +153,7 @@ def tracing_patches(draft: Draft) -> Iterator[Patch]:
             close_region(vars(self)[_REPLAYED].pop())
         return handle(self, func, types, args, kwargs)
 
-    mode = sys.modules[TRACER].PreDispatchTorchFunctionMode
+    mode = sys.modules[Later.TRACER].PreDispatchTorchFunctionMode
     yield draft.around(mode, "__torch_function__", noting)
 
 

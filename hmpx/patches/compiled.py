@@ -28,19 +28,7 @@ from ..patching import Draft, Patch, entries
 from ..policy import Policy
 from ..tensors import LOW_PRECISION
 from ..torch_internals import (
-    AOT_GRAPHS,
-    CODE_CACHE,
-    DYNAMO_FUNCTIONS,
-    DYNAMO_GRAPHS,
-    DYNAMO_RULES,
-    DYNAMO_SOURCES,
-    INDUCTOR_CONFIG,
-    INDUCTOR_CPP,
-    INDUCTOR_GRAPHS,
-    INDUCTOR_LOWERINGS,
-    INDUCTOR_SUBGRAPHS,
-    SELECT_ALGORITHM,
-    TRACER,
+    Later,
     disable_inductor_caches,
     forget_traced,
     of_later,
@@ -77,21 +65,21 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
     yield Patch(sys.modules[__name__], "_tag", tag)
     yield Patch(sys.modules[__name__], "_is_cached", is_cached)
     actions: dict[str, Callable[[Any], object]] = {
-        SELECT_ALGORITHM: _unwrap_kernels,
-        CODE_CACHE: _tag_keys,
-        DYNAMO_FUNCTIONS: _fold_originals,
-        DYNAMO_RULES: _know_methods,
-        DYNAMO_GRAPHS: _guard_graphs,
-        INDUCTOR_LOWERINGS: _list_originals,
-        INDUCTOR_GRAPHS: _lower_originals("GraphLowering"),
-        INDUCTOR_SUBGRAPHS: _lower_originals("PointwiseSubgraphLowering"),
+        Later.SELECT_ALGORITHM: _unwrap_kernels,
+        Later.CODE_CACHE: _tag_keys,
+        Later.DYNAMO_FUNCTIONS: _fold_originals,
+        Later.DYNAMO_RULES: _know_methods,
+        Later.DYNAMO_GRAPHS: _guard_graphs,
+        Later.INDUCTOR_LOWERINGS: _list_originals,
+        Later.INDUCTOR_GRAPHS: _lower_originals("GraphLowering"),
+        Later.INDUCTOR_SUBGRAPHS: _lower_originals("PointwiseSubgraphLowering"),
     }
-    patches: dict[str, Callable[[Draft], Iterable[Patch]]] = {TRACER: tracing_patches}
+    patches: dict[str, Callable[[Draft], Iterable[Patch]]] = {Later.TRACER: tracing_patches}
     if _rounds_in_graphs(policy, device_types, legalize):
-        patches[INDUCTOR_CPP] = _keeping_casts
+        patches[Later.INDUCTOR_CPP] = _keeping_casts
     if keep_weight_casts is not True:
         is_choosy = keep_weight_casts == "auto"
-        patches[AOT_GRAPHS] = functools.partial(partition_patches, is_choosy=is_choosy)
+        patches[Later.AOT_GRAPHS] = functools.partial(partition_patches, is_choosy=is_choosy)
     for name, patches_of in patches.items():
         if name in sys.modules:
             yield from patches_of(draft)
@@ -161,7 +149,7 @@ def _guard_graphs(module: Any) -> None:
     """Makes graphs run only in the conversion, or outside of any, in which they were traced."""
     global _are_guarded
     begin = of_later(module.__name__, "OutputGraph.init_ambient_guards")
-    source = of_later(DYNAMO_SOURCES, "GlobalStateSource")
+    source = of_later(Later.DYNAMO_SOURCES, "GlobalStateSource")
     if begin is None or source is None:
         return
 
@@ -322,7 +310,7 @@ def _keeping_casts(draft: Draft) -> Iterator[Patch]:
 
     Otherwise it elides round-trip casts; the bit arithmetic of `graph_rounding` that avoids this is slower.
     """
-    entry: Any = of_later(INDUCTOR_CONFIG, "_config.emulate_precision_casts")
+    entry: Any = of_later(Later.INDUCTOR_CONFIG, "_config.emulate_precision_casts")
     keeping = Patch(entry, "default", True)
     if entry is not None and draft.read(keeping) is False:  # a thread's own value takes precedence
         yield keeping

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..compute import pays
 from ..patching import Draft, Patch
 from ..tensors import LOW_DTYPES
-from ..torch_internals import AOT_GRAPHS, of_later
+from ..torch_internals import Later, of_later
 
 _PARTITION: Final = "_partition_joint_graph_into_fw_bw"
 
@@ -38,7 +38,7 @@ _VIEWS: Final = frozenset({
 
 def partition_patches(draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
     """Yields the patch that makes compiled graphs keep parameters instead of their casts."""
-    if of_later(AOT_GRAPHS, _PARTITION) is None:
+    if of_later(Later.AOT_GRAPHS, _PARTITION) is None:
         return
 
     def mark_first(partition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def partition_patches(draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
         marking = functools.partial(_partitioned, is_choosy, written, partition_fn)
         return partition(*others, marking, **kwargs)
 
-    yield draft.around(sys.modules[AOT_GRAPHS], _PARTITION, mark_first)
+    yield draft.around(sys.modules[Later.AOT_GRAPHS], _PARTITION, mark_first)
 
 
 def _written_inputs(facts: Iterable[Any]) -> set[int] | None:

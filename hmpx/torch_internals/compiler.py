@@ -23,99 +23,103 @@ from ..later import AfterImport
 from .modes import is_transformed
 from .torch_part import Part, refuse, rely_on, warn_once
 
-TRACER: Final = "torch.fx.experimental.proxy_tensor"
-SELECT_ALGORITHM: Final = "torch._inductor.select_algorithm"
-CODE_CACHE: Final = "torch._inductor.codecache"
-INDUCTOR_CONFIG: Final = "torch._inductor.config"
-AOT_GRAPHS: Final = "torch._functorch._aot_autograd.graph_compile"
-INDUCTOR_CPP: Final = "torch._inductor.codegen.cpp"
-INDUCTOR_LOWERINGS: Final = "torch._inductor.lowering"
-INDUCTOR_GRAPHS: Final = "torch._inductor.graph"
-INDUCTOR_SUBGRAPHS: Final = "torch._inductor.subgraph_lowering"
-DYNAMO_FUNCTIONS: Final = "torch._dynamo.variables.torch"
-DYNAMO_RULES: Final = "torch._dynamo.trace_rules"
-DYNAMO_TRANSLATION: Final = "torch._dynamo.symbolic_convert"
-DYNAMO_GRAPHS: Final = "torch._dynamo.output_graph"
-DYNAMO_GUARDS: Final = "torch._dynamo.guards"
-DYNAMO_SOURCES: Final = "torch._dynamo.source"
-DYNAMO_VARIABLES: Final = "torch._dynamo.variables"
-#: Modules that store ``Module.__call__`` on import, as `unpatched_nn_module_call`.
-DYNAMO_MODULE_CALLS: Final = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
+
+class Later:
+    """Modules of torch.compile."""
+
+    TRACER: Final = "torch.fx.experimental.proxy_tensor"
+    SELECT_ALGORITHM: Final = "torch._inductor.select_algorithm"
+    CODE_CACHE: Final = "torch._inductor.codecache"
+    INDUCTOR_CONFIG: Final = "torch._inductor.config"
+    AOT_GRAPHS: Final = "torch._functorch._aot_autograd.graph_compile"
+    INDUCTOR_CPP: Final = "torch._inductor.codegen.cpp"
+    INDUCTOR_LOWERINGS: Final = "torch._inductor.lowering"
+    INDUCTOR_GRAPHS: Final = "torch._inductor.graph"
+    INDUCTOR_SUBGRAPHS: Final = "torch._inductor.subgraph_lowering"
+    DYNAMO_FUNCTIONS: Final = "torch._dynamo.variables.torch"
+    DYNAMO_RULES: Final = "torch._dynamo.trace_rules"
+    DYNAMO_TRANSLATION: Final = "torch._dynamo.symbolic_convert"
+    DYNAMO_GRAPHS: Final = "torch._dynamo.output_graph"
+    DYNAMO_GUARDS: Final = "torch._dynamo.guards"
+    DYNAMO_SOURCES: Final = "torch._dynamo.source"
+    DYNAMO_VARIABLES: Final = "torch._dynamo.variables"
+    #: Modules that store ``Module.__call__`` on import, as `unpatched_nn_module_call`.
+    DYNAMO_MODULE_CALLS: Final = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
 
 
 #: Module -> names in it; see `Part`.
-LATER: Final[dict[str, Part]] = {
-    TRACER: Part(
+_PARTS: Final[dict[str, Part]] = {
+    Later.TRACER: Part(
         "regions of torch.autocast in exported graphs",
         ("PreDispatchTorchFunctionMode.__torch_function__",),
         "exported graphs cast inside of regions that are off",
     ),
-    SELECT_ALGORITHM: Part(
+    Later.SELECT_ALGORITHM: Part(
         "kernels in compiled graphs",
         ("ExternKernelChoice.__init__", "extern_kernels"),
         "compiled code takes longer, and may cast where casts were off",
     ),
-    CODE_CACHE: Part(
+    Later.CODE_CACHE: Part(
         "caches of compiled graphs on the disk",
         ("FxGraphHashDetails.__init__",),
         "they are not used",
     ),
-    INDUCTOR_CONFIG: Part(
+    Later.INDUCTOR_CONFIG: Part(
         "casts in compiled graphs",
         ("_config.emulate_precision_casts", "force_disable_caches"),
         "rounding takes longer there",
     ),
-    INDUCTOR_LOWERINGS: Part(
+    Later.INDUCTOR_LOWERINGS: Part(
         "torch's functions in compiled graphs",
         ("lowerings",),
         "flex_attention may not compile once a conversion during which inductor was imported is reverted",
     ),
-    INDUCTOR_GRAPHS: Part(
+    Later.INDUCTOR_GRAPHS: Part(
         "torch's functions that inductor puts into graphs",
         ("GraphLowering.call_function",),
         "inductor may not find how to compute them",
     ),
-    INDUCTOR_SUBGRAPHS: Part(
+    Later.INDUCTOR_SUBGRAPHS: Part(
         "torch's functions that inductor puts into attention",
         ("PointwiseSubgraphLowering.call_function",),
         "flex_attention may not compile on a CPU",
     ),
-    AOT_GRAPHS: Part(
+    Later.AOT_GRAPHS: Part(
         "memory of compiled graphs",
         ("_partition_joint_graph_into_fw_bw",),
         "they keep casts of weights for their backward",
     ),
-    DYNAMO_FUNCTIONS: Part(
+    Later.DYNAMO_FUNCTIONS: Part(
         "questions about torch.autocast while tracing",
         ("constant_fold_functions.update",),
         "graphs break where a model asks whether torch.autocast is on",
     ),
-    DYNAMO_RULES: Part(
+    Later.DYNAMO_RULES: Part(
         "methods of tensors while tracing",
         ("get_tensor_method",),
         "graphs break where hmpx casts for functions of other libraries",
     ),
-    DYNAMO_TRANSLATION: Part(
+    Later.DYNAMO_TRANSLATION: Part(
         "sections by module in compiled graphs",
         ("InstructionTranslatorBase.step",),
         "torch.compile is refused with them",
     ),
-    DYNAMO_GRAPHS: Part(
+    Later.DYNAMO_GRAPHS: Part(
         "graphs that stay over conversions",
         ("OutputGraph.init_ambient_guards",),
         "each conversion compiles again",
     ),
-    DYNAMO_GUARDS: Part(
+    Later.DYNAMO_GUARDS: Part(
         "guards of compiled graphs",
         ("install_guard", "GuardBuilder.EQUALS_MATCH"),
         "torch.compile is refused with sections by module",
     ),
-    DYNAMO_SOURCES: Part(
+    Later.DYNAMO_SOURCES: Part(
         "sources of guards",
         ("AttrSource", "GlobalSource", "GlobalStateSource"),
         "torch.compile is refused with sections by module",
     ),
-    DYNAMO_VARIABLES: Part(
+    Later.DYNAMO_VARIABLES: Part(
         "modules in compiled graphs",
         ("LazyVariableTracker.realize", "UnspecializedNNModuleVariable"),
         "torch.compile is refused with sections by module",
@@ -155,7 +159,7 @@ def needed_of_later(module: str, name: str) -> Any:
 
 
 def _part_of_later(module_name: str) -> Part:
-    later, fault = LATER[module_name], ""
+    later, fault = _PARTS[module_name], ""
     module = sys.modules.get(module_name)  # another version of torch may have moved it
     for name in later.names:
         try:
@@ -168,18 +172,18 @@ def _part_of_later(module_name: str) -> Part:
 
 def later_parts() -> Iterator[Part]:
     """Imports and yields the parts of torch.compile."""
-    for name in LATER:
+    for name in _PARTS:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            yield dataclasses.replace(LATER[name], fault=said_by(error))
+            yield dataclasses.replace(_PARTS[name], fault=said_by(error))
         else:
             yield _part_of_later(name)
 
 
 def disable_inductor_caches() -> None:
     """Stops torch.compile's backend from reading and writing the disk cache."""
-    config: Any = importlib.import_module(INDUCTOR_CONFIG)
+    config: Any = importlib.import_module(Later.INDUCTOR_CONFIG)
     config.force_disable_caches = True
 
 

@@ -21,10 +21,10 @@ from torch import nn
 from ..patching import Draft, ItemPatch, Patch
 from ..places import Place, is_ours, with_callers
 from ..torch_internals import (
-    DYNAMO_MODULE_CALLS,
     FX_MODULE_CALL,
     FX_TRACING,
     MODULE_HOOKS,
+    Later,
     has_fake_tensors,
     leave_to_callees,
 )
@@ -214,7 +214,7 @@ def asked_by(put_in_place: Callable[[], None]) -> Patch:
 def forget_modules() -> None:
     """Drops recorded modules after a change of the patches."""
     _running.modules.place = None
-    for name in DYNAMO_MODULE_CALLS:
+    for name in Later.DYNAMO_MODULE_CALLS:
         dynamo = vars(sys.modules.get(name, types))
         noted: Any = dynamo.get("unpatched_nn_module_call")  # the value at its import
         call = noted

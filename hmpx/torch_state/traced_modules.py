@@ -16,10 +16,7 @@ from torch import nn
 
 from ..places import Place, with_callers
 from ..torch_internals import (
-    DYNAMO_GUARDS,
-    DYNAMO_SOURCES,
-    DYNAMO_TRANSLATION,
-    DYNAMO_VARIABLES,
+    Later,
     needed_of_later,
     tracing_context,
 )
@@ -35,7 +32,7 @@ _traced: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictiona
 
 def may_be_compiled() -> bool:
     """Whether torch.compile has been used at all: checked first, since it is fast."""
-    return DYNAMO_TRANSLATION in sys.modules
+    return Later.DYNAMO_TRANSLATION in sys.modules
 
 
 def is_compiled() -> bool:
@@ -64,8 +61,8 @@ def traced_modules(around: Sequence[nn.Module], state: object) -> list[nn.Module
         _guard_on(_source_of(state, output), "root")
         variable = output.side_effects.id_to_variable.get(id(running[0]))
         if variable is not None and variable.source is not None:
-            install_guard = needed_of_later(DYNAMO_GUARDS, "install_guard")
-            is_it = needed_of_later(DYNAMO_GUARDS, "GuardBuilder.ID_MATCH")
+            install_guard = needed_of_later(Later.DYNAMO_GUARDS, "install_guard")
+            is_it = needed_of_later(Later.DYNAMO_GUARDS, "GuardBuilder.ID_MATCH")
             install_guard(variable.source.make_guard(is_it))
     return running
 
@@ -102,9 +99,9 @@ def traced_places() -> str:
 
 def _translators() -> list[Any]:
     """Returns the translators of the calls that torch.compile is tracing into, outermost first."""
-    translator_class = needed_of_later(DYNAMO_TRANSLATION, "InstructionTranslatorBase")
-    lazy = needed_of_later(DYNAMO_VARIABLES, "LazyVariableTracker")
-    of_module = needed_of_later(DYNAMO_VARIABLES, "UnspecializedNNModuleVariable")
+    translator_class = needed_of_later(Later.DYNAMO_TRANSLATION, "InstructionTranslatorBase")
+    lazy = needed_of_later(Later.DYNAMO_VARIABLES, "LazyVariableTracker")
+    of_module = needed_of_later(Later.DYNAMO_VARIABLES, "UnspecializedNNModuleVariable")
     found = []
     for frame in with_callers(sys._getframe(1)):
         translator = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
@@ -137,7 +134,7 @@ def _guard_on_surroundings(translator: Any, state: object) -> None:
 
 def _source_of(state: object, output: Any) -> Any:
     """Returns the source of ``state`` in the graph that is being traced."""
-    global_source = needed_of_later(DYNAMO_SOURCES, "GlobalSource")
+    global_source = needed_of_later(Later.DYNAMO_SOURCES, "GlobalSource")
     return global_source(output.install_global_by_id("__hmpx_running", state))
 
 
@@ -145,7 +142,7 @@ def _guard_on(source: Any, attribute: str) -> None:
     """Makes the graph that is being traced valid only while an attribute keeps its current value."""
     if source is None:
         return
-    attribute_source = needed_of_later(DYNAMO_SOURCES, "AttrSource")
-    install_guard = needed_of_later(DYNAMO_GUARDS, "install_guard")
-    equals = needed_of_later(DYNAMO_GUARDS, "GuardBuilder.EQUALS_MATCH")
+    attribute_source = needed_of_later(Later.DYNAMO_SOURCES, "AttrSource")
+    install_guard = needed_of_later(Later.DYNAMO_GUARDS, "install_guard")
+    equals = needed_of_later(Later.DYNAMO_GUARDS, "GuardBuilder.EQUALS_MATCH")
     install_guard(attribute_source(source, attribute).make_guard(equals))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.torch_internals import CODE_CACHE, DYNAMO_GUARDS, DYNAMO_SOURCES
+from hmpx.torch_internals import Later
 from hmpx.torch_internals import compiler as compiler_internals
 from hmpx.torch_internals import torch_part as torch_parts
 from tests import forks
@@ -135,14 +135,14 @@ def test_what_torch_compile_lacks_is_said_or_refused(monkeypatch: pytest.MonkeyP
 
     monkeypatch.delattr(torch._inductor.codecache, "FxGraphHashDetails")
     with pytest.warns(hmpx.HmpxWarning, match=r"(?s)caches of compiled graphs.*are not used"):
-        assert compiler_internals.of_later(CODE_CACHE, "FxGraphHashDetails") is None
-    assert compiler_internals.of_later(CODE_CACHE, "FxGraphHashDetails") is None
+        assert compiler_internals.of_later(Later.CODE_CACHE, "FxGraphHashDetails") is None
+    assert compiler_internals.of_later(Later.CODE_CACHE, "FxGraphHashDetails") is None
     monkeypatch.delattr(torch._dynamo.guards, "install_guard")
     with pytest.raises(hmpx.TorchError, match=r"(?s)guards of compiled graphs.*install_guard"):
-        compiler_internals.needed_of_later(DYNAMO_GUARDS, "install_guard")
-    monkeypatch.delitem(sys.modules, DYNAMO_SOURCES)  # moved elsewhere
+        compiler_internals.needed_of_later(Later.DYNAMO_GUARDS, "install_guard")
+    monkeypatch.delitem(sys.modules, Later.DYNAMO_SOURCES)  # moved elsewhere
     with pytest.raises(hmpx.TorchError, match=r"(?s)sources of guards.*AttrSource"):
-        compiler_internals.needed_of_later(DYNAMO_SOURCES, "AttrSource")
+        compiler_internals.needed_of_later(Later.DYNAMO_SOURCES, "AttrSource")
 
 
 def test_versions_of_torch_are_told() -> None:
