@@ -283,7 +283,7 @@ def slow_machine(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.fixture
 def no_search_for_early_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds conversions up where no call uses a function taken from torch before, or kept after."""
-    monkeypatch.setattr("hmpx.session.steps.early_name_patches", lambda replacements: iter(()))
+    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
     monkeypatch.setattr(
         "hmpx.session.switching.taken_name_patches", lambda draft, wrappers: iter(())
     )

@@ -1,12 +1,11 @@
-"""Names bound before `convert` or before `revert`: finds them in loaded modules, to be rebound.
+"""Names bound before `convert`, or during a conversion: finds them in loaded modules, to be rebound.
 
 ``from torch.nn.functional import gelu`` above `convert` holds the builtin itself, which no patch of
 torch reaches. This searches module globals, and one level into the dicts, lists and partials that
 they name. torch's own modules are left alone. So are models: finding those in a process takes longer
 than the rest of a conversion, so they are listed only on request. A table with a torch function as a
 key, as in classes with a ``__torch_function__``, also torch's, gets the wrapper as an additional key,
-and a set as an additional entry. `taken_names` does the reverse for names taken during a
-conversion. Patches nothing itself.
+and a set as an additional entry. Patches nothing itself.
 """
 
 from __future__ import annotations
@@ -15,15 +14,18 @@ import collections
 import contextlib
 import functools
 import gc
+import itertools
 import os
 import sys
 import types
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import torch
 
-from ..patching import ItemPatch, Patch, entries, names_of
+from ..patching import Applied, Draft, ItemPatch, Patch, entries, names_of
+from .compiled import unwrapped
 
 #: Their tables describe torch's own functions.
 _TORCHS = ("torch", "functorch")
@@ -298,3 +300,71 @@ def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[Patc
         wrapper = replacements.get(id(key))
         if wrapper is not None and wrapper not in table:
             yield ItemPatch(table, wrapper, replacements.get(id(value), value), is_foreign=True)
+
+
+# --- names taken during a conversion -----------------------------------------------------------
+
+# ``from numpy import *`` and ``apply = Function.apply`` take replacements other than wrappers. Modules of
+# torch that are imported during a conversion also take wrappers.
+
+#: A replacement that is not a wrapper -> the function that it replaced.
+_originals: Final[weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+#: The names of torch's modules that had been imported before torch was converted.
+_before: set[str] = set()
+
+_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+
+
+def note_torchs_modules() -> None:
+    """Records the loaded modules of torch, which hold its own functions: torch is not converted now."""
+    _before.update(name for name, _ in torchs_modules())
+
+
+def standing_for(applied: Iterable[Applied]) -> dict[int, Callable[..., Any]]:
+    """Returns ``id`` of a function -> its replacement in ``applied``, if that is not a wrapper.
+
+    The functions include replacements of earlier conversions.
+    """
+    found: dict[int, Callable[..., Any]] = {}
+    for done in applied:
+        value, before = function_in(done.patch.value), unwrapped(function_in(done.previous))
+        is_name = isinstance(done.patch, Patch) and not done.patch.is_foreign
+        is_function = type(value) is types.FunctionType and isinstance(before, _FUNCTIONS)
+        if is_name and is_function and "__hmpx_site__" not in vars(value):
+            is_ours = type(before) is types.FunctionType  # methods of torch can't be keys
+            original = _originals[value] = _originals.get(before, before) if is_ours else before
+            found[id(original)] = value
+    for earlier, original in list(_originals.items()):
+        if id(original) in found:
+            found[id(earlier)] = found[id(original)]
+    return found
+
+
+def function_in(value: Any) -> Any:
+    """Returns the function in a method or a partial, and any other value unchanged."""
+    if isinstance(value, functools.partial):
+        return value.func
+    return value.__func__ if isinstance(value, _METHODS) else value
+
+
+_METHODS: Final = (classmethod, staticmethod, types.MethodType)
+
+
+def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> Iterator[Patch]:
+    """Yields the patches that rebind names taken during a conversion to torch's functions.
+
+    A table built meanwhile, with wrappers as keys, gets the functions as additional keys: after a
+    conversion, a wrapper calls its function, but is another key.
+    """
+    functions = {id(function): original for function, original in list(_originals.items())}
+    functions |= {id(wrapper): vars(wrapper)["__wrapped__"] for wrapper in wrappers}
+    later = [module for name, module in torchs_modules() if name not in _before]
+    in_torch = [in_module(module, functions, set()) for module in later]
+    for patch in itertools.chain(early_name_patches(functions), *in_torch):
+        value = draft.read(patch)
+        # Otherwise the draft restores it.
+        if value is patch.read() or id(function_in(value)) in functions:
+            yield patch

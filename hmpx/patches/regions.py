@@ -2,12 +2,15 @@
 
 Printing shows values as they are. The arithmetic of optimizers, of loss scaling and of gradient
 clipping is not cast. A checkpointed forward is recomputed in the on/off state that it first ran in.
-Modules that check dtypes before their ops run leave that to the ops.
+Modules that check dtypes before their ops run leave that to the ops. Calls that bypass all wrappers, of operators
+such as `torch.ops.aten.mm` and of TorchScript, get fallbacks.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 import types
 import warnings
 import weakref
@@ -20,15 +23,34 @@ import torch.utils.checkpoint
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..compute import ended_steps
+from ..compute import (
+    Callee,
+    ended_steps,
+    in_fp32,
+    inputs_of,
+    may_run_again,
+    note_legalized,
+)
 from ..errors import CheckpointError, HmpxWarning
 from ..patching import Draft, Patch
-from ..torch_internals import CHECKPOINT_GENERATOR, CLIPPING, PREPARE_STEP, has_hooked_step
+from ..tensors import LOW_DTYPES, Args, Kwargs, tensors_of
+from ..torch_internals import (
+    CHECKPOINT_GENERATOR,
+    CLIPPING,
+    PREPARE_STEP,
+    SCRIPTED,
+    OpOverload,
+    OpOverloadPacket,
+    dispatch_modes,
+    has_hooked_step,
+)
 from ..torch_state import (
     as_recomputation,
     as_training,
     conversion,
+    has_casts,
     in_force,
+    is_below_dispatcher,
     is_off,
     is_training,
     keeps_kind,
@@ -36,7 +58,7 @@ from ..torch_state import (
     keeps_state,
     without_casts,
 )
-from . import autocast_regions, beneath
+from . import autocast_regions
 from .early_names import subclasses
 
 
@@ -58,7 +80,7 @@ def region_patches(
     yield draft.around(torch.backends.mha, "get_fastpath_enabled", _has_fastpath)
     yield draft.around(torch.nn.RNNBase, "check_input", _check)
     yield from autocast_regions.patches(draft, low_dtype)
-    yield from beneath.patches(draft, run_suspended, low_dtype)
+    yield from _beneath_patches(draft, run_suspended, low_dtype)
 
 
 # --- optimizers --------------------------------------------------------------------------------
@@ -265,3 +287,92 @@ def _check(check_input: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         check_input(*args, **kwargs)
     finally:
         torch.set_autocast_enabled("cpu", was_enabled)
+
+
+# --- operators such as `torch.ops.aten.mm`, and TorchScript -------------------------------------
+
+
+LOGGER: Final = logging.getLogger("hmpx")
+
+
+def _complete(call: Callable[..., Any], operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(operator, *args, **kwargs)
+    except Exception as error:
+        again = _retry(functools.partial(call, operator), operator, error, args, kwargs)
+        if again is None:
+            raise
+    return again()  # here nothing keeps the error's frames alive
+
+
+def _retry(
+    function: Callable[..., Any], operator: Any, error: Exception, args: Args, kwargs: Kwargs
+) -> Callable[[], Any] | None:
+    """Returns a function that computes the call in fp32; None if it failed for another reason."""
+    # A traced graph would keep the failed call.
+    if dispatch_modes() or is_below_dispatcher() or not may_run_again(error):
+        return None
+    inputs = inputs_of(args, kwargs)
+    if inputs is None or inputs.low is None or not has_casts(inputs.low.device.type):
+        return None
+    is_one = isinstance(operator, OpOverload)
+    overloads = [operator] if is_one else [getattr(operator, n) for n in operator.overloads()]
+    arguments = [each for overload in overloads for each in overload._schema.arguments]
+    names = [each.name for each in overloads[0]._schema.arguments if not each.kwarg_only]
+    writes = {each.name for each in arguments if each.alias_info and each.alias_info.is_write}
+    callee = Callee(str(operator), function, tuple(names), frozenset(writes), False, False)
+    note_legalized()
+    _log(callee.op)
+    return functools.partial(in_fp32, callee, args, kwargs, inputs.first.dtype)
+
+
+@functools.cache
+def _log(operator: str) -> None:
+    LOGGER.info("%s computes in fp32: it refuses the dtypes of its inputs", operator)
+
+
+#: Functions that were traced during a conversion: their graphs hold the casts.
+_traced: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+
+def _beneath_patches(
+    draft: Draft, run_suspended: Callable[..., Any], low_dtype: torch.dtype | None
+) -> Iterator[Patch]:
+    """Yields the patches of calls of operators and of scripted functions, and of `torch.jit`."""
+    has_warned = False
+
+    def script_uncast(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal has_warned
+        is_by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
+        if not has_warned and not is_by_torch:
+            has_warned = True
+            warnings.warn(
+                "torch.jit.script takes only torch's own functions, so scripted code is not cast. "
+                "Use torch.jit.trace or torch.export to have the casts in the graph",
+                HmpxWarning,
+                stacklevel=3,
+            )
+        return run_suspended(script, *args, **kwargs)
+
+    def trace(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        traced = original(*args, **kwargs)
+        if in_force() is not None:
+            _traced.add(traced if isinstance(traced, SCRIPTED) else traced.forward)
+        return traced
+
+    def cast_inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args[0] in _traced:
+            return call(*args, **kwargs)
+        for tensor in tensors_of((args[1:], kwargs)):
+            if tensor.dtype in LOW_DTYPES and has_casts(tensor.device.type):
+                with torch.autocast(tensor.device.type, low_dtype):
+                    return call(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    yield draft.around(torch.jit, "script", script_uncast)
+    # torch.compile also patches it on its first use.
+    yield draft.around(torch.jit, "trace", trace, stays_idle=True)
+    if low_dtype is not None:
+        yield from [draft.around(kind, "__call__", cast_inside) for kind in SCRIPTED]
+    for operator_class in (OpOverload, OpOverloadPacket):
+        yield draft.around(operator_class, "__call__", _complete)

@@ -8,18 +8,20 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
 from .. import torch_internals, torch_state
+from ..arguments import is_a
 from ..casting import Options
-from ..errors import OptionError, warn
+from ..errors import OptionError, shown, suggestion, warn
 from ..observers import LOGGER, announce_conversion, show_log
-from ..policy import UNNAMED, CastPolicy, Decision, LowType, Policy, PolicySource
+from ..policy import UNNAMED, CastPolicy, Decision, LowType, Policy, PolicySource, made_policy
 from ..registry import exclusive
-from ..tensors import default_device_types, is_present
-from . import request
+from ..rules import all_rules
+from ..tensors import default_device_types, is_present, parse_device_types
 from .session import Session
 from .switching import current, forget_left, left_one, switch_to
 
@@ -112,7 +114,7 @@ def convert(
     """
     given = dict(locals())
     torch_internals.check()
-    made, found_types, options, verbose = request.checked(given)
+    made, found_types, options, verbose = _checked(given)
     if verbose == "hmp":
         announce_conversion(opt_level)
     is_named = device_types is not None
@@ -141,6 +143,71 @@ def _warn_of_absent(device_types: Collection[str]) -> None:
     )
 
 
+# --- arguments ---------------------------------------------------------------------------------
+
+
+def _checked(given: Mapping[str, Any]) -> tuple[Policy, frozenset[str], Options, bool | str]:
+    """Checks `convert`'s arguments as a whole, before anything is patched."""
+    for name in given["_unknown"]:
+        raise _unknown_argument("convert", name, [each for each in given if each[0] != "_"])
+    if given["_too_many"]:
+        raise OptionError(
+            "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, "
+            f"not {3 + len(given['_too_many'])}; pass the others by name: opt_level=..."
+        )
+    verbose = _verbosity(given["verbose"], given["isVerbose"])
+    options = Options.checked(given)
+    found_types = parse_device_types(given["device_types"])
+    made, is_logged = made_policy(given)
+    _check_effect(options, made)
+    return made, found_types, options, verbose or is_logged
+
+
+def _check_effect(options: Options, policy: Policy) -> None:
+    """Checks that options of number formats apply to some op; rules may give ops a format."""
+    unset = Options()
+    of_formats = [each.name for each in fields(Options) if each.metadata["is_of_formats"]]
+    given = [name for name in of_formats if getattr(options, name) != getattr(unset, name)]
+    if given and not policy.formats() and not all_rules():
+        raise OptionError(
+            f"{given[0]} has no effect: no op runs in a number format; name one as low_precision_type "
+            f"or on an op's line, register the rule that does before, or leave {given[0]} out"
+        )
+
+
+#: Other names of arguments -> those of `convert`.
+_OTHER_NAMES: Final = {
+    **dict.fromkeys(("dtype", "precision", "low_dtype"), "low_precision_type"),
+    **dict.fromkeys(("low", "bf16", "bf16_file", "bf16_list"), "bf16_file_path"),
+    **dict.fromkeys(("fp32", "fp32_file", "fp32_list"), "fp32_file_path"),
+    **dict.fromkeys(("device", "devices", "device_type"), "device_types"),
+    **dict.fromkeys(("skip", "ignore", "modules", "layers"), "exclude"),
+}
+
+
+def _unknown_argument(function: str, name: str, known: Iterable[str]) -> OptionError:
+    """Returns the error that ``function`` has no argument ``name``, with the nearest name."""
+    hint = suggestion(name, known, _OTHER_NAMES)
+    if name == "enabled":
+        hint = "; hmpx.disable_casts() is a block without casts"
+    return OptionError(f"hmpx.{function} has no argument {shown(name)}{hint}")
+
+
+def _verbosity(verbose: object, of_hmp: object) -> bool | str:
+    if verbose is not None and of_hmp is not None:
+        raise OptionError("isVerbose is HMP's name for verbose: give one of the two")
+    name, value = ("verbose", verbose) if of_hmp is None else ("isVerbose", of_hmp)
+    if value is None:
+        return False
+    if is_a(value, str):
+        text = str.__str__(value)
+        if text in ("once", "hmp"):
+            return text
+    elif is_a(value, (bool, int)) and value in (0, 1):
+        return bool(value)
+    raise OptionError(f"{name} must be True, False, 'once' or 'hmp', not {shown(value)}")
+
+
 def checked_policy(**options: Any) -> Policy:
     """Returns the policy of a conversion with these arguments of `convert`; changes nothing.
 
@@ -152,7 +219,7 @@ def checked_policy(**options: Any) -> Policy:
     check_names(convert, options)
     known = inspect.signature(convert).parameters
     given = {name: options.get(name, each.default) for name, each in known.items()}
-    return request.checked({**given, "_too_many": (), "_unknown": {}})[0]
+    return _checked({**given, "_too_many": (), "_unknown": {}})[0]
 
 
 def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:
@@ -165,7 +232,7 @@ def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:
     for name in options:
         if name not in taken:
             names = dict.fromkeys([*_names_of(function), *taken])
-            raise request.unknown_argument(function.__name__, name, names)
+            raise _unknown_argument(function.__name__, name, names)
 
 
 #: The signature that help() shows.
