@@ -39,11 +39,7 @@ def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
 
 
 def text(name: str, value: object, what: str = "a string") -> str:
-    """Returns ``value`` as a plain string.
-
-    Raises:
-        OptionError: It is not a string.
-    """
+    """Returns ``value`` as a plain string."""
     if not is_a(value, str):
         raise OptionError(f"{name} must be {what}, not {shown(value)}")
     return str.__str__(value)  # an enum's own differs
@@ -69,11 +65,7 @@ def choice(
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """Returns ``value``, an int of at least ``least``.
-
-    Raises:
-        OptionError: It is not.
-    """
+    """Returns ``value``, an int of at least ``least``."""
     if type(value) is not int or value < least:
         raise OptionError(f"{name} must be an int of at least {least}, not {shown(value)}")
     return value
@@ -87,11 +79,7 @@ def of_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def called(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a model and returns its result.
-
-    Raises:
-        OptionError: The model does not take these inputs.
-    """
+    """Calls a model and returns its result."""
     try:
         return model(*args, **kwargs)
     except TypeError as error:
@@ -108,11 +96,7 @@ def called(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def truth(name: str, value: object) -> bool:
-    """Returns ``value`` as a bool; 0 and 1 are accepted.
-
-    Raises:
-        OptionError: It is neither.
-    """
+    """Returns ``value`` as a bool; 0 and 1 are accepted."""
     if value is True or value is False:
         return value
     if type(value) is int and value in (0, 1):
@@ -121,11 +105,7 @@ def truth(name: str, value: object) -> bool:
 
 
 def path(name: str, value: object) -> str:
-    """Returns the path ``value`` as a string; ``""`` for None.
-
-    Raises:
-        OptionError: It is not a path.
-    """
+    """Returns the path ``value`` as a string; ``""`` for None."""
     if value is None:
         return ""
     found: object = value
@@ -141,11 +121,7 @@ def path(name: str, value: object) -> str:
 
 
 def items(name: str, value: object, what: str) -> list[Any]:
-    """Returns the items of the collection ``value``.
-
-    Raises:
-        OptionError: It is not a collection, can't be iterated, or holds too many items.
-    """
+    """Returns the items of the collection ``value``."""
     try:
         iterator = iter(value)  # type: ignore[call-overload]
     except Exception:
@@ -160,22 +136,14 @@ def items(name: str, value: object, what: str) -> list[Any]:
 
 
 def texts(name: str, value: object, what: str = "a list of strings") -> list[str]:
-    """Returns the strings in ``value``; a single string counts as one of them.
-
-    Raises:
-        OptionError: It is not a collection of strings.
-    """
+    """Returns the strings in ``value``; a single string counts as one of them."""
     if is_a(value, str):
         return [text(name, value)]
     return [text(f"each of {name}", item) for item in items(name, value, what)]
 
 
 def mapping(name: str, value: object, what: str = "a dict") -> dict[Any, Any]:
-    """Returns the mapping ``value`` as a dict.
-
-    Raises:
-        OptionError: It is not a mapping, or can't be read.
-    """
+    """Returns the mapping ``value`` as a dict."""
     if not is_a(value, Mapping):
         raise OptionError(f"{name} must be {what}, not {shown(value)}")
     try:
@@ -185,11 +153,7 @@ def mapping(name: str, value: object, what: str = "a dict") -> dict[Any, Any]:
 
 
 def has_run(name: str, returned: Any) -> Any:
-    """Returns ``returned``, the result of the function ``name``.
-
-    Raises:
-        OptionError: It is a generator or a coroutine, which has run nothing yet.
-    """
+    """Returns ``returned``, the result of the function ``name``, unless that has run nothing yet."""
     for is_kind, what, remedy in _LATER:
         if is_kind(returned):
             if not inspect.isasyncgen(returned):
@@ -202,11 +166,7 @@ def has_run(name: str, returned: Any) -> Any:
 
 
 def first_and_end(name: str, value: Any) -> tuple[int, float]:
-    """Returns the first number of a range or pair, and the one to stop before; all numbers for None.
-
-    Raises:
-        OptionError: ``value`` is neither.
-    """
+    """Returns the first number of a range or pair, and the one to stop before; all numbers for None."""
     if value is None:
         return 0, float("inf")
     if isinstance(value, range) and value.step == 1:

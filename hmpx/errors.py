@@ -72,9 +72,6 @@ class NonFiniteError(HmpxError):
         super().__init__(str(offence))
         self.offence = offence
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.offence,)
-
 
 class ContractError(HmpxError):
     """A program does not have the precision that a contract expects.
@@ -87,9 +84,6 @@ class ContractError(HmpxError):
         """Uses the breach's text as the message."""
         super().__init__(str(breach))
         self.breach = breach
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.breach,)
 
 
 class HmpxWarning(UserWarning):

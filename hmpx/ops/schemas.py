@@ -71,7 +71,7 @@ def declared_written(name: str) -> frozenset[str]:
 def _is_dispatched(schema: Any) -> bool:
     """Whether the schema is a kernel's, rather than TorchScript's own (``sort`` of a list)."""
     overload = f".{schema.overload_name}" if schema.overload_name else ""
-    return has_kernel(schema.name + overload)
+    return bool(has_kernel(schema.name + overload))
 
 
 # --- parameters --------------------------------------------------------------------------------

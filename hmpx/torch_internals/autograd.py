@@ -55,14 +55,13 @@ _use_count = rely_on(
     without="no cast is reused",
     instead=(lambda pointer: sys.maxsize,),
 )
-_storage = Tensor.untyped_storage
 #: Returns a tensor's memory; read before anything is patched.
-storage_of: Callable[[Tensor], torch.UntypedStorage] = _storage
+storage_of: Callable[[Tensor], torch.UntypedStorage] = Tensor.untyped_storage
 
 
 def uses(tensor: Tensor) -> int:
     """Returns the number of references to the memory of ``tensor``."""
-    return int(_use_count(_storage(tensor)._cdata))
+    return int(_use_count(storage_of(tensor)._cdata))
 
 
 #: Returns the number of the backward pass that this thread computes; -1 if there is none.
@@ -74,14 +73,10 @@ current_graph_task: Callable[[], int] = rely_on(
 )
 
 
-#: The function that all non-reentrant checkpoints call: since torch 2.14, and before.
-_GENERATORS: Final = (
-    "_checkpoint_without_reentrant_generator_impl",
-    "_checkpoint_without_reentrant_generator",
-)
+_SINCE_2_14: Final = "_checkpoint_without_reentrant_generator_impl"
 #: Name in `torch.utils.checkpoint` of the runner of non-reentrant ones; its first argument is the function.
-CHECKPOINT_GENERATOR: Final = next(
-    (name for name in _GENERATORS if hasattr(torch.utils.checkpoint, name)), _GENERATORS[0]
+CHECKPOINT_GENERATOR: Final = (
+    _SINCE_2_14 if hasattr(torch.utils.checkpoint, _SINCE_2_14) else _SINCE_2_14[: -len("_impl")]
 )
 rely_on(
     f"torch.utils.checkpoint.{CHECKPOINT_GENERATOR}",
@@ -93,9 +88,6 @@ rely_on(
 
 
 # --- nodes of the graph -------------------------------------------------------------------------
-
-_FLOAT32: Final = torch.float32
-
 
 #: Whether nodes expose their outputs, and the order of their creation.
 _ARE_DESCRIBED: Final[bool] = rely_on(

@@ -35,28 +35,25 @@ def fake_mode() -> Any:
 
 def needs_values(error: BaseException) -> str:
     """Returns the op in a fake tensor's error about a result that depends on values; ``""`` for other errors."""
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-    )
-
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return str(error.func)
-    return ""
+    is_it = _is_named(error, "DataDependentOutputException", "DynamicOutputShapeException")
+    return str(getattr(error, "func", "")) if is_it else ""
 
 
 def lacks_kernel(error: BaseException) -> str:
     """Returns the op in an error about a missing kernel for fake tensors; ``""`` for other errors."""
-    from torch._subclasses.fake_tensor import UnsupportedOperatorException
-
-    return str(error.func) if isinstance(error, UnsupportedOperatorException) else ""
+    is_it = _is_named(error, "UnsupportedOperatorException")
+    return str(getattr(error, "func", "")) if is_it else ""
 
 
 def differs_in_devices(error: BaseException) -> bool:
     """Whether an error is about fake tensors on several devices."""
-    from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+    return _is_named(error, "FakeTensorDeviceMismatchError")
 
-    return isinstance(error, FakeTensorDeviceMismatchError)
+
+def _is_named(error: BaseException, *names: str) -> bool:
+    from torch._subclasses import fake_tensor  # takes long to import
+
+    return isinstance(error, tuple([getattr(fake_tensor, name) for name in names]))
 
 
 class _Hidden(type):

@@ -26,17 +26,14 @@ rely_on(
     without="they would be cast",
 )
 
-_step_hooks, _module_hooks, _buffer_hooks = rely_on(
+#: Hooks by key: after each optimizer's step, for each submodule that is registered, for each buffer.
+STEP_HOOKS, MODULE_HOOKS, BUFFER_HOOKS = rely_on(
     "torch.optim.optimizer._global_optimizer_post_hooks",
     "torch.nn.modules.module._global_module_registration_hooks",
     "torch.nn.modules.module._global_buffer_registration_hooks",
     feature="hooks of optimizers and modules",
     without="reused casts outlive fused optimizers' steps, and modules that are moved keep their names",
 )
-#: Hooks by key: after each optimizer's step, for each submodule that is registered, for each buffer.
-STEP_HOOKS: Final = _step_hooks
-MODULE_HOOKS: Final = _module_hooks
-BUFFER_HOOKS: Final = _buffer_hooks
 
 #: The function that rebuilds tensors from stored data.
 rebuild_tensor = rely_on(
@@ -47,13 +44,9 @@ rebuild_tensor = rely_on(
 )
 
 
-#: The attribute that torch.nn.DataParallel sets on its copies of a module.
-_REPLICA: Final = "_is_replica"
-
-
 def is_replica(module: torch.nn.Module) -> bool:
     """Whether ``module`` is a copy that torch.nn.DataParallel made for one forward."""
-    return getattr(module, _REPLICA, False) is True
+    return getattr(module, "_is_replica", False) is True
 
 
 def _clipping_cells(clip_grad: types.ModuleType) -> tuple[types.CellType, ...]:

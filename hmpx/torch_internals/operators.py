@@ -10,7 +10,8 @@ import torch
 
 from .torch_part import rely_on
 
-schemas_of, _has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on(
+#: The second says whether the dispatcher has a kernel for an operator such as ``"aten::add.Tensor"``.
+schemas_of, has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on(
     "torch._C._jit_get_schemas_for_operator",
     "torch._C._dispatch_has_kernel",
     "torch._C._VariableFunctions",
@@ -21,11 +22,6 @@ schemas_of, _has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on(
 )
 #: The names of these namespaces according to their modules and docs.
 NN_NAMESPACE, VF_NAMESPACE = "torch._C._nn", "torch._VF"
-
-
-def has_kernel(operator_name: str) -> bool:
-    """Whether the dispatcher has a kernel for an operator such as ``"aten::add.Tensor"``."""
-    return bool(_has_kernel(operator_name))
 
 
 OpOverload, OpOverloadPacket, OpNamespace, CustomOpDef = rely_on(
@@ -70,10 +66,6 @@ def set_kernel(operator: Any, function: Callable[..., Any], key: str) -> None:
         _OWN.impl(operator.name(), function, key)
 
 
-class _NoOp:
-    """Replaces an operator that torch does not have; matches no call."""
-
-
 #: The operators of a cast; of ``.item()``, and of an ``if`` on a tensor; of batch norm with running
 #: statistics, in compiled programs; CUDA's fused attention kernels: the low-precision one without a mask, and
 #: the other.
@@ -85,5 +77,5 @@ CAST_OP, VALUE_OP, BATCH_NORM_OP, FLASH_ATTENTION, MASKED_ATTENTION = rely_on(
     "torch.ops.aten._scaled_dot_product_efficient_attention",
     feature="operators in hmpx.plan and record(memory=True)",
     without="they count casts of weights as other tensors, and plans may fail or count too much",
-    instead=(*[_NoOp()] * 3, None, None),
+    instead=(*[object()] * 3, None, None),
 )
