@@ -72,7 +72,7 @@ class Line:
     def is_about_modules(self) -> bool:
         """Whether its ``output`` and ``gradient`` are those of whole modules."""
         return not self.ops and any(
-            key.startswith("module") for key, _ in self.section.conditions()
+            key.startswith("module") for key, _ in self.section.conditions
         )
 
     def is_about_call(self, call: Call) -> bool:
@@ -81,7 +81,7 @@ class Line:
 
     def is_module(self, call: Call) -> bool:
         """Whether the line is about the innermost running module itself, not only one around it."""
-        given = dict(self.section.conditions())
+        given = dict(self.section.conditions)
         return (
             any(
                 matches(key, each, call.module)

@@ -174,7 +174,7 @@ def _asked(rule: Any) -> str:
     """Returns one line on a registered rule, or on a section and its decision."""
     if isinstance(rule, rules.Registered):
         return f"{rule}, level {rule.level}"
-    conditions = ", ".join(f"{key} {_said(value)}" for key, value in rule.section.conditions())
+    conditions = ", ".join(f"{key} {_said(value)}" for key, value in rule.section.conditions)
     said = rule.decision.cast_policy.name
     return f"{rule}: {said} where {conditions}" if conditions else f"{rule}: {said}"
 

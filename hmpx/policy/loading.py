@@ -238,7 +238,7 @@ def _check_sections(made: list[Section]) -> None:
     """Raises an error if two sections with equal conditions decide an op differently."""
     known: dict[object, dict[str, Decision]] = {}
     for section in made:
-        decided = known.setdefault(section.conditions(), {})
+        decided = known.setdefault(section.conditions, {})
         for op in decided.keys() & section.decisions.keys():
             said, decision = decided[op], section.decisions[op]
             if said != decision:

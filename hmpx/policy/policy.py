@@ -129,7 +129,7 @@ class Policy:
 
     def fingerprint(self) -> str:
         """Returns a string that equal policies share, in any process."""
-        placed = [(each.conditions(), _bare(each.decisions)) for each in self.sections]
+        placed = [(each.conditions, _bare(each.decisions)) for each in self.sections]
         state = repr((_bare(self.decisions), placed, self.low_precision_type))
         return hashlib.sha256(state.encode()).hexdigest()
 

@@ -120,7 +120,7 @@ class Section:
     """
 
     decisions: Mapping[str, Decision]
-    _conditions: tuple[tuple[str, Any], ...]
+    conditions: tuple[tuple[str, Any], ...]  # By name
     where: str = field(compare=False)
 
     __repr__ = fielded
@@ -133,32 +133,28 @@ class Section:
         given = [(key, conditions.get(key)) for key in CONDITIONS]
         kept = tuple([(key, value) for key, value in given if value not in (None, ())])
         object.__setattr__(self, "decisions", types.MappingProxyType(dict(decisions)))
-        object.__setattr__(self, "_conditions", kept)
+        object.__setattr__(self, "conditions", kept)
         object.__setattr__(self, "where", where)
 
     def __hash__(self) -> int:
-        return hash((frozenset(self.decisions.items()), self._conditions))
+        return hash((frozenset(self.decisions.items()), self.conditions))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = functools.partial(Section, where=self.where, **dict(self._conditions))
+        made = functools.partial(Section, where=self.where, **dict(self.conditions))
         return made, (dict(self.decisions),)
 
     def with_decisions(self, decisions: Mapping[str, Decision]) -> Section:
         """Returns a section with the same conditions."""
-        return Section(decisions, where=self.where, **dict(self._conditions))
-
-    def conditions(self) -> tuple[tuple[str, Any], ...]:
-        """Returns its conditions, by name."""
-        return self._conditions
+        return Section(decisions, where=self.where, **dict(self.conditions))
 
     @property
     def is_placed(self) -> bool:
         """Whether it depends on the modules that are running."""
-        return any(CONDITIONS[key].is_placed for key, _ in self._conditions)
+        return any(CONDITIONS[key].is_placed for key, _ in self.conditions)
 
     def holds_for(self, call: Call) -> bool:
         """Whether ``call`` meets all conditions."""
-        given = dict(self._conditions)
+        given = dict(self.conditions)
         paths = [key for key in _PATHS if key in given]
         if paths and not any(CONDITIONS[key].holds(given[key], call) for key in paths):
             return False
@@ -167,7 +163,7 @@ class Section:
     @property
     def globs(self) -> tuple[str, ...]:
         """Globs, one of which must match the module or one around it; () for none."""
-        given = dict(self._conditions)
+        given = dict(self.conditions)
         return () if "module_regex" in given else given.get("module", ())
 
 
@@ -226,7 +222,7 @@ def unmatched(sections: Iterable[Section], paths: Iterable[str]) -> list[str]:
     return [
         f"{section.where}: {key} {pattern!r}"
         for section in sections
-        for key, patterns in section.conditions()
+        for key, patterns in section.conditions
         if key in _PATHS
         for pattern in patterns
         if not is_matched(key, pattern)

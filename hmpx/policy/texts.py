@@ -62,7 +62,7 @@ def _rows(decisions: Mapping[str, Decision]) -> Iterator[tuple[str, str, str, st
 def _heading(section: Section) -> str:
     conditions = [
         f"{name} {shown([*map(str, value)] if isinstance(value, tuple) else value)}"
-        for name, value in section.conditions()
+        for name, value in section.conditions
     ]
     where = f" ({section.where})" if section.where else ""
     return f"where {', '.join(conditions)}{where}"
@@ -82,7 +82,7 @@ def to_yaml(policy: Policy) -> str:
     if policy.sections:
         content["sections"] = [
             {
-                **{key: _written(value) for key, value in section.conditions()},
+                **{key: _written(value) for key, value in section.conditions},
                 **_lists(section.decisions, low_dtype),
             }
             for section in policy.sections

@@ -668,7 +668,7 @@ POLICIES = st.builds(
     Policy,
     by_op(LISTED, max_size=12),
     st.sampled_from([BF16, FP16]),
-    st.lists(sections(), max_size=3, unique_by=lambda s: s.conditions()).map(tuple),
+    st.lists(sections(), max_size=3, unique_by=lambda s: s.conditions).map(tuple),
 )
 
 
