@@ -14,6 +14,7 @@ FILES = [
     ("hmpx.ops", "ops.ini"),
     ("hmpx.compute", "kernels.ini"),
     ("hmpx.number_formats", "vocabulary.ini"),
+    ("hmpx.torch_internals", "compiler.ini"),
 ]
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from ..data_files import read_sections
 from ..errors import said_by
 from ..later import AfterImport
 from .modes import is_transformed
@@ -47,86 +48,6 @@ class Later:
     DYNAMO_MODULE_CALLS: Final = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
 
 
-#: Module -> names in it; see `Part`.
-_PARTS: Final[dict[str, Part]] = {
-    Later.TRACER: Part(
-        "regions of torch.autocast in exported graphs",
-        ("PreDispatchTorchFunctionMode.__torch_function__",),
-        "exported graphs cast inside of regions that are off",
-    ),
-    Later.SELECT_ALGORITHM: Part(
-        "kernels in compiled graphs",
-        ("ExternKernelChoice.__init__", "extern_kernels"),
-        "compiled code takes longer, and may cast where casts were off",
-    ),
-    Later.CODE_CACHE: Part(
-        "caches of compiled graphs on the disk",
-        ("FxGraphHashDetails.__init__",),
-        "they are not used",
-    ),
-    Later.INDUCTOR_CONFIG: Part(
-        "casts in compiled graphs",
-        ("_config.emulate_precision_casts", "force_disable_caches"),
-        "rounding takes longer there",
-    ),
-    Later.INDUCTOR_LOWERINGS: Part(
-        "torch's functions in compiled graphs",
-        ("lowerings",),
-        "flex_attention may not compile once a conversion during which inductor was imported is reverted",
-    ),
-    Later.INDUCTOR_GRAPHS: Part(
-        "torch's functions that inductor puts into graphs",
-        ("GraphLowering.call_function",),
-        "inductor may not find how to compute them",
-    ),
-    Later.INDUCTOR_SUBGRAPHS: Part(
-        "torch's functions that inductor puts into attention",
-        ("PointwiseSubgraphLowering.call_function",),
-        "flex_attention may not compile on a CPU",
-    ),
-    Later.AOT_GRAPHS: Part(
-        "memory of compiled graphs",
-        ("_partition_joint_graph_into_fw_bw",),
-        "they keep casts of weights for their backward",
-    ),
-    Later.DYNAMO_FUNCTIONS: Part(
-        "questions about torch.autocast while tracing",
-        ("constant_fold_functions.update",),
-        "graphs break where a model asks whether torch.autocast is on",
-    ),
-    Later.DYNAMO_RULES: Part(
-        "methods of tensors while tracing",
-        ("get_tensor_method",),
-        "graphs break where hmpx casts for functions of other libraries",
-    ),
-    Later.DYNAMO_TRANSLATION: Part(
-        "sections by module in compiled graphs",
-        ("InstructionTranslatorBase.step",),
-        "torch.compile is refused with them",
-    ),
-    Later.DYNAMO_GRAPHS: Part(
-        "graphs that stay over conversions",
-        ("OutputGraph.init_ambient_guards",),
-        "each conversion compiles again",
-    ),
-    Later.DYNAMO_GUARDS: Part(
-        "guards of compiled graphs",
-        ("install_guard", "GuardBuilder.EQUALS_MATCH"),
-        "torch.compile is refused with sections by module",
-    ),
-    Later.DYNAMO_SOURCES: Part(
-        "sources of guards",
-        ("AttrSource", "GlobalSource", "GlobalStateSource"),
-        "torch.compile is refused with sections by module",
-    ),
-    Later.DYNAMO_VARIABLES: Part(
-        "modules in compiled graphs",
-        ("LazyVariableTracker.realize", "UnspecializedNNModuleVariable"),
-        "torch.compile is refused with sections by module",
-    ),
-}
-
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -147,36 +68,40 @@ def _attribute_of(owner: Any, dotted_name: str) -> Any:
 
 
 def needed_of_later(module: str, name: str) -> Any:
-    """Returns an attribute of a loaded module.
-
-    Raises:
-        TorchError: The attribute is missing.
-    """
+    """Returns an attribute of a loaded module; raises TorchError if it is missing."""
     try:
         return _attribute_of(sys.modules.get(module), name)
     except AttributeError:
         return refuse([_part_of_later(module)])
 
 
+@functools.cache
+def _later() -> dict[str, Part]:
+    """Returns each part that ``compiler.ini`` lists, by its module."""
+    return {
+        module: Part(keys["feature"], tuple(keys["names"].split()), keys["without"])
+        for module, keys in read_sections(str(__package__), "compiler.ini").items()
+    }
+
+
 def _part_of_later(module_name: str) -> Part:
-    later, fault = _PARTS[module_name], ""
     module = sys.modules.get(module_name)  # another version of torch may have moved it
-    for name in later.names:
+    for name in _later()[module_name].names:
         try:
             _attribute_of(module, name)
         except AttributeError:
             fault = f"torch has no {module_name}.{name}"
-            break
-    return dataclasses.replace(later, fault=fault)
+            return dataclasses.replace(_later()[module_name], fault=fault)
+    return _later()[module_name]
 
 
 def later_parts() -> Iterator[Part]:
     """Imports and yields the parts of torch.compile."""
-    for name in _PARTS:
+    for name, part in _later().items():
         try:
             importlib.import_module(name)
         except ImportError as error:
-            yield dataclasses.replace(_PARTS[name], fault=said_by(error))
+            yield dataclasses.replace(part, fault=said_by(error))
         else:
             yield _part_of_later(name)
 

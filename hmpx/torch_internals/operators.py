@@ -46,11 +46,7 @@ _OWN: Final = _library("hmpx", "FRAGMENT")
 
 
 def own_operator(signature: str, fake: Callable[..., Any], *tags: str) -> Any:
-    """Returns a new operator of hmpx's, without a kernel.
-
-    Returns:
-        The operator; None if torch lacks a needed part, so that `convert` raises an error.
-    """
+    """Returns a new operator of hmpx's, without a kernel; None if torch lacks a needed part."""
     if not HAS_OPERATORS:
         return None
     name = signature.partition("(")[0]

@@ -32,21 +32,13 @@ def torch_version() -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A private part of torch that hmpx relies on, as found in the installed torch.
+    """A private part of torch that hmpx relies on, as found in the installed torch."""
 
-    Attributes:
-        feature: The feature of hmpx that needs it.
-        names: Its dotted names in torch.
-        without: The effect if it is not as expected.
-        is_needed: Whether `convert` then raises an error.
-        fault: The difference from what is expected; ``""`` for none.
-    """
-
-    feature: str
-    names: tuple[str, ...]
-    without: str
-    is_needed: bool = False
-    fault: str = ""
+    feature: str  # The feature of hmpx that needs it
+    names: tuple[str, ...]  # Its dotted names in torch
+    without: str  # The effect, as one clause, if it is not as expected
+    is_needed: bool = False  # `convert` then raises an error
+    fault: str = ""  # The difference from what is expected
 
 
 _parts: list[Part] = []
@@ -58,11 +50,7 @@ def parts() -> tuple[Part, ...]:
 
 
 def check() -> None:
-    """Warns, once per process, about features that don't work with this torch.
-
-    Raises:
-        TorchError: Results would be wrong with it.
-    """
+    """Warns, once per process, about features that don't work with this torch; raises if results would be wrong."""
     if faults := [part for part in _parts if part.fault]:
         refuse([part for part in faults if part.is_needed])
         warn_once(faults)
@@ -125,14 +113,9 @@ def rely_on(
     instead: tuple[Any, ...] | None = None,
     is_needed: bool = False,
 ) -> Any:
-    """Looks up dotted ``names`` in torch, and returns them, else ``instead``.
+    """Looks up dotted ``names`` in torch, and returns them, else ``instead``; for the others see `Part`.
 
-    Args:
-        names: Dotted names.
-        feature: See `Part`, also for ``without``.
-        without: One clause.
-        instead: A fallback for each name; None if `convert` raises an error without the part.
-        is_needed: `convert` raises an error despite fallbacks, which are for use before it.
+    Without ``instead``, or with ``is_needed``, `convert` raises an error if one is missing.
     """
     fault, found = "", (None,) * len(names) if instead is None else instead
     try:
