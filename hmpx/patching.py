@@ -58,18 +58,13 @@ def unpatched(*functions: Unpack[_Functions]) -> tuple[Unpack[_Functions]]:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A value to put at ``owner.attribute``, for a module, a class, an instance or a closure's cell.
-
-    Attributes:
-        stays_idle: The value may stay below somebody else's patch, since it no longer does anything.
-        is_foreign: The slot is the user's: it may reject the value, and may change at any time.
-    """
+    """A value to put at ``owner.attribute``, for a module, a class, an instance or a closure's cell."""
 
     owner: Any
     attribute: Any
     value: Any
-    stays_idle: bool = False
-    is_foreign: bool = False
+    stays_idle: bool = False  # It may stay below somebody else's patch: it no longer does anything
+    is_foreign: bool = False  # The slot is the user's: it may reject the value, or change any time
 
     @property
     def key(self) -> Hashable:

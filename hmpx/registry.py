@@ -54,15 +54,10 @@ def eventually(function: Callable[_P, None]) -> Callable[_P, None]:
 
 
 class Registry(Generic[_T]):
-    """A value that users change, and functions to call after each change.
-
-    Attributes:
-        value: The value; replaced, never modified.
-    """
+    """A value that users change, and functions to call after each change."""
 
     def __init__(self, value: _T) -> None:
-        """Starts with ``value``."""
-        self.value = value
+        self.value = value  # replaced, never modified
         self._followers: tuple[Callable[[], None], ...] = ()
 
     def followed_by(self, follower: Callable[[], None]) -> None:

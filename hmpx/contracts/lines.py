@@ -71,9 +71,7 @@ class Line:
     @property
     def is_about_modules(self) -> bool:
         """Whether its ``output`` and ``gradient`` are those of whole modules."""
-        return not self.ops and any(
-            key.startswith("module") for key, _ in self.section.conditions
-        )
+        return not self.ops and any(key.startswith("module") for key, _ in self.section.conditions)
 
     def is_about_call(self, call: Call) -> bool:
         """Whether the line's conditions hold for ``call``, whatever its phase."""

@@ -42,6 +42,8 @@ from ..torch_state import (
     open_region,
 )
 
+_DTYPE_GETTERS: Final = ("get_autocast_dtype", "get_autocast_gpu_dtype")
+
 
 def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
     """Yields the patches of torch.autocast, and of the functions that report its state.
@@ -86,7 +88,7 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
     yield draft.around(torch.autocast, "__exit__", noted_exit)
     is_enabled = draft.attribute(torch, "is_autocast_enabled")
     yield Patch(torch, "is_autocast_enabled", _answering(is_enabled, low_dtype is not None))
-    for name in ("get_autocast_dtype", "get_autocast_gpu_dtype"):
+    for name in _DTYPE_GETTERS:
         dtype_of = draft.attribute(torch, name)
         yield Patch(torch, name, _telling(dtype_of, is_enabled, low_dtype))
 
@@ -107,21 +109,14 @@ def _region(autocast: torch.autocast, frame: types.FrameType | None) -> Region:
         return Region(autocast)
     while frame is not None and _module(frame) in _BETWEEN:
         frame = frame.f_back
-    return Region(autocast, more=ON if _restores(frame) else device)
+    module = "" if frame is None else _module(frame)
+    # In DataParallel's replicas, recomputation and traced backwards, torch restores a state that it has saved.
+    restores = module.startswith("torch.") and module not in AUTOCAST_OPENERS
+    return Region(autocast, more=ON if restores else device)
 
 
 #: Modules through which a region is entered on behalf of others.
 _BETWEEN: Final = {"contextlib", "torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"}
-
-
-def _restores(frame: types.FrameType | None) -> bool:
-    """Whether torch itself enters the region, to restore a state that it has saved.
-
-    Such a region does not affect casts. It occurs in DataParallel's replicas, recomputation, and
-    traced backwards.
-    """
-    module = "" if frame is None else _module(frame)
-    return module.startswith("torch.") and module not in AUTOCAST_OPENERS
 
 
 def _module(frame: Any) -> str:
@@ -288,8 +283,5 @@ def _acts_on_casts(asker: Any) -> bool:
 @functools.lru_cache(maxsize=256)
 def _asks_for_dtype(code: types.CodeType) -> bool:
     names = set(code.co_names)
-    asks = "is_autocast_enabled" in names and names & _DTYPE_QUESTIONS
+    asks = "is_autocast_enabled" in names and names & {*_DTYPE_GETTERS}
     return bool(asks) and not names & {"autocast", "is_autocast_cache_enabled"}
-
-
-_DTYPE_QUESTIONS: Final = {"get_autocast_dtype", "get_autocast_gpu_dtype"}

@@ -117,8 +117,6 @@ def _know_methods(module: Any) -> None:
 
     hmpx uses them for casts in traced code.
     """
-    if of_later(module.__name__, "get_tensor_method") is None:
-        return
     own = {m for m in vars(Tensor.__mro__[1]).values() if isinstance(m, types.MethodDescriptorType)}
     _replace_once(
         module,
@@ -131,10 +129,12 @@ def _know_methods(module: Any) -> None:
 _MARK: Final = "__hmpx_compiled__"
 
 
-def _replace_once(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Replaces a function of torch.compile's by ``make(original)``, once."""
-    original = getattr(owner, name)
-    if not hasattr(original, _MARK):
+def _replace_once(module: Any, path: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replaces a function in a module of torch.compile's by ``make(original)``, once, if it is there."""
+    original = of_later(module.__name__, path)
+    if original is not None and not hasattr(original, _MARK):
+        names, _, name = path.rpartition(".")
+        owner = of_later(module.__name__, names) if names else module
         function = functools.wraps(original)(make(original))
         vars(function)[_MARK] = True
         setattr(owner, name, function)
@@ -148,9 +148,8 @@ _are_guarded = False  # whether graphs are used only in the conversion in which 
 def _guard_graphs(module: Any) -> None:
     """Makes graphs run only in the conversion, or outside of any, in which they were traced."""
     global _are_guarded
-    begin = of_later(module.__name__, "OutputGraph.init_ambient_guards")
     source = of_later(Later.DYNAMO_SOURCES, "GlobalStateSource")
-    if begin is None or source is None:
+    if source is None or of_later(module.__name__, "OutputGraph.init_ambient_guards") is None:
         return
 
     def guarding(begin: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -160,7 +159,7 @@ def _guard_graphs(module: Any) -> None:
 
         return begin_guarded
 
-    _replace_once(module.OutputGraph, "init_ambient_guards", guarding)
+    _replace_once(module, "OutputGraph.init_ambient_guards", guarding)
     _are_guarded = True
 
 
@@ -182,19 +181,17 @@ def _unwrap_kernels(module: Any) -> None:
     These calls are below the dispatcher: a wrapper would cost time, and would add casts to code
     traced inside `disable_casts`.
     """
-    choice = of_later(module.__name__, "ExternKernelChoice")
     called = of_later(module.__name__, "extern_kernels")
-    if choice is None or called is None:
-        return
-    kernels = vars(called)
-    kernels |= {name: unwrapped(kernel) for name, kernel in kernels.items()}
+    if called is not None:
+        kernels = vars(called)
+        kernels |= {name: unwrapped(kernel) for name, kernel in kernels.items()}
 
     def unwrapping(initialize: Callable[..., None]) -> Callable[..., None]:
         return lambda self, kernel, *args, **kwargs: initialize(
             self, unwrapped(kernel), *args, **kwargs
         )
 
-    _replace_once(choice, "__init__", unwrapping)
+    _replace_once(module, "ExternKernelChoice.__init__", unwrapping)
 
 
 def _list_originals(module: Any) -> None:
@@ -217,11 +214,7 @@ def _lower_originals(name: str) -> Callable[[Any], None]:
     def unwrapping(call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, target, args, kwargs: call(self, unwrapped(target), args, kwargs)
 
-    def lower_originals(module: Any) -> None:
-        if of_later(module.__name__, f"{name}.call_function") is not None:
-            _replace_once(getattr(module, name), "call_function", unwrapping)
-
-    return lower_originals
+    return lambda module: _replace_once(module, f"{name}.call_function", unwrapping)
 
 
 def unwrapped(function: Any) -> Any:
@@ -248,10 +241,8 @@ def _tag_keys(module: Any) -> None:
 
     torch has a setting for such tags, but each thread has its own value of it.
     """
-    details = of_later(module.__name__, "FxGraphHashDetails")
-    if details is None:  # indistinguishable entries must not be cached
-        disable_inductor_caches()
-        return
+    if of_later(module.__name__, "FxGraphHashDetails") is None:
+        disable_inductor_caches()  # indistinguishable entries must not be cached
 
     def tagging(initialize: Callable[..., None]) -> Callable[..., None]:
         def initialize_tagged(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -262,7 +253,7 @@ def _tag_keys(module: Any) -> None:
 
         return initialize_tagged
 
-    _replace_once(details, "__init__", tagging)
+    _replace_once(module, "FxGraphHashDetails.__init__", tagging)
 
 
 def _digest(decides: object) -> str:

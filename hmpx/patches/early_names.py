@@ -85,8 +85,7 @@ def in_module(
 def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, Any]]:
     """Yields the places that the patches miss: class attributes, defaults, closures, deeper tables.
 
-    Yields:
-        A dotted path such as ``package.module.Block.forward(activation=)``, and the function there.
+    With a path such as ``package.module.Block.forward(activation=)``, and the function there.
     """
     seen: set[int] = set()
     yield from _found(originals, list(_modules().items()), depth, seen)
@@ -98,22 +97,15 @@ def held_by_models(
 ) -> Iterator[tuple[str, Any]]:
     """Yields torch functions that instances of `torch.nn.Module` hold, also in partials, lists, dicts.
 
-    Yields:
-        A path such as ``package.module.Block().activation``, once for all instances of a class, and
-        the function there.
+    With a path such as ``package.module.Block().activation``, once for all instances of a class.
     """
-    said: set[str] = set()
-    for path, function in _found(originals, _models(seen), 5, set()):
-        if path not in said:
-            said.add(path)
-            yield path, function
-
-
-def _models(seen: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
-    """Returns the live instances of `torch.nn.Module` in this process, named by their class."""
     kinds = subclasses(torch.nn.Module)
     living = [each for each in gc.get_objects() if type(each) in kinds and id(each) not in seen]
-    return [(f"{type(m).__module__}.{type(m).__qualname__}()", m) for m in living]
+    models = [(f"{type(m).__module__}.{type(m).__qualname__}()", m) for m in living]
+    found: dict[str, Any] = {}
+    for path, function in _found(originals, models, 5, set()):
+        found.setdefault(path, function)
+    yield from found.items()
 
 
 def subclasses(base: type) -> set[type[Any]]:
@@ -172,7 +164,8 @@ def _function_parts(path: str, function: types.FunctionType) -> Iterator[tuple[s
 
 
 def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if issubclass(type(value), type) and _is_left_alone(str(vars(value).get("__module__", ""))):
+    module = str(vars(value).get("__module__", "")) if issubclass(type(value), type) else ""
+    if module.partition(".")[0] in _LEFT_ALONE:
         return
     if issubclass(type(value), types.ModuleType) and value.__name__ != path:
         return  # searched under its own name
@@ -207,10 +200,6 @@ def torchs_modules() -> list[tuple[str, types.ModuleType]]:
         if type(name) is str and name.partition(".")[0] in _TORCHS
         if issubclass(type(module), types.ModuleType)
     ]
-
-
-def _is_left_alone(name: str) -> bool:
-    return name.partition(".")[0] in _LEFT_ALONE
 
 
 def _is_pythons(module: types.ModuleType) -> bool:

@@ -30,26 +30,16 @@ from ..torch_internals import (
 
 @dataclass(frozen=True, slots=True)
 class ForeignSite:
-    """One slot with a callable of an op.
+    """One slot with a callable of an op."""
 
-    Attributes:
-        qualified: Its dotted name.
-        owner: The module, class or operator that has the slot.
-        attribute: Name of the slot.
-        function: The callable.
-        parameters: The callable's parameters.
-        writes: The parameters that it writes to.
-        in_place: It writes to its first argument.
-        binding: Class of the object around the callable in the slot: for methods, e.g. `classmethod`.
-    """
-
-    qualified: str
-    owner: Any
-    attribute: str
-    function: Callable[..., Any]
+    qualified: str  # Its dotted name
+    owner: Any  # The module, class or operator that has the slot
+    attribute: str  # Name of the slot
+    function: Callable[..., Any]  # The callable
     parameters: ops.Parameters
-    writes: tuple[str, ...] = ()
-    in_place: bool = False
+    writes: tuple[str, ...] = ()  # The parameters that it writes to
+    in_place: bool = False  # It writes to its first argument
+    # Class of the object around the callable in the slot: for methods, e.g. `classmethod`
     binding: Callable[[Any], Any] | None = None
     is_python = True
 

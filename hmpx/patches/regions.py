@@ -110,17 +110,16 @@ def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(keeps_state(a) if _is_closure(a) else a for a in args)
+        args = tuple(
+            keeps_state(each) if callable(each) and not isinstance(each, Optimizer) else each
+            for each in args
+        )
         if callable(kwargs.get("closure")):
             kwargs["closure"] = keeps_state(kwargs["closure"])
         with without_casts():
             return step(self, *args, **kwargs)
 
     return wrapper
-
-
-def _is_closure(argument: object) -> bool:
-    return callable(argument) and not isinstance(argument, Optimizer)
 
 
 # --- loss scaling ------------------------------------------------------------------------------

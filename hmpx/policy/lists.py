@@ -252,9 +252,6 @@ def shipped_set(name: str) -> tuple[str, tuple[int, int]] | None:
     """Returns a shipped set's directory and the torch version that its lines are read for; None for others.
 
     The version is the installed one, or that of ``"autocast-cuda@2.11"``.
-
-    Raises:
-        OptionError: The lists of that version are not known.
     """
     if name in set_names():
         return name, torch_version()

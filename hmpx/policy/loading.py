@@ -71,13 +71,7 @@ def load_policy(
 
 
 def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
-    """Returns the policy for the arguments of `load_policy`, and whether its file asks for logging.
-
-    Raises:
-        OpListError: A list can't be read, or an op is in two lists; with ``strict``, also if a name is unknown.
-        PolicyFileError: The policy file can't be read, or is not a policy.
-        OptionError: An argument has an invalid value, or two contradict each other.
-    """
+    """Returns the policy for the arguments of `load_policy`, and whether its file asks for logging."""
     policy, is_verbose = _made_policy(given)
     excluded = arguments.texts("exclude", given["exclude"], "a list of names of modules")
     if excluded:

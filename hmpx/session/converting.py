@@ -209,13 +209,7 @@ def _verbosity(verbose: object, of_hmp: object) -> bool | str:
 
 
 def checked_policy(**options: Any) -> Policy:
-    """Returns the policy of a conversion with these arguments of `convert`; changes nothing.
-
-    Raises:
-        OpListError: A list can't be read, or an op is in two lists.
-        PolicyFileError: ``policy`` can't be read, or is not a policy.
-        OptionError: There is no such argument, or it has an invalid value.
-    """
+    """Returns the policy of a conversion with these arguments of `convert`; changes nothing."""
     check_names(convert, options)
     known = inspect.signature(convert).parameters
     given = {name: options.get(name, each.default) for name, each in known.items()}
@@ -223,11 +217,7 @@ def checked_policy(**options: Any) -> Policy:
 
 
 def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:
-    """Checks the names of arguments that ``function`` passes on to `convert`.
-
-    Raises:
-        OptionError: Neither has such an argument; the message suggests the nearest.
-    """
+    """Raises OptionError, with the nearest name, for arguments that neither ``function`` nor `convert` has."""
     taken = _names_of(convert)
     for name in options:
         if name not in taken:
@@ -361,11 +351,7 @@ def casts_enabled() -> bool:
 
 
 def refuse_where_off(tool: str) -> None:
-    """Refuses to run a tool that would find no casts.
-
-    Raises:
-        OptionError: Casts are off here.
-    """
+    """Raises OptionError if casts are off here: the tool would find none."""
     if torch_state.is_off():
         raise OptionError(
             f"{tool} was called where casts are off; call it outside of hmpx.disable_casts() and of "

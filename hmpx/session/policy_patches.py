@@ -28,19 +28,12 @@ from ..policy import INPUT, SHIPPED, UNDECIDED, CastPolicy, Decision, Policy, Ru
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The settings that wrappers follow.
-
-    Attributes:
-        policy: The decision for every op.
-        device_types: The device types whose tensors are cast.
-        options: How ops compute.
-        observers: The observers that are notified of calls.
-    """
+    """The settings that wrappers follow."""
 
     policy: Policy
-    device_types: frozenset[str]
-    options: Options
-    observers: tuple[Attached, ...]
+    device_types: frozenset[str]  # Tensors on these are cast
+    options: Options  # How ops compute
+    observers: tuple[Attached, ...]  # They are notified of calls
 
 
 def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Callable[..., Any]]]:

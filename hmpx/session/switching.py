@@ -41,21 +41,13 @@ _left: Session | None = None
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """A session's changes to torch.
+    """A session's changes to torch."""
 
-    Attributes:
-        applied: The patches, in the order applied.
-        wrappers: The wrappers in them.
-        rules: The rules that the wrappers apply.
-        observers: The observers that get calls.
-        notes_modules: Whether running modules are tracked.
-    """
-
-    applied: tuple[Applied, ...] = ()
-    wrappers: tuple[Callable[..., Any], ...] = ()
-    rules: tuple[Registered, ...] = ()
-    notes_modules: bool = False
-    observers: tuple[Attached, ...] = ()
+    applied: tuple[Applied, ...] = ()  # The patches, in the order applied
+    wrappers: tuple[Callable[..., Any], ...] = ()  # The wrappers in them
+    rules: tuple[Registered, ...] = ()  # The rules that the wrappers apply
+    notes_modules: bool = False  # Running modules are tracked
+    observers: tuple[Attached, ...] = ()  # They get calls
 
 
 #: Whether reference counts show who holds an object.
@@ -69,9 +61,6 @@ class Kept:
 
     It is restored only if everything it was made from is unchanged. Reference counts of torch's functions and
     of the wrappers show whether other code has stored one of them. Only then are modules searched.
-
-    Attributes:
-        installation: The conversion's changes to torch.
     """
 
     def __init__(self, installation: Installation) -> None:
