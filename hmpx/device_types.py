@@ -29,9 +29,8 @@ DEVICE_TYPES: Final = (
     DeviceType("cuda", True, True, True, 6, ("gpu", "nvidia", "rocm", "amd")),
     DeviceType("hpu", True, True, False, 3, ("gaudi", "habana")),
     DeviceType("xpu", True, True, False, 4, ("intel",)),
-    DeviceType(
-        "mps", True, True, False, 0, ("metal", "apple")
-    ),  # first: autocast itself never reads its bit
+    # The first: autocast itself never reads its bit
+    DeviceType("mps", True, True, False, 0, ("metal", "apple")),
     DeviceType("mtia", True, False, False, 1),
     DeviceType("xla", True, False, False, 2, ("tpu",)),
     DeviceType("ipu", False, False, False, None),  # its bit marks training

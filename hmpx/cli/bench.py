@@ -20,10 +20,6 @@ from .options import list_options
 #: Arguments of `hmpx.bench` that are options of the same names.
 _SETTINGS: Final = ("runs", "warmup", "run_s", "threads", "clock", "seed")
 
-#: The exit status of a program that Ctrl-C ended.
-_INTERRUPTED: Final = 130
-
-
 TEXT: Final = """\
 time your own step in float32, under torch.autocast and under hmpx
 ---
@@ -91,7 +87,11 @@ def run(options: argparse.Namespace) -> int:
     output.show(str(found).splitlines())
     if options.json:  # after the table, so that a failure does not lose it
         output.show(["", *output.written(options, json=found.to_json)])
-    return _INTERRUPTED if found.is_interrupted else int(any(each.error for each in found.variants))
+    return (
+        output.INTERRUPTED
+        if found.is_interrupted
+        else int(any(each.error for each in found.variants))
+    )
 
 
 def _inputs(source: str, name: str | None) -> Any:

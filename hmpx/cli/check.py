@@ -64,19 +64,12 @@ def run(options: argparse.Namespace) -> int:
     faults = policy.check_files({kind: tuple(paths) for kind, paths in files.items()})
     if faults:
         return output.show(faults, status=1)
-    op_count = sum(
-        len(each.ops)
-        for kind, paths in files.items()
-        for path in paths
-        for each in (
-            policy.read_policy_file(path).op_lists()
-            if kind == "policy"
-            else [policy.read_list(path, kind)]
-        )
-    )
-    return output.show(
-        [f"{output.counted(count, 'file')}, {output.counted(op_count, 'op')}: no faults"]
-    )
+    of_policies = [policy.read_policy_file(path).op_lists() for path in files.pop("policy")]
+    lists = [*itertools.chain(*of_policies)]
+    lists += [policy.read_list(path, kind) for kind, paths in files.items() for path in paths]
+    op_count = sum(len(each.ops) for each in lists)
+    checked = f"{output.counted(count, 'file')}, {output.counted(op_count, 'op')}"
+    return output.show([f"{checked}: no faults"])
 
 
 #: Written by `hmpx.tune` next to lists.
@@ -89,12 +82,9 @@ def _files(path: str) -> list[str]:
         return []
     if not Path(path).is_dir():
         return [path]
-    names = policy.FILE_NAMES.values()
-    found = [
-        each
-        for each in sorted(Path(path).iterdir())
-        if each.name in names or each.suffix in (".yaml", ".yml")
-    ]
+    names, suffixes = policy.FILE_NAMES.values(), (".yaml", ".yml")
+    inside = sorted(Path(path).iterdir())
+    found = [each for each in inside if each.name in names or each.suffix in suffixes]
     if not found:
         raise OptionError(f"{short(path)} holds neither {', '.join(names)} nor a policy file")
     return [str(each) for each in found]

@@ -105,8 +105,6 @@ def _recorded(name: str, program: list[str]) -> Report:
 
 
 class _Place(NamedTuple):
-    """What identifies a call in both runs."""
-
     op: str
     module: str
     location: str
@@ -133,10 +131,11 @@ def _of_calls(before: Report, after: Report) -> Iterator[str]:
         calls = sum(two[place].calls for place in changed)
         yield f"{output.counted(calls, 'call')} at {output.counted(len(rows), 'place')} compute otherwise"
     yield from _consequences(one, two)
-    for only, place in [("A", each) for each in one if each not in two] + [
-        ("B", each) for each in two if each not in one
-    ]:
-        yield f"only under {only}: {place.op} in {place.module or 'no module'} at {place.location}"
+    for only, these, others in (("A", one, two), ("B", two, one)):
+        for place in these:
+            if place not in others:
+                module = place.module or "no module"
+                yield f"only under {only}: {place.op} in {module} at {place.location}"
 
 
 def _outcome(row: Row) -> str:

@@ -82,12 +82,10 @@ def run(options: argparse.Namespace) -> int:
         lines = sorted({each.key for each in checked})
         Path(options.baseline).write_text("".join(f"{line}\n" for line in lines), "utf-8")
         return output.show([f"wrote {output.counted(len(lines), 'finding')} to {options.baseline}"])
-    lines = (
-        [_FORMATS[options.output_format](found)] if found or options.output_format != "text" else []
-    )
+    lines = [_FORMATS[options.output_format](found)]
     if options.output_format == "text":
         lines.append(output.counted(len(found), "finding"))
-    return output.show([line for line in lines if line], status=1 if found or failed else 0)
+    return output.show(filter(None, lines), status=1 if found or failed else 0)
 
 
 def _known(options: argparse.Namespace) -> frozenset[str]:

@@ -57,9 +57,8 @@ def _copied(name: str, folder: Path) -> Iterator[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError(
-            f"--copy {short(str(folder))}: can't make the directory: {error}"
-        ) from None
+        where = f"--copy {short(str(folder))}"
+        raise OptionError(f"{where}: can't make the directory: {error}") from None
     for path in files:
         if (folder / path.name).exists():
             raise OptionError(f"{folder / path.name} is there already; name another directory")

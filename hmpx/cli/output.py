@@ -8,9 +8,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..errors import OptionError, printable, short
+
+#: Exit status after Ctrl-C, as in shells.
+INTERRUPTED: Final = 130
 
 
 def show(lines: Iterable[str], status: int = 0) -> int:

@@ -46,10 +46,8 @@ def checked(name: str) -> Path:
     return path.absolute()  # the program may change its directory
 
 
-#: Functions that end a process at once.
+#: Functions that end a process at once, and signals by which schedulers and others end processes.
 _ENDS: Final = ("_exit", "abort", "execv", "execve")
-
-#: Signals by which schedulers, terminals and `multiprocessing` end processes.
 _SIGNALS: Final = ("SIGTERM", "SIGHUP")
 
 

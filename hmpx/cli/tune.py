@@ -9,10 +9,6 @@ from typing import Final
 
 from . import output
 
-#: Exit status after Ctrl-C, as in shells.
-_INTERRUPTED: Final = 130
-
-
 TEXT: Final = """\
 find the smallest set of ops that a command needs in fp32
 ---
@@ -62,10 +58,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         best = tune_by_check(check)
     except KeyboardInterrupt:
-        output.complain(
-            "interrupted before any policy was tried; the same command continues the search"
-        )
-        return _INTERRUPTED
+        what = "interrupted before any policy was tried; the same command continues the search"
+        output.complain(what)
+        return output.INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
     paths = best.write(check.directory)

@@ -73,12 +73,8 @@ def merged(
     elif not outranked.isdisjoint(_PATHS):  # a policy decides everything itself
         outranked.add("policy")
     taken = {name: value for name, value in defaults.items() if name not in outranked}
-    unused = {
-        name: value
-        for name, value in defaults.items()
-        if name in outranked and said.get(name) != value
-    }
-    return taken, unused
+    left = {name: value for name, value in defaults.items() if name not in taken}
+    return taken, {name: value for name, value in left.items() if said.get(name) != value}
 
 
 def _log(said: Mapping[str, Any], taken: Mapping[str, Any], unused: Mapping[str, Any]) -> None:
@@ -86,11 +82,8 @@ def _log(said: Mapping[str, Any], taken: Mapping[str, Any], unused: Mapping[str,
     origins = [f"{_listed(values)} from {source}" for source, values in sources if values]
     _LOGGER.info("hmp.convert(): %s", "; ".join(origins) or "HMP's defaults")
     if unused:
-        _LOGGER.warning(
-            "hmp.convert(): %s from the command line is not used: the script gives %s",
-            _listed(unused),
-            _listed(said),
-        )
+        text = "hmp.convert(): %s from the command line is not used: the script gives %s"
+        _LOGGER.warning(text, _listed(unused), _listed(said))
 
 
 def _listed(values: Mapping[str, Any]) -> str:

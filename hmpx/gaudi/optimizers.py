@@ -228,16 +228,9 @@ class FusedLamb(_Stepping):
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedLamb has no AMSGrad variant; leave out amsgrad")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults)
+        names = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging")
+        given = locals()
+        super().__init__(params, {name: given[name] for name in (*names, "max_grad_norm")})
         self.adam_w_mode, self.set_grad_none, self.use_lamb = adam_w_mode, set_grad_none, use_lamb
         self.fused, self.dtype = fused, dtype
 

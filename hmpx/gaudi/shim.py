@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, Final
 
@@ -65,7 +66,7 @@ class StandIn(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(_SETTINGS.get(self.__name__, ())):
-            return _without_effect(f"{self.__name__}.{name}")
+            return lambda *args, **kwargs: _note(f"{self.__name__}.{name}")
         more = vars(self).get("__hmpx_more__")
         if not name.startswith("_") and hasattr(more, name):
             return getattr(more, name)
@@ -99,18 +100,9 @@ def _remedy(name: str) -> str | None:
     return next((do for root, do in _REMEDIES.items() if f"{name}.".startswith(f"{root}.")), None)
 
 
-_noted: set[str] = set()
-
-
-def _without_effect(name: str) -> Callable[..., None]:
-    """Returns a function that does nothing, and logs this once at level INFO."""
-
-    def function(*args: object, **kwargs: object) -> None:
-        if name not in _noted:
-            _noted.add(name)
-            _LOGGER.info("%s() has no effect on this device", name)
-
-    return function
+@functools.cache
+def _note(name: str) -> None:
+    _LOGGER.info("%s() has no effect on this device", name)
 
 
 # --- the modules ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 import torch.distributed
 import yaml
-from torch import nn
 
 from .. import arguments
 from ..errors import HmpxWarning, NonFiniteError, OptionError, shown
@@ -106,10 +105,8 @@ class ConvertedRun:
             return
         stack, self._open = self._open, None
         if error is None and self._mode == "raise" and self.watch is not None and self.watch.first:
-            error = NonFiniteError(
-                self.watch.first
-            )  # already raised: not a second time for its consequences
-            kind = type(error)
+            # Already raised: not a second time for its consequences.
+            error, kind = NonFiniteError(self.watch.first), NonFiniteError
         try:
             stack.__exit__(kind, error, trace)
         finally:
@@ -148,11 +145,6 @@ class ConvertedRun:
     def _policy(self) -> Policy | None:
         session = current()
         return session.policy if self.policy is None and session is not None else self.policy
-
-
-def device_type_of(model: nn.Module) -> str | None:
-    """Returns the type of the device that a model's first parameter is on; None without any."""
-    return next((parameter.device.type for parameter in model.parameters()), None)
 
 
 def _report_path(path: str | os.PathLike[str]) -> Path:

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from ..tensors import default_device_types
-from .converted_run import ConvertedRun, device_type_of
+from .converted_run import ConvertedRun
 
 
 class HmpxPrecision(MixedPrecision):
@@ -59,7 +59,7 @@ class HmpxPrecision(MixedPrecision):
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
         """Converts torch for the devices of the model's type."""
-        device_type = device_type_of(model)
+        device_type = next((each.device.type for each in model.parameters()), None)
         if self.scaler is not None and self._has_default_scaler and device_type:
             self.scaler = torch.amp.GradScaler(device_type)
         self.run.start(device_type)

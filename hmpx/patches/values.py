@@ -114,13 +114,10 @@ def _cond(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_off():
             return original(pred, true_fn, false_fn, operands)
 
-        def if_true(*args: Any) -> Any:
-            return widened(true_fn(*args))
+        def widening(branch: Any) -> Any:
+            return lambda *args: widened(branch(*args))
 
-        def if_false(*args: Any) -> Any:
-            return widened(false_fn(*args))
-
-        return original(pred, if_true, if_false, operands)
+        return original(pred, widening(true_fn), widening(false_fn), operands)
 
     return cond
 

@@ -143,13 +143,8 @@ def sums_products(equation: str, shapes: Sequence[Sequence[int]]) -> bool:
         if dots:  # its dimensions are right-aligned
             sizes += enumerate(reversed(shape[len(before) : len(shape) - len(after)]))
         longer.update({index for index, size in sizes if size != 1})
-    summed = {
-        index
-        for index in longer
-        if (
-            (index if isinstance(index, str) else "...") not in output
-            if arrow
-            else counts[index] > 1
-        )
-    }
+    if arrow:
+        summed = [n for n in longer if (n if isinstance(n, str) else "...") not in output]
+    else:
+        summed = [n for n in longer if counts[n] > 1]
     return any(longer[index] > 1 for index in summed)

@@ -23,20 +23,12 @@ _CONDITION: Final = re.compile(
 )
 
 
-def parse(
-    text: str,
-    source: str,
-    kind: str = "low",
-    *,
-    is_shipped: bool = False,
-    faults: list[OpListError] | None = None,
-    version: tuple[int, int] | None = None,
-) -> OpList:
-    """Returns the list in ``text``, called ``source`` in messages; ``faults`` collects errors of lines."""
+def parse(text: str, source: str, kind: str = "low", **options: Any) -> OpList:
+    """Returns the list in ``text``, called ``source`` in messages; the ``options`` are those of `from_lines`."""
     lines = text.removeprefix("\ufeff").splitlines()
     contents = (line.partition("#")[0].strip() for line in lines)
     numbered = ((each, f"{source}:{n}") for n, each in enumerate(contents, 1) if each)
-    return from_lines(numbered, kind, is_shipped=is_shipped, faults=faults, version=version)
+    return from_lines(numbered, kind, **options)
 
 
 def from_lines(
@@ -47,7 +39,7 @@ def from_lines(
     faults: list[OpListError] | None = None,
     version: tuple[int, int] | None = None,
 ) -> OpList:
-    """Like `parse`, for lines that are each given with their ``file:line``."""
+    """Returns the list of lines, each with its ``file:line``; ``faults`` collects errors of lines."""
     reading = _Reading(kind, is_shipped, version or torch_version())
     for line, where in lines:
         try:
@@ -113,13 +105,11 @@ class _Reading:
                 f"{where}: there is no shipped set {shown(name)} ({', '.join(names)})"
                 f"{suggestion(name, names)}"
             )
-        pinned = f"{name}@{self._version[0]}.{self._version[1]}"
+        kind, pinned = self._kind, f"{name}@{self._version[0]}.{self._version[1]}"
         is_pinned = self._version != torch_version() and _PINNED.fullmatch(pinned)
-        included = read_set(pinned if is_pinned else name).get(
-            "low" if self._kind == "fp16" else self._kind
-        )
+        included = read_set(pinned if is_pinned else name).get("low" if kind == "fp16" else kind)
         if included is None:
-            raise OpListError(f"{where}: the shipped set {name!r} has no {self._kind} list")
+            raise OpListError(f"{where}: the shipped set {name!r} has no {kind} list")
         self.list.ops |= {n: e for n, e in included.ops.items() if n not in self._own}
         self.list.removed |= included.removed - self.list.ops.keys()
         self.list.everything = included.everything or self.list.everything
@@ -308,7 +298,7 @@ def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) ->
             f"lists={shown(name)} is neither a shipped set ({', '.join(names)}) nor a directory "
             f"with {' or '.join(FILE_NAMES.values())}{suggestion(name, names)}"
         )
-    missing = [kind for kind in KINDS.values() if kind.stand_in and kind.name not in found]
-    if shipped:
-        return found
-    return found | {kind.name: read_shipped(kind.stand_in, kind.name) for kind in missing}
+    for kind in () if shipped else KINDS.values():
+        if kind.stand_in and kind.name not in found:
+            found[kind.name] = read_shipped(kind.stand_in, kind.name)
+    return found

@@ -169,10 +169,7 @@ def _beneath(lists: Iterable[Listed], first: OpList | None = None) -> list[list[
     kept = {name: entry for name, entry in libraries.ops.items() if name not in removed}
     first = read_shipped("first") if first is None else first
     of_others = dataclasses.replace(libraries, ops=kept)
-    return [
-        listed({kind: each}, torch.bfloat16)
-        for kind, each in (("first", first), ("fp32", of_others))
-    ]
+    return [listed({"first": first}, torch.bfloat16), listed({"fp32": of_others}, torch.bfloat16)]
 
 
 def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) -> Policy:
@@ -191,16 +188,10 @@ def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) 
         shipped = listed(kept, low_dtype)
         first = _without(read_shipped("first"), "first", source)
         bands += [shipped, *_beneath([*given, *shipped], first)]
-    by_section = [
-        listed(section.lists, section.low_precision_type or low_dtype)
-        for section in source.sections
-    ]
+    by_section = [listed(s.lists, s.low_precision_type or low_dtype) for s in source.sections]
     report([each for band in bands[:2] for each in band], *by_section, strict=strict)
-    decisions = {
-        op: decision
-        for op, decision in resolve(bands).items()
-        if decision.cast_policy is not CastPolicy.PASS
-    }
+    resolved = resolve(bands).items()
+    decisions = {op: each for op, each in resolved if each.cast_policy is not CastPolicy.PASS}
     made = [
         Section(resolve([lists]), **section.conditions, where=section.where)
         for section, lists in zip(source.sections, by_section, strict=True)

@@ -75,6 +75,10 @@ def _of_names(key: str) -> Callable[[Any, Call], bool]:
     )
 
 
+def _of_classes(classes: Sequence[str], call: Call) -> bool:
+    return not set(classes).isdisjoint(call.module_classes)
+
+
 #: The conditions on qualified names, of which one has to hold.
 _PATHS: Final = ("module", "module_regex")
 
@@ -82,19 +86,9 @@ _ROWS: Final = (
     Condition("module", "texts", _of_names("module"), is_placed=True),
     Condition("module_regex", "regexes", _of_names("module_regex"), is_placed=True),
     # Class names: the call is in a module of such a class, or inside one.
-    Condition(
-        "module_class",
-        "texts",
-        lambda classes, call: not set(classes).isdisjoint(call.module_classes),
-        is_placed=True,
-    ),
+    Condition("module_class", "texts", _of_classes, is_placed=True),
     # The mode of the innermost module.
-    Condition(
-        "phase",
-        "phase",
-        lambda phase, call: call.training is (phase == "train"),
-        is_placed=True,
-    ),
+    Condition("phase", "phase", lambda mode, call: call.training is (mode == "train"), True),
     # The least number of elements, and the greatest.
     Condition("min_numel", "count", _of_first(lambda n, call, i: call.shapes[i].numel() >= n)),
     Condition("max_numel", "count", _of_first(lambda n, call, i: call.shapes[i].numel() <= n)),

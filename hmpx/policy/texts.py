@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 _MOST_NAME: Final = 24
-
-
 _TITLES: Final = ("op", "policy", "dtype", "reason")
 
 
@@ -119,18 +117,12 @@ def _type_name(low_type: LowType | None) -> str:
     assert low_type is not None
     name = tensors.long_name(low_type)
     is_taken = name in map(tensors.long_name, tensors.LOW_PRECISION)
-    if (
-        is_taken
-        and number_formats.is_format(low_type)
-        and isinstance(low_type, number_formats.Float)
-    ):
+    if is_taken and isinstance(low_type, number_formats.Float):
         return f"custom[{name}]{low_type.bits}"
     return name
 
 
 def _written(value: Any) -> Any:
-    return (
-        [_written(each) for each in value]
-        if isinstance(value, tuple)
-        else (tensors.long_name(value) if isinstance(value, torch.dtype) else value)
-    )
+    if isinstance(value, tuple):
+        return [*map(_written, value)]
+    return tensors.long_name(value) if isinstance(value, torch.dtype) else value

@@ -216,29 +216,24 @@ def checked_policy(**options: Any) -> Policy:
     return _checked({**given, "_too_many": (), "_unknown": {}})[0]
 
 
+def _named(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    found = inspect.signature(function).parameters.items()
+    return {n: p for n, p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
 def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:
     """Raises OptionError, with the nearest name, for arguments that neither ``function`` nor `convert` has."""
-    taken = _names_of(convert)
+    taken = _named(convert)
     for name in options:
         if name not in taken:
-            names = dict.fromkeys([*_names_of(function), *taken])
+            names = {**_named(function), **taken}
             raise _unknown_argument(function.__name__, name, names)
 
 
 #: The signature that help() shows.
 convert.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [
-        each
-        for each in inspect.signature(convert).parameters.values()
-        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ],
-    return_annotation=Session,
+    [*_named(convert).values()], return_annotation=Session
 )
-
-
-def _names_of(function: Callable[..., Any]) -> list[str]:
-    found = inspect.signature(function).parameters.values()
-    return [each.name for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
 def restore(

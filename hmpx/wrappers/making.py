@@ -38,10 +38,8 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
     is_uncast = (plan.is_relative and is_single) or plan.decision.cast_policy is CastPolicy.PASS
     if is_uncast and not plan.composes:
         return make_wrapper_where_lacking(original, plan)
-    control, complete = (
-        Control(plan.legalizes, looks_at_all=plan.legalizes),
-        completed(original, plan),
-    )
+    control = Control(plan.legalizes, looks_at_all=plan.legalizes)
+    complete = completed(original, plan)
     narrowed = narrower(original, plan, functools.partial(make_wrapper, original))
     call, cast_and_run = call_of(original, complete, plan, control, narrowed)
     wrapper = make_generated(
@@ -159,9 +157,8 @@ def make_choosing_wrapper(
         if found is None:
             if len(followed) >= MOST_VERDICTS:  # each call may have another reason
                 followed.clear()
-            found = make(decision) or completed(
-                original, dataclasses.replace(plan, decision=decision)
-            )
+            found = make(decision)
+            found = found or completed(original, dataclasses.replace(plan, decision=decision))
             followed[key] = found
         return found
 

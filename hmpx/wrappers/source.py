@@ -171,12 +171,8 @@ def source_of(plan: CallPlan) -> str:
     listed = "".join([f"{name}, " for name in names])
     arguments = f"given({listed}rest)" if names else "rest"
     tests = _tests(plan) if names else []
-    body, casts = (
-        "",
-        casts_of(plan)
-        if tests and not (plan.composes or plan.selects or plan.site.statistics)
-        else {},
-    )
+    body, is_cast = "", not (plan.composes or plan.selects or plan.site.statistics)
+    casts = casts_of(plan) if tests and is_cast else {}
     if tests:
         tensors = [f"a{position}" for position in plan.cast_kinds]
         asked = f"has_torch_function_variadic({', '.join(tensors)})"
