@@ -60,7 +60,6 @@ class FixedPlan(Plan):
     kernel = "fixed"
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns ``x`` rounded."""
         scaled = MUL(x, math.ldexp(1.0, self.fraction))
         if self.mode in _IN_PLACE:
             whole = _IN_PLACE[self.mode](scaled)
@@ -79,7 +78,6 @@ class FixedPlan(Plan):
         return bits.masked_fill_(EQ(whole, 0), 0).view(self.binary.dtype)
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the kernel's ``fixed_spec``."""
         scale = 1 << self.fraction
         return FixedSpec(self.mode_number, scale, 1 / scale, self.least, self.most)
 
@@ -103,7 +101,6 @@ class Fixed(CodedFormat):
     fraction_bits: int
 
     def __post_init__(self) -> None:
-        """Checks the fields; raises `OptionError`."""
         check_name(self.name)
         check_int(self.name, "integer_bits", self.integer_bits, 1, 32)
         check_int(self.name, "fraction_bits", self.fraction_bits, 0, 31)
@@ -130,28 +127,23 @@ class Fixed(CodedFormat):
 
     @property
     def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values and for rounding them."""
         return self.is_exact_in_float32
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FixedPlan:
-        """Returns the plan for tensors of a binary type that has room for the format."""
         half = 1 << (self.bits - 1)
         return FixedPlan(binary, mode, self.fraction_bits, -half, half - 1)
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of the format's values, as integers of any width."""
         scaled = MUL(rounded, math.ldexp(1.0, self.fraction_bits))
         codes = scaled.nan_to_num_(nan=0.0).to(torch.int64)
         return codes.bitwise_and_((1 << self.bits) - 1)
 
     def values_of(self, codes: Tensor) -> Tensor:
-        """Returns the values of int64 codes, in float64."""
         half = 1 << (self.bits - 1)
         signed = SUB(AND(ADD(codes, half), 2 * half - 1), half)
         return MUL(signed.to(torch.float64), self.epsilon)
 
     def coding(self, binary: Binary) -> Coding:
-        """Returns the coding of values of a binary type, for kernels."""
         return Coding("fixed", _FixedCodes(self.bits, 1.0 / self.epsilon, self.epsilon))
 
 
@@ -164,7 +156,6 @@ class ExponentPlan(Plan):
     beyond: int  # the bits that replace numbers beyond that: NaN or the largest
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
         rounded = AND(ADD(bits, self._added(noise)), -(1 << binary.mantissa))
@@ -209,7 +200,6 @@ class Exponent(CodedFormat):
     bias: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the fields; raises `OptionError`."""
         check_name(self.name)
         check_int(self.name, "bits", self.bits, 2, 10)
         if self.bias is not None:
@@ -240,18 +230,15 @@ class Exponent(CodedFormat):
     fits_in_float32 = False  # the smallest of E8M0 is subnormal there
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> ExponentPlan:
-        """Returns the plan for tensors of a binary type that has room for the format."""
         least, most = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
         return ExponentPlan(binary, mode, least, most, binary.nan if overflow == "nan" else most)
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of the format's values."""
         bits = rounded.to(torch.float64).view(torch.int64)
         codes = SUB(RIGHT(bits, FP64.mantissa), FP64.bias - self.exponent_bias)
         return WHERE(LT(bits, FP64.infinity), codes, (1 << self.bits) - 1)
 
     def values_of(self, codes: Tensor) -> Tensor:
-        """Returns the values of int64 codes, in float64."""
         codes = AND(codes, (1 << self.bits) - 1)
         fields = LEFT(ADD(codes, FP64.bias - self.exponent_bias), FP64.mantissa)
         values = fields.view(torch.float64)

@@ -87,7 +87,6 @@ class Float(CodedFormat):
     overflow: Overflow | None = None
 
     def __post_init__(self) -> None:
-        """Checks the fields; raises `OptionError`, also for values beyond those of float64."""
         check_name(self.name)
         what = f"format {self.name}"
         object.__setattr__(self, "kind", arguments.choice(f"{what}: kind", self.kind, _KINDS))
@@ -163,24 +162,20 @@ class Float(CodedFormat):
 
     @property
     def allowed_overflow(self) -> tuple[Overflow, ...]:
-        """The supported overflow behaviours."""
         return _KINDS[self.kind].overflows
 
     @property
     def default_overflow(self) -> Overflow:
-        """The default overflow behaviour."""
         return self.overflow or _KINDS[self.kind].overflows[0]
 
     @property
     def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values and for rounding them."""
         lowest, highest, mantissa = self.min_exponent, self.max_exponent, self.mantissa_bits
         if lowest == -126:
             return highest <= 127 and 0 < mantissa <= 23
         return mantissa <= 22 and lowest - mantissa - 1 >= -126 and highest + 24 - mantissa <= 127
 
     def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
-        """Returns the plan for tensors of a floating ``dtype``; None if the format has all its values."""
         info = torch.finfo(dtype)
         is_kept = (overflow or self.default_overflow) == "inf" and (
             self.subnormals
@@ -192,7 +187,6 @@ class Float(CodedFormat):
         return None if is_kept else super().plan(dtype, mode, overflow)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FloatPlan | BitsPlan:
-        """Returns the plan for tensors of a binary type that has room for the format."""
         most, place = self.max, binary.mantissa
         beyond = {"inf": math.inf, "nan": math.nan, "saturate": most}[overflow]
         if self.min_exponent == 1 - binary.bias:
@@ -210,7 +204,6 @@ class Float(CodedFormat):
     # --- codes ---------------------------------------------------------------------------------
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of values of the format, as integers of the binary's width."""
         mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
         bits = rounded.view(binary.integer)
         whole = AND(bits, binary.magnitude)
@@ -244,7 +237,6 @@ class Float(CodedFormat):
         }[self.kind]
 
     def values_of(self, codes: Tensor) -> Tensor:
-        """Returns the values of int64 codes, in float64."""
         mantissa = self.mantissa_bits
         field = AND(RIGHT(codes, mantissa), (1 << self.exponent_bits) - 1)
         fraction = AND(codes, (1 << mantissa) - 1)
@@ -328,7 +320,6 @@ class FloatPlan(Plan):
     kernel_fields = "mode_number lowest highest lift lowest_power max beyond has_negative_zero"
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
         power = AND(bits, binary.infinity)
@@ -387,7 +378,6 @@ class BitsPlan(Plan):
     kernel_fields = "mode_number unit lowest_unit max beyond has_negative_zero place"
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
         unit, is_flushed = self.unit, self.lowest_unit > self.unit

@@ -149,7 +149,6 @@ class Custom(NumberFormat):
     quantize: Callable[[Tensor], Tensor]
 
     def __post_init__(self) -> None:
-        """Checks the fields; raises `OptionError`."""
         check_name(self.name)
         if not callable(self.quantize):
             raise OptionError(
@@ -173,7 +172,6 @@ class Custom(NumberFormat):
         return found
 
     def check_rounding(self, mode: object, overflow: object) -> None:
-        """Raises `OptionError` if a rounding mode or an overflow behaviour is given."""
         super().check_rounding(mode, None)
         if mode != "nearest" or overflow is not None:
             what = "rounding" if mode != "nearest" else "overflow"
@@ -264,12 +262,10 @@ class CodedFormat(MeasuredFormat):
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code."""
         return self.bits
 
     @property
     def is_exact_in_float32(self) -> bool:
-        """Whether float32 holds every value exactly."""
         figures = self._figures
         is_precise = figures.significand_bits <= 24 and figures.smallest_subnormal >= 2.0**-149
         return is_precise and figures.max <= FLOAT32_MOST
@@ -283,11 +279,9 @@ class CodedFormat(MeasuredFormat):
         raise NotImplementedError
 
     def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of the format's values, which are of the type ``binary``."""
         return self.codes_of(rounded, binary).to(code_dtype(self.bits))
 
     def decoded(self, codes: Any) -> Tensor:
-        """Returns the values of codes; raises `OptionError` if they are not integers."""
         check_codes(codes, self.name)
         # A graph can't contain the table.
         is_traced = torch.compiler.is_dynamo_compiling() or type(codes) not in PLAIN_TENSORS

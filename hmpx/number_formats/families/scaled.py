@@ -67,7 +67,6 @@ class SharedScales(MeasuredFormat):
 
     @property
     def code_bits(self) -> int:
-        """Bits of an element's code."""
         return self.element.bits
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -93,7 +92,6 @@ class SharedScales(MeasuredFormat):
     # --- codes ---------------------------------------------------------------------------------
 
     def coding(self, binary: Binary) -> Coding | None:
-        """Returns the coding of values of a binary type, for kernels."""
         if binary is not FP32:
             return None
         # `encoded` finds elements by their float32 products with scales, which must differ.
@@ -108,7 +106,6 @@ class SharedScales(MeasuredFormat):
         return Coding("scaled", coding.spec, differ, can_decode, coding.memory)
 
     def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, ...]:
-        """Returns the codes of elements and scales, and the tensor's scale if it has one."""
         plan, layout, tensor_scale = self.exact_plan(binary.dtype), self.layout, None
         scales_shape = self.scales_shape(values.shape)
         if plan.has_tensor_scale:
@@ -137,7 +134,6 @@ class SharedScales(MeasuredFormat):
         return (codes, scales) if tensor_scale is None else (codes, scales, tensor_scale)
 
     def decoded(self, codes: Any) -> Tensor:
-        """Returns the values of a result of `encoded`, in float32; else raises `OptionError`."""
         layout, plan = self.layout, self.exact_plan(torch.float32)
         if not isinstance(codes, tuple | list) or len(codes) != 2 + plan.has_tensor_scale:
             parts = "codes, scales" + ", the tensor's scale" * plan.has_tensor_scale
@@ -243,7 +239,6 @@ class Block(SharedScales):
     rule: Rule = "floor"
 
     def __post_init__(self) -> None:
-        """Checks the fields; raises `OptionError`."""
         check_name(self.name)
         what, element = f"format {self.name}", self.element
         if not is_a(element, (Float, Fixed)):
@@ -279,11 +274,9 @@ class Block(SharedScales):
 
     @property
     def layout(self) -> Layout:
-        """The layout of blocks along the axis."""
         return Layout("rows", self.axis, self.size)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> BlockPlan:
-        """Returns the plan for tensors of a binary type that has room for the format."""
         largest = self.element.max
         exponent = exponent_of(largest)
         return BlockPlan(
@@ -293,11 +286,9 @@ class Block(SharedScales):
         )
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scales of values of a shape."""
         return self.layout.scales_shape(shape or (1,))
 
     def coding(self, binary: Binary) -> Coding | None:
-        """Returns the coding of values of a binary type, for kernels."""
         if binary is FP32 or not isinstance(self.element, Float):
             return super().coding(binary)
         element = self.element.coding(binary, keeps_sign_of_nan=False)
@@ -377,7 +368,6 @@ class Scaled(SharedScales):
     margin: int = 0
 
     def __post_init__(self) -> None:
-        """Checks the fields; raises `OptionError`."""
         check_name(self.name)
         what = f"format {self.name}"
         if not is_a(self.element, (Float, Fixed, Table)):
@@ -470,7 +460,6 @@ class Scaled(SharedScales):
 
     @property
     def layout(self) -> Layout:
-        """The values that share scales."""
         if isinstance(self.granularity, tuple):
             height, width = self.granularity
             return Layout("tiles", self.axis, width, height)
@@ -479,7 +468,6 @@ class Scaled(SharedScales):
         return Layout(_LAYOUTS[self.granularity], self.axis)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> ScaledPlan:
-        """Returns the plan for tensors of a binary type that has room for the format."""
         largest = self.largest
         least, most = self.scale_limits
         return ScaledPlan(
@@ -548,7 +536,6 @@ class Scaled(SharedScales):
         return self._layout_of_scales.scales_shape(shape)
 
     def check_scale(self, scale: object, x: Tensor) -> None:
-        """Raises `OptionError` if these scales don't fit ``x``."""
         check_scales(scale, self.scale_shape(x.shape), self.name)
 
     @property

@@ -86,15 +86,12 @@ class ScaledPlan(Plan):
 
     @property
     def layout(self) -> Layout:
-        """The values that share a scale."""
         return self.blocks
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns ``x`` rounded."""
         return self.round_by(x, noise, None)
 
     def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor | None) -> Tensor:
-        """Returns ``x`` rounded, by a given scale of the whole tensor or by given scales."""
         if x.numel() == 0:
             return x.clone()
         blocks, tensor_scale = self.blocks.split(x), None
@@ -120,7 +117,6 @@ class ScaledPlan(Plan):
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether `round_by` gets one scale of the whole tensor."""
         return self.has_tensor_scale or self.blocks.kind == "whole"
 
     def amax(self, blocks: Tensor) -> Tensor:
@@ -171,13 +167,11 @@ class ScaledPlan(Plan):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports these elements and this mode."""
         is_small = isinstance(self.element, TablePlan) and len(self.element.values) <= _SMALL_TABLE
         is_known = isinstance(self.element, FloatPlan | FixedPlan)
         return super().has_kernel and (is_known or (is_small and self.mode == "nearest"))
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the kernel's ``scaled_spec``."""
         element, spec = self.element, _ScaledSpec()
         spec.element[0] = self.mode_number
         if isinstance(element, FloatPlan):
@@ -216,7 +210,6 @@ class BlockPlan(ScaledPlan):
     kernel_binaries = (FP32, FP64)
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns ``x`` rounded."""
         if x.numel() == 0:
             return x.clone()
         blocks = self.blocks.split(x)
@@ -229,7 +222,6 @@ class BlockPlan(ScaledPlan):
         return self.blocks.join(MUL(self.elements(blocks, scaled, noise), scale), x)
 
     def block_scale(self, blocks: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        """Returns the scales of blocks: [..., 1], in the compute type."""
         exponent, is_bad = self._exponents(blocks)
         return self._power(exponent).masked_fill_(is_bad, math.nan)
 
@@ -251,16 +243,13 @@ class BlockPlan(ScaledPlan):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports these elements and this type."""
         return isinstance(self.element, FloatPlan) or self.binary is FP32
 
     @property
     def symbol(self) -> str:
-        """The kernel's function in the compiled library; for float32, that of scaled elements."""
         return "scaled_f32" if self.binary is FP32 else super().symbol
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the kernel's ``scaled_spec``, or its ``block_spec``."""
         if self.binary is FP32:
             spec = super().kernel_spec(grid)
             if isinstance(self.element, FixedPlan):

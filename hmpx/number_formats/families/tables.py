@@ -51,7 +51,6 @@ class TablePlan(Plan):
     kernel_binaries = (FP32,)
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns ``x`` rounded."""
         values = self._constant("values", x)
         index = self.index(x)
         rounded = taken(values, index)
@@ -124,7 +123,6 @@ class Table(CodedFormat):
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Checks the values and converts them to a tuple; raises `OptionError`."""
         check_name(self.name)
         what = f"format {self.name}: values"
         given = arguments.items(what, self.values, "a sequence of numbers")
@@ -168,29 +166,24 @@ class Table(CodedFormat):
 
     @property
     def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values and for rounding them."""
         return max(map(abs, self.values)) <= FLOAT32_MOST
 
     @property
     def is_exact_in_float32(self) -> bool:
-        """Whether float32 holds every value exactly."""
         return self.fits_in_float32 and all(to_float32(each) == each for each in self.values)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TablePlan:
-        """Returns the plan for tensors of a binary type that has room for the format."""
         values = self.values if binary is FP64 else tuple(map(to_float32, self.values))
         return TablePlan(binary, mode, values, _thresholds(values, binary, mode))
 
     # --- codes ---------------------------------------------------------------------------------
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of values of the format, which are their indices."""
         nearest = self.plan(binary.dtype, "nearest", "saturate")
         assert isinstance(nearest, TablePlan)
         return nearest.index(WHERE(NE(rounded, rounded), 0.0, rounded))
 
     def coding(self, binary: Binary) -> Coding:
-        """Returns the coding of values of a binary type, for kernels."""
         count = 1 << self.bits
         kind = ctypes.c_float if binary is FP32 else ctypes.c_double
         values = (kind * count)(*self.values, *(math.nan,) * (count - len(self.values)))
@@ -198,11 +191,9 @@ class Table(CodedFormat):
         return Coding("table", spec, can_encode=binary is FP32, memory=values)
 
     def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
-        """Returns the plan, in the type of ``dtype``, with which a kernel encodes, or None."""
         return None if mode == "stochastic" else super().coded_plan(dtype, mode, overflow)
 
     def values_of(self, codes: Tensor) -> Tensor:
-        """Returns the values of int64 codes, in float64."""
         known = torch.tensor(self.values, dtype=torch.float64, device=codes.device)
         values = taken(known, CLAMP(codes, max=len(self.values) - 1))
         return values.masked_fill_(GE(codes, len(self.values)), math.nan)

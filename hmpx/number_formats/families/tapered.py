@@ -45,7 +45,6 @@ class TaperedPlan(Plan):
         raise NotImplementedError
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
         whole = AND(bits, binary.magnitude)
@@ -103,7 +102,6 @@ class PositPlan(TaperedPlan):
     kernel_fields = "mode_number bits es least most parity last"
 
     def cut(self, scaled: Tensor) -> Tensor:
-        """Returns how many low bits a code drops; takes the numbers' bits minus those of 1.0."""
         places = self.binary.mantissa + self.es
         length = CLAMP(_folded(RIGHT(scaled, places)), max=self.bits - 3)
         return length.add_(places + 3 - self.bits)
@@ -118,7 +116,6 @@ class TakumPlan(TaperedPlan):
     kernel_binaries = (FP64,)
 
     def cut(self, scaled: Tensor) -> Tensor:
-        """Returns how many low bits a code drops; takes the numbers' bits minus those of 1.0."""
         mantissa = self.binary.mantissa
         return ADD(_length_of(RIGHT(scaled, mantissa)), mantissa + _HEADER - self.bits)
 
@@ -129,7 +126,6 @@ class Tapered(CodedFormat):
     default_overflow: ClassVar[Overflow] = "nan"  # for infinities; numbers always saturate
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        """Returns the codes of the format's values."""
         bits = rounded.view(binary.integer)
         whole = AND(bits, binary.magnitude)
         codes = self._coded(SUB(whole, binary.bias << binary.mantissa), binary.mantissa)
@@ -138,7 +134,6 @@ class Tapered(CodedFormat):
         return codes.masked_fill_(GT(whole, binary.infinity), 1 << (self.bits - 1))
 
     def values_of(self, codes: Tensor) -> Tensor:
-        """Returns the values of int64 codes, in float64."""
         codes = AND(codes, (1 << self.bits) - 1)
         sign = RIGHT(codes, self.bits - 1)
         whole = AND(WHERE(EQ(sign, 1), -codes, codes), (1 << (self.bits - 1)) - 1)
@@ -175,7 +170,6 @@ class Posit(Tapered):
     es: int
 
     def __post_init__(self) -> None:
-        """Checks the fields; raises `OptionError`, also for values beyond those of float64."""
         check_name(self.name)
         check_int(self.name, "bits", self.bits, 3, 32)
         check_int(self.name, "es", self.es, 0, 8)
@@ -199,11 +193,9 @@ class Posit(Tapered):
 
     @property
     def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values and for rounding them."""
         return self.bits - 3 - self.es <= 22 and self.max_exponent <= 125
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> PositPlan:
-        """Returns the plan for tensors of a binary type that has room for the format."""
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
         # Above the exponent field, with the parity of the longest regimes, bits - 3 and 2 - bits: those of
         # numbers above 1 end in 0, others in 1.
@@ -237,7 +229,6 @@ class Posit(Tapered):
         return ADD(LEFT(regime, places), LEFT(rest, SUB(places, left)))
 
     def coding(self, binary: Binary) -> Coding:
-        """Returns the coding of values of a binary type, for kernels."""
         spec = integers(self.bits, self.es, self.max_exponent)
         return Coding("posit", spec, can_decode=self.bits <= binary.mantissa + 2)
 
@@ -263,7 +254,6 @@ class Takum(Tapered):
     bits: int
 
     def __post_init__(self) -> None:
-        """Checks the fields; raises `OptionError`."""
         check_name(self.name)
         check_int(self.name, "bits", self.bits, _HEADER + _LONGEST, 32)
 
@@ -278,7 +268,6 @@ class Takum(Tapered):
     fits_in_float32 = False
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TakumPlan:
-        """Returns the plan for tensors of a binary type that has room for the format."""
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
         last = binary.infinity - (overflow != "saturate")
         parity = (
