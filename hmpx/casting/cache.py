@@ -3,7 +3,7 @@
 A parameter that is used many times in one forward, by a recurrent cell, under tied weights or in
 Monte Carlo sampling, is then cast once. No key proves that a tensor's values are unchanged, so a
 cast lives at most as long as that call. Any possible write to the parameter or to the cast that
-bypasses the version counter ends it at once.
+bypasses the version counter ends all casts at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 import torch.utils.dlpack
@@ -42,21 +42,10 @@ class _Cast:
     version: int  # the parameter's version counter
     low_version: int | None  # the cast's; None if it has none
     pointer: int  # to the parameter's values
-    memories: set[int]  # possible writes to the memory at these addresses end the cast
 
 
-#: A parameter by its id, the dtype, and whether inference mode is on.
-_Key: TypeAlias = tuple[int, torch.dtype, bool]
-
-
-#: The casts of one module call.
-_Casts: TypeAlias = dict[_Key, _Cast]
-
-
-def _memory(tensor: Tensor) -> int:
-    """Returns the address of the memory of ``tensor``."""
-    return _storage(tensor).data_ptr()
-
+#: The casts of one module call: by a parameter's id, the dtype, and whether inference mode is on.
+_Casts = dict[tuple[int, torch.dtype, bool], _Cast]
 
 _running: Final[dict[int, _Casts]] = {}  # those of all running module calls, by id
 
@@ -79,10 +68,8 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
     key = (id(tensor), dtype, torch.is_inference_mode_enabled())
     known = casts.get(key)
     if known is not None and _is_fresh(known, tensor):
-        if not is_only_read:
-            if known.low_version is None:
-                return convert(tensor)
-            known.memories.add(_memory(known.low))
+        if not is_only_read and known.low_version is None:
+            return convert(tensor)
         if needs_gradient:
             return _Reused.apply(tensor, known.low)  # type: ignore[no-any-return, no-untyped-call]
         return known.low
@@ -90,10 +77,7 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
     low = convert(tensor)
     low_version = None if low.is_inference() else low._version
     if _is_unshared(tensor) and (is_only_read or low_version is not None):
-        memories = {_memory(each) for each in ([tensor] if is_only_read else [tensor, low])}
-        casts[key] = _Cast(
-            tensor, _detach(low), tensor._version, low_version, _data_ptr(tensor), memories
-        )
+        casts[key] = _Cast(tensor, _detach(low), tensor._version, low_version, _data_ptr(tensor))
         if epoch != _epoch:  # another thread has ended casts meanwhile, perhaps this one
             casts.pop(key, None)
     return low
@@ -136,23 +120,22 @@ class _Reused(torch.autograd.Function):
 def cache_patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches that keep casts for a module call, and end them on writes."""
     yield Patch(nn.Module, "__call__", _outermost(draft.attribute(nn.Module, "__call__")))
-    yield Patch(Tensor, "data", _EndingProperty(draft.attribute(Tensor, "data")))
+    data = draft.attribute(Tensor, "data")  # it shares memory with the tensor but no version counter
+    yield Patch(Tensor, "data", property(_ending(data.__get__), _ending(data.__set__)))
     for name in _UNNOTICED:
         yield Patch(Tensor, name, _ending(draft.attribute(Tensor, name)))
-    yield Patch(Tensor, "set_", _ending(draft.attribute(Tensor, "set_"), lambda tensor: _end()))
     for owner in (torch, torch.utils.dlpack):
         yield Patch(owner, "to_dlpack", _ending(draft.attribute(owner, "to_dlpack")))
     yield ItemPatch(STEP_HOOKS, "hmpx", lambda *step: _end())  # fused steps bypass version counters
 
 
 #: Methods through which a tensor's memory may be written to, bypassing its version counter.
-#: Kernel launchers, such as Triton's, read all tensors' pointers, so only the casts that depend on
-#: that memory end.
 _UNNOTICED: Final = (
     "__array__",
     "__dlpack__",
     "data_ptr",
     "numpy",
+    "set_",
     "storage",
     "untyped_storage",
 )
@@ -177,61 +160,19 @@ def _outermost(call: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _ending(
-    method: Callable[..., Any], end: Callable[[object], None] | None = None
-) -> Callable[..., Any]:
-    """Makes ``method`` end the casts that a write to its tensor's memory affects, or others by ``end``."""
-
+def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        (end or _end_in)(args[0] if args else None)
+        _end()
         return method(*args, **kwargs)
 
     return wrapper
 
 
-class _EndingProperty:
-    """``Tensor.data``, whose value shares memory with the tensor but no version counter."""
-
-    def __init__(self, slot: Any) -> None:
-        self._slot = slot
-
-    def __get__(self, tensor: Tensor | None, owner: type | None = None) -> Any:
-        if tensor is None:
-            return self
-        _end_in(tensor)
-        return self._slot.__get__(tensor, owner)
-
-    def __set__(self, tensor: Tensor, value: Tensor) -> None:
-        _end_in(tensor)
-        _end_in(value)  # they share its memory from now on
-        self._slot.__set__(tensor, value)
-
-
-def _end_in(tensor: object) -> None:
-    """Ends the casts, in all threads, that a write to the memory of ``tensor`` affects."""
-    global _epoch
-    if torch.compiler.is_dynamo_compiling() or not _running:
-        return
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-        _end()  # its memory is another tensor's
-        return
-    try:
-        memory = _memory(tensor)
-    except RuntimeError:  # it has no memory of its own: it is a transform's, or sparse
-        _end()
-        return
-    _epoch = next(_epochs)
-    for casts in list(_running.values()):
-        for key, each in list(casts.items()):
-            if memory in each.memories:
-                casts.pop(key, None)
-
-
 def _end() -> None:
     """Ends all casts that are currently kept, in all threads."""
     global _epoch
-    if not torch.compiler.is_dynamo_compiling():
+    if not torch.compiler.is_dynamo_compiling() and _running:
         _epoch = next(_epochs)
         for casts in list(_running.values()):
             casts.clear()
