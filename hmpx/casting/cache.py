@@ -120,7 +120,9 @@ class _Reused(torch.autograd.Function):
 def cache_patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches that keep casts for a module call, and end them on writes."""
     yield Patch(nn.Module, "__call__", _outermost(draft.attribute(nn.Module, "__call__")))
-    data = draft.attribute(Tensor, "data")  # it shares memory with the tensor but no version counter
+    data = draft.attribute(
+        Tensor, "data"
+    )  # it shares memory with the tensor but no version counter
     yield Patch(Tensor, "data", property(_ending(data.__get__), _ending(data.__set__)))
     for name in _UNNOTICED:
         yield Patch(Tensor, name, _ending(draft.attribute(Tensor, name)))

@@ -25,9 +25,6 @@ from .composition import rounding_last as rounding_last
 from .composition import traced as traced
 from .composition import widen as widen
 from .composition import widen_matrices as widen_matrices
-from .kept_parameters import LEAST_ELEMENTS as LEAST_ELEMENTS
-from .kept_parameters import keeping_parameters as keeping_parameters
-from .kept_parameters import pays as pays
 from .legalize import convolutions as convolutions
 from .legalize import linears as linears
 from .legalize.capability import KINDS as KINDS
@@ -52,8 +49,11 @@ from .norm_statistics import Statistics as Statistics
 from .numbers import completed_by_numbers as completed_by_numbers
 from .numbers import held as held
 from .numbers import taking_numbers as taking_numbers
+from .saved_tensors import LEAST_ELEMENTS as LEAST_ELEMENTS
 from .saved_tensors import Precision as Precision
 from .saved_tensors import keeping_low as keeping_low
+from .saved_tensors import keeping_parameters as keeping_parameters
+from .saved_tensors import pays as pays
 from .saved_tensors import saved_by as saved_by
 from .selecting import selected as selected
 from .watching import COMPUTED as COMPUTED

@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from .kernels import extremes_kernels as extremes_kernels
     from .kernels import kernels_in_use as kernels_in_use
     from .kernels import largest_magnitude as largest_magnitude
-    from .quantization import quantize as quantize
-    from .quantization import rounder as rounder
-    from .quantization import rounds_nothing as rounds_nothing
     from .registered import FORMATS_BY_NAME as FORMATS_BY_NAME
     from .registered import canonical as canonical
     from .registered import get as get
@@ -49,6 +46,9 @@ if TYPE_CHECKING:
     from .registered import without as without
     from .rounding import Rounding as Rounding
     from .rounding import is_compiled as is_compiled
+    from .rounding import quantize as quantize
+    from .rounding import rounder as rounder
+    from .rounding import rounds_nothing as rounds_nothing
 else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,
@@ -56,8 +56,7 @@ else:  # only needed for number formats
             "codes": "decode encode from_uint16 to_uint16",
             "families": "FORMATS Block CodedFormat Custom Exponent Fixed Float Format Posit Rounder Scaled Table Takum code_dtype",
             "kernels": "MOST_THREADS Bfloat16Kernels bfloat16_kernels extremes_kernels kernels_in_use largest_magnitude",
-            "quantization": "quantize rounder rounds_nothing",
             "registered": "FORMATS_BY_NAME canonical get names register without",
-            "rounding": "Rounding is_compiled",
+            "rounding": "Rounding is_compiled quantize rounder rounds_nothing",
         },
     )

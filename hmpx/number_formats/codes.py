@@ -17,9 +17,8 @@ from . import kernels
 from .bits import FP32, FP64, NO_KEYS, draw_keys
 from .families import Coded, Custom, Format, SharedScales, code_dtype
 from .plans import NO_GRID
-from .quantization import quantize
 from .registered import get
-from .rounding import Rounding, check_dense, has_own_memory, rounding_of
+from .rounding import Rounding, check_dense, has_own_memory, quantize, rounding_of
 from .unpatched import CLONE, CONTIGUOUS, EMPTY, EMPTY_LIKE
 
 if TYPE_CHECKING:
