@@ -68,7 +68,6 @@ class NonFiniteError(HmpxError):
     """
 
     def __init__(self, offence: Any) -> None:
-        """Uses the offence's text as the message."""
         super().__init__(str(offence))
         self.offence = offence
 
@@ -81,7 +80,6 @@ class ContractError(HmpxError):
     """
 
     def __init__(self, breach: Any) -> None:
-        """Uses the breach's text as the message."""
         super().__init__(str(breach))
         self.breach = breach
 

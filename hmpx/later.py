@@ -41,7 +41,6 @@ class AfterImport(importlib.abc.MetaPathFinder):
     """A finder for `sys.meta_path` that runs actions after modules have been executed."""
 
     def __init__(self, actions: Mapping[str, Callable[[Any], object]]) -> None:
-        """Takes actions by module name; an action gets the module."""
         self._actions = actions
 
     def find_spec(

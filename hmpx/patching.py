@@ -161,7 +161,6 @@ class Swap:
     """Patches that were applied, to be undone and applied again many times, quickly."""
 
     def __init__(self, applied: Sequence[Applied]) -> None:
-        """Sorts the slots by owner."""
         slots: dict[Hashable, tuple[Patch, Any]] = {}
         for done in applied:
             _, before = slots.get(done.patch.key, (None, done.previous))
@@ -230,7 +229,6 @@ class Draft:
     """The values of slots after changes that have not been made yet."""
 
     def __init__(self) -> None:
-        """Starts without changes."""
         self._values: dict[Hashable, tuple[Patch, Any]] = {}
 
     def read(self, patch: Patch) -> Any:

@@ -95,7 +95,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _inputs(source: str, name: str | None) -> Any:
-    """Returns the model's inputs from the function of ``--inputs``."""
     if name is None and not hasattr(functions.imported(source), "inputs"):
         raise functions.FunctionError(
             f"{source} has no function `inputs`, which returns the model's inputs; write "

@@ -89,7 +89,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _known(options: argparse.Namespace) -> frozenset[str]:
-    """Returns the keys in the baseline."""
     if not options.baseline or options.write_baseline:
         return frozenset()
     try:

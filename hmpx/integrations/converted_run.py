@@ -48,7 +48,6 @@ class ConvertedRun:
         record: str | os.PathLike[str] | None,
         watch: str | None,
     ) -> None:
-        """Checks all arguments and changes nothing."""
         self.policy = checked_policy(**options) if options else None
         self._options = dict(options)
         self._path = None if record is None else _report_path(record)

@@ -18,6 +18,7 @@ from .known_facts import product as product
 from .op_table import Op as Op
 from .op_table import covered as covered
 from .op_table import covering as covering
+from .op_table import covering_among as covering_among
 from .op_table import names as names
 from .op_table import nearest as nearest
 from .op_table import resolve as resolve

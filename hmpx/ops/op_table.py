@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -64,6 +64,14 @@ def covering(name: str) -> str | None:
     """Returns the op whose list line covers op ``name`` too, if there is one."""
     op = table().get(name)
     return None if op is None else op.covered_by
+
+
+def covering_among(name: str, known: Container[str]) -> str | None:
+    """Returns op ``name``, or else the nearest op that covers it, that is among ``known``."""
+    found: str | None = name
+    while found is not None and found not in known:
+        found = covering(found)
+    return found
 
 
 def names() -> Mapping[str, str]:

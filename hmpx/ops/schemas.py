@@ -64,14 +64,9 @@ def declared_written(name: str) -> frozenset[str]:
         and argument.alias_info.is_write
         and not argument.is_out
         and "Tensor" in str(argument.type)
-        and _is_dispatched(schema)
+        # Without a kernel it is TorchScript's own (``sort`` of a list).
+        and has_kernel(f"{schema.name}.{schema.overload_name}".rstrip("."))
     )
-
-
-def _is_dispatched(schema: Any) -> bool:
-    """Whether the schema is a kernel's, rather than TorchScript's own (``sort`` of a list)."""
-    overload = f".{schema.overload_name}" if schema.overload_name else ""
-    return bool(has_kernel(schema.name + overload))
 
 
 # --- parameters --------------------------------------------------------------------------------

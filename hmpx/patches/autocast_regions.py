@@ -205,7 +205,6 @@ def _telling(
 
 
 def _casts_inputs(asker: Any) -> bool:
-    """Whether a forward decorated by `custom_fwd` has ``cast_inputs``."""
     name = "cast_inputs"
     if name in asker.f_locals:
         return asker.f_locals[name] is not None

@@ -78,13 +78,10 @@ def foreign_sites_of(name: str, draft: Draft) -> Iterator[ForeignSite]:
     found = ops.find_foreign(name)
     if found is None or ops.why_not(name, found):
         return
-    operator = ops.operator_of(found.value)
-    if operator is not None:
-        yield from _operator_sites(operator.overloadpacket, draft)
-    elif isinstance(found.value, OpOverloadPacket):
-        yield from _operator_sites(found.value, draft)
-    elif isinstance(found.value, OpOverload):
-        yield from _operator_sites(found.value.overloadpacket, draft)
+    value = ops.operator_of(found.value) or found.value
+    packet = value.overloadpacket if isinstance(value, OpOverload) else value
+    if isinstance(packet, OpOverloadPacket):
+        yield from _operator_sites(packet, draft)
     else:
         yield _function_site(name, found, draft)
 

@@ -49,18 +49,6 @@ def held_function_patches(
     def write(self: fx.Node, target: Any) -> None:
         put(self, unwrapped(target))
 
-    def init(  # noqa: PLR0917  # torch's, after the original
-        original: Any,
-        node: Any,
-        graph: Any,
-        name: Any,
-        op: Any,
-        target: Any,
-        *more: Any,
-        **kwargs: Any,
-    ) -> None:
-        original(node, graph, name, op, unwrapped(target), *more, **kwargs)
-
     def find(original: Any, graph: fx.Graph, *, target: Any = None, **kwargs: Any) -> Any:
         return original(graph, target=unwrapped(target), **kwargs)
 
@@ -69,7 +57,13 @@ def held_function_patches(
         return op, unwrapped(target)
 
     yield Patch(fx.Node, "target", property(read, write))
-    yield draft.around(fx.Node, "__init__", init)
+    yield draft.around(
+        fx.Node,
+        "__init__",
+        lambda original, node, graph, name, op, target, *more, **kwargs: original(
+            node, graph, name, op, unwrapped(target), *more, **kwargs
+        ),
+    )
     yield draft.around(fx.Graph, "find_nodes", find)
     yield draft.around(NODE_TABLE, NODE_KEY, key)
 

@@ -74,7 +74,6 @@ def _partitioned(
     static_lifetime_input_indices: list[int] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Partitions a graph once its casts of parameters are marked."""
     indices = static_lifetime_input_indices or []
     unwritten = [index for index in indices if index not in written]
     mark_casts(graph.graph, unwritten, is_choosy=is_choosy)

@@ -254,16 +254,12 @@ def parse_format(name: str, value: object) -> Format:
         raise OptionError(f"{name}: {error}") from None
 
 
-def _output_type(name: str) -> OutputType:
-    return INPUT if name == INPUT else tensors.parse_name(name)
-
-
 #: A word that may follow a name on a list's line, ``output=float32`` -> the field of `Decision` that it
 #: sets, and the parser of its value. ``dtype`` stands alone: ``conv2d float16``.
 LINE_OPTIONS: Final[Mapping[str, tuple[str, Callable[[str], Any]]]] = {
     "dtype": ("dtype", parse_low_type),
     "accumulate": ("accumulate_dtype", tensors.parse_name),
-    "output": ("output_dtype", _output_type),
+    "output": ("output_dtype", lambda name: INPUT if name == INPUT else tensors.parse_name(name)),
     **{role: (role, functools.partial(parse_format, role)) for role in ROLES},
     "rounding": ("rounding", functools.partial(arguments.choice, "rounding", known=ROUNDING_MODES)),
     "overflow": ("overflow", functools.partial(arguments.choice, "overflow", known=OVERFLOWS)),

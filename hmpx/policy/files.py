@@ -61,8 +61,6 @@ def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
 
 
 class _PolicyReader(nodes.Reader):
-    """Converts the nodes of a policy file."""
-
     other_keys: ClassVar = {
         **dict.fromkeys(("bf16", "fp16", "bfloat16", "float16", "allow"), "low"),
         **dict.fromkeys(("float32", "deny"), "fp32"),

@@ -118,18 +118,12 @@ class _Reading:
         if name is None:
             self._note_unknown(entry)
             return
-        is_there = self.list.ops.pop(name, None) or self.list.everything or self._is_covered(name)
+        was_listed = self.list.ops.pop(name, None) or self.list.everything
+        is_there = was_listed or ops.covering_among(name, self.list.ops) is not None
         if not is_there and name not in of_libraries().ops:
             self._note_unknown(entry)
         self._own.pop(name, None)
         self.list.removed.add(name)
-
-    def _is_covered(self, name: str) -> bool:
-        """Whether ``name`` is an operator of an op in the list."""
-        covering: str | None = name
-        while covering is not None and covering not in self.list.ops:
-            covering = ops.covering(covering)
-        return covering is not None
 
 
 # --- one line ----------------------------------------------------------------------------------

@@ -111,18 +111,14 @@ Readers = Mapping[str, Callable[[Any, str, yaml.Node], Any]]
 
 
 class Reader:
-    """Converts the nodes of one file to values; keys and values with faults are skipped.
-
-    Attributes:
-        faults: The errors of those.
-    """
+    """Converts the nodes of one file to values; keys and values with faults are skipped."""
 
     #: Other names of keys -> the keys.
     other_keys: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
     def __init__(self, source: str, folder: Path) -> None:
         self._source, self._folder = source, folder
-        self.faults: list[PolicyFileError] = []
+        self.faults: list[PolicyFileError] = []  # of the skipped ones
 
     def check(self) -> None:
         """Raises the first of the faults."""

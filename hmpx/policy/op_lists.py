@@ -190,9 +190,7 @@ def _resolve_named(band: list[Listed], decisions: dict[str, Decision]) -> None:
     if not named:
         return
     for name in ops.table():
-        covering: str | None = name
-        while covering is not None and covering not in named:
-            covering = ops.covering(covering)
+        covering = ops.covering_among(name, named)
         if covering is not None and name not in named[covering][1].removed:
             decisions.setdefault(name, named[covering][0])
     for name, (decision, _) in named.items():

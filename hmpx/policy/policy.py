@@ -82,7 +82,6 @@ class Policy:
         return texts.table(self)
 
     def _repr_html_(self) -> str:
-        """Returns the table for notebooks, folded."""
         import html
 
         line, table = html.escape(repr(self)), html.escape(str(self))

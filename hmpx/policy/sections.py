@@ -106,16 +106,11 @@ CONDITIONS: Final[Mapping[str, Condition]] = {condition.key: condition for condi
 
 @dataclass(frozen=True, init=False)
 class Section:
-    """Decisions for the calls that meet all of its conditions.
+    """Decisions for the calls that meet all of its conditions."""
 
-    Attributes:
-        decisions: Op name -> decision.
-        where: ``"policy.yaml:12"``. Not part of equality.
-    """
-
-    decisions: Mapping[str, Decision]
+    decisions: Mapping[str, Decision]  # Op name -> decision
     conditions: tuple[tuple[str, Any], ...]  # By name
-    where: str = field(compare=False)
+    where: str = field(compare=False)  # ``"policy.yaml:12"``
 
     __repr__ = fielded
 

@@ -190,9 +190,7 @@ def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | Non
 def registered(op: str) -> tuple[Registered, ...]:
     """Returns the rules of ``op``, or of the op that covers it, in the order in which they are called."""
     rules = RULES.value
-    own: str | None = op
-    while own is not None and not any(rule.op == own for rule in rules):
-        own = ops.covering(own)
+    own = ops.covering_among(op, {rule.op for rule in rules})
     found = [rule for rule in rules if rule.op in (own, "*")]
     found.reverse()
     found.sort(key=lambda rule: -rule.level)

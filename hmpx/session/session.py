@@ -16,11 +16,12 @@ import torch
 from .. import casting, compute, torch_state
 from ..casting import Options
 from ..errors import HmpxWarning
-from ..observers import ATTACHED, Attached, announcing, log_observer
+from ..observers import ATTACHED, LOGGER, Attached, announcing, log_observer
 from ..patches import (
     compile_patches,
     early_name_patches,
     following,
+    held_by_models,
     held_function_patches,
     is_renewed,
     kept_value_patches,
@@ -46,15 +47,7 @@ from .policy_patches import (
     patches,
     replacements,
 )
-from .switching import (
-    IS_COUNTED,
-    Installation,
-    Kept,
-    current,
-    log_what_models_keep,
-    say,
-    switch_to,
-)
+from .switching import IS_COUNTED, Installation, Kept, current, say, switch_to
 
 
 class Session:
@@ -84,7 +77,6 @@ class Session:
         verbose: bool | str,
         previous: Session | None,
     ) -> None:
-        """Called by `convert` only."""
         self.policy = policy
         self.device_types = device_types
         self.options = options
@@ -161,8 +153,9 @@ class Session:
     def announce(self) -> None:
         """Logs what the user should know about this session, which has just come into force."""
         say(self._said)
-        if self._verbose:
-            log_what_models_keep(self._installation.wrappers)
+        found = held_by_models(originals(self._installation.wrappers)) if self._verbose else ()
+        for path, function in found:
+            LOGGER.warning("not cast  %r  kept since before convert() by %s", function, path)
 
     def _decides(self, asked: tuple[Registered, ...]) -> tuple[object, ...]:
         """Returns everything that the results of calls depend on with these rules."""
@@ -173,7 +166,6 @@ class Session:
         return self._decided
 
     def _draft(self, draft: Draft, replaced: Installation) -> tuple[Installation, Kept | None]:
-        """Drafts all patches of this session; changes nothing."""
         asked = all_rules()
         if self._verbose and (self._log is None or asked != self.rules):
             self._log = Attached(log_observer(self._verbose))  # other rules may decide otherwise
@@ -276,7 +268,6 @@ class Session:
 
 
 def _has_history(policy: Policy, options: Options) -> bool:
-    """Whether an op rounds to a format with amaxes per module."""
     lists = [policy.decisions, *[section.decisions for section in policy.sections]]
     decided = {id(d): d for each in lists for d in each.values()}  # ops of one line share one
     formats: list[object] = [policy.low_precision_type, options.round_gradients]

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .. import compute, torch_state
 from ..errors import warn
-from ..observers import ATTACHED, LOGGER, Attached
+from ..observers import ATTACHED, Attached
 from ..patches import (
     early_name_patches,
     forget_compiled,
     forget_overrides,
     function_in,
-    held_by_models,
     retired,
     standing_for,
     taken_name_patches,
@@ -64,7 +63,6 @@ class Kept:
     """
 
     def __init__(self, installation: Installation) -> None:
-        """Called by `Session` once the conversion is drafted."""
         self.installation = installation
         self._swap = Swap(installation.applied)
         values = [function_in(done.patch.value) for done in installation.applied]
@@ -114,7 +112,6 @@ class Kept:
         self._as_left = _newest_module(), references(self._originals)
 
     def _patched(self) -> tuple[Any, ...]:
-        """Returns the functions that the conversion replaces."""
         before = [function_in(done.previous) for done in self.installation.applied]
         before = [each for each in before if isinstance(each, _FUNCTIONS)]
         found = {id(each): each for each in [*before, *originals(self.installation.wrappers)]}
@@ -276,12 +273,6 @@ def say(messages: list[str]) -> None:
     """Warns about names in the lists."""
     if messages:
         warn("left out of the op lists:\n  " + "\n  ".join(messages))
-
-
-def log_what_models_keep(wrappers: Iterable[Callable[..., Any]]) -> None:
-    """Logs which of torch's functions models hold, whose calls are therefore not cast."""
-    for path, function in held_by_models(originals(wrappers)):
-        LOGGER.warning("not cast  %r  kept since before convert() by %s", function, path)
 
 
 @exclusive

@@ -39,7 +39,6 @@ from .compiler import casts_of_aten as casts_of_aten
 from .compiler import disable_inductor_caches as disable_inductor_caches
 from .compiler import forget_traced as forget_traced
 from .compiler import is_dynamo_frame as is_dynamo_frame
-from .compiler import is_dynamo_loaded as is_dynamo_loaded
 from .compiler import later_parts as later_parts
 from .compiler import leave_to_callees as leave_to_callees
 from .compiler import needed_of_later as needed_of_later

@@ -158,7 +158,6 @@ _enter, _leave, _batched, _unbatched = rely_on(
 
 
 def _depth() -> int:
-    """Returns how deep batches are currently nested."""
     depth = int(_enter()) - 1
     _leave()
     return depth

@@ -163,7 +163,10 @@ def standing_in(device_type: str) -> Iterator[None]:
     meta.device_hint = hinted
     lacks_module = not hasattr(torch, device_type)
     if lacks_module:  # checkpoints ask it about the RNG state
-        setattr(torch, device_type, _absent_module(device_type))
+        absent = types.ModuleType(f"torch.{device_type}")
+        vars(absent).update(_initialized=False, device_count=lambda: 0)
+        vars(absent).update(dict.fromkeys(("is_available", "is_initialized"), lambda: False))
+        setattr(torch, device_type, absent)
     FakeTensorMode.cache_clear()  # its cached calls name the devices
     try:
         yield
@@ -176,18 +179,6 @@ def standing_in(device_type: str) -> Iterator[None]:
         FakeTensor._normalize_fake_device = staticmethod(normalize)
         if has_flag:
             delattr(FakeTensor, flag)
-
-
-def _absent_module(device_type: str) -> types.ModuleType:
-    """Returns a replacement of torch's module for an absent device type."""
-    module = types.ModuleType(f"torch.{device_type}")
-    vars(module).update(
-        _initialized=False,
-        device_count=lambda: 0,
-        is_available=lambda: False,
-        is_initialized=lambda: False,
-    )
-    return module
 
 
 def here(value: Any, device_type: str) -> Any:

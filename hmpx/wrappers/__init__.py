@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .calls import hands_over as hands_over
-from .making import Maker as Maker
 from .making import make_choosing_wrapper as make_choosing_wrapper
 from .making import make_wrapper as make_wrapper
 from .making import make_wrapper_where_lacking as make_wrapper_where_lacking

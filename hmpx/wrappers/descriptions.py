@@ -75,7 +75,6 @@ class Descriptions:
     """The descriptions of a call site's calls."""
 
     def __init__(self, plan: CallPlan) -> None:
-        """Starts empty."""
         self._plan = plan
         self._known: dict[Any, Description] = {}
         self._autocast: dict[tuple[Description, torch.dtype], Description] = {}

@@ -325,7 +325,6 @@ class Legalization:
         return convolutions.without_gradients(function, args, kwargs, dtype)
 
     def _to_be_cast(self, args: Args, kwargs: Kwargs) -> list[Tensor]:
-        """Returns the inputs that the plan casts."""
         given = floating_inputs(self._plan, args, kwargs)
         cast = floating_inputs(self._plan, *cast_args(self._plan, args, kwargs))
         return [a for a, b in zip(given, cast, strict=True) if a is not b]

@@ -111,7 +111,6 @@ def _cast_nothing(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _learns_low(values: Args) -> bool:
-    """Whether an input may need a gradient without a kernel."""
     for value in values:
         if isinstance(value, Tensor) and value.requires_grad and value.dtype in LOW_DTYPES:
             return not compute.is_exported()

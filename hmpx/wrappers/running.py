@@ -146,7 +146,6 @@ def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
 
 
 def _emulated(plan: CallPlan) -> Runner:
-    """Returns a runner of the op in a number format, which also rounds its inputs."""
 
     def run_emulated(
         function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs

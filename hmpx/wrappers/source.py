@@ -230,7 +230,6 @@ def _fill(plan: CallPlan, names: list[str]) -> str:
 
 
 def _cast(plan: CallPlan, names: list[str], positions: list[int]) -> str:
-    """Returns the part for inputs that are cast."""
     cast = "".join([f"{'b' if p in positions else 'a'}{p}, " for p in range(len(names))])
     listed = "".join([f"{name}, " for name in names])
     unless = "kwargs or " if plan.site.parameters.has_keyword_tensors else '"out" in kwargs or '
