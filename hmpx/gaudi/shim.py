@@ -14,43 +14,12 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 
 from .. import ops, patching
+from ..data_files import read_sections
 from . import devices, hmp, hpex, hpu, optimizers
 
 _LOGGER: Final = logging.getLogger("hmpx")
 
 ROOT: Final = "habana_frameworks"
-
-_FORMATS: Final = (
-    "compute in 8 bits with hmpx's formats, such as "
-    'hmpx.convert(low_precision_type="float8_e4m3fn")'
-)
-
-#: Prefix of a name that the stand-in lacks -> what to do instead.
-_REMEDIES: Final = {
-    "habana_frameworks.mediapipe": "load data with torch.utils.data.DataLoader",
-    "habana_frameworks.torch.core.quantization": _FORMATS,
-    "habana_frameworks.torch.gpu_migration": "leave out the import, and place on 'hpu' what is placed on "
-    "'cuda'",
-    "habana_frameworks.torch.hpex.experimental": _FORMATS,
-    "habana_frameworks.torch.hpex.kernels": "call torch's function, such as "
-    "torch.nn.functional.scaled_dot_product_attention",
-    "habana_frameworks.torch.hpex.normalization": "use torch.nn.functional.rms_norm",
-    "habana_frameworks.torch.hpex.optimizers": "use an optimizer of torch.optim",
-    "habana_frameworks.torch.hpu.metrics": "measure with torch.profiler",
-    "habana_frameworks.torch.utils.debug": "look with torch.profiler",
-}
-
-#: Module -> prefixes of settings of Gaudi's software in it; no result depends on them.
-_SETTINGS: Final = {
-    "habana_frameworks.torch.core": ("enable_", "disable_", "set_dynamic", "hpu_initialize"),
-    "habana_frameworks.torch.hpu": ("enable_", "disable_", "set_sync_debug_mode"),
-    "habana_frameworks.torch.utils.debug": (
-        *("_enable_", "_disable_", "_set_", "_memstat_", "_mem_log", "_hb_print", "_hg_print"),
-        *("_bridge_cleanup", "_clear_", "_towl_", "clear_"),
-    ),
-    "habana_frameworks.torch.utils.experimental": ("_record_", "_set_", "enable_", "set_"),
-    "habana_frameworks.torch.utils.library_loader": ("load_habana_",),
-}
 
 
 class StandIn(types.ModuleType):
@@ -65,7 +34,8 @@ class StandIn(types.ModuleType):
         vars(self).update(contents, __hmpx_more__=more)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(_SETTINGS.get(self.__name__, ())):
+        settings = _facts()["settings"].get(self.__name__, "")
+        if name.startswith(tuple(settings.split())):
             return lambda *args, **kwargs: _note(f"{self.__name__}.{name}")
         more = vars(self).get("__hmpx_more__")
         if not name.startswith("_") and hasattr(more, name):
@@ -97,7 +67,13 @@ class Finder:
 
 
 def _remedy(name: str) -> str | None:
-    return next((do for root, do in _REMEDIES.items() if f"{name}.".startswith(f"{root}.")), None)
+    remedies = _facts()["remedies"].items()
+    return next((do for root, do in remedies if f"{name}.".startswith(f"{root}.")), None)
+
+
+@functools.cache
+def _facts() -> Mapping[str, Mapping[str, str]]:
+    return read_sections(str(__package__), "habana.ini")
 
 
 @functools.cache

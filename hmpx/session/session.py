@@ -184,7 +184,7 @@ class Session:
         draft: Draft,
         patches: Iterable[Patch],
         *,
-        notes_modules: bool,
+        notes_modules: bool = False,
         made: Iterable[Callable[..., Any]] = (),
     ) -> None:
         """Applies more patches, with the wrappers ``made`` in them, while the session is in force."""
@@ -196,7 +196,7 @@ class Session:
             installed,
             applied=(*kept, *draft.apply(patches)),
             wrappers=(*installed.wrappers, *made),
-            notes_modules=notes_modules,
+            notes_modules=installed.notes_modules or notes_modules,
         )
         draft.put(Patch(self, "_installation", extended))
         draft.make()
@@ -205,7 +205,7 @@ class Session:
     def add(self, patch: Patch) -> None:
         """Applies one more patch while the session is in force."""
         if self is current():
-            self._extend(Draft(), [patch], notes_modules=self._installation.notes_modules)
+            self._extend(Draft(), [patch])
 
     @eventually
     def follow(self, names: Collection[str], module: object) -> None:
@@ -220,8 +220,7 @@ class Session:
             earlier = [*retired(), *installed.wrappers]
             patches += early_name_patches(replacements(foreign.made, earlier))
             patches.append(in_force([*installed.wrappers, *foreign.made]))
-            made = foreign.made
-            self._extend(draft, patches, notes_modules=installed.notes_modules, made=made)
+            self._extend(draft, patches, made=foreign.made)
         say([each for each in foreign.said if each not in self._said])
         self._said += foreign.said
 
@@ -247,7 +246,7 @@ class Session:
             return function(*args, **kwargs)
         finally:
             if self._installation is emptied:
-                self._extend(Draft(), taken, notes_modules=emptied.notes_modules)
+                self._extend(Draft(), taken)
 
     def warn_of_unmatched(self, root: torch.nn.Module) -> None:
         """Warns, once, of section patterns that match no module in ``root``, which was called."""
