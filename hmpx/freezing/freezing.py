@@ -17,9 +17,9 @@ from ..policy import LowType
 from ..tensors import chunk_of, short_name, widened
 from ..torch_internals import FakeTensor
 from .layer_cast import is_layer_cast, upcast_parameters
-from .originals import Originals, Slot, slots_of
+from .originals import Originals
 from .seal import REMEDY, is_sealed, seal
-from .uses import FoundTensor, Place, found_tensors, replaced, watch_forward
+from .uses import Place, Slot, replaced, slots_of, watch_forward
 from .weights import Rounding, Weight, judged, listed, one_rounding, table
 
 _OUTPUTS: Final = ("fp32", "keep")
@@ -94,18 +94,18 @@ def freeze(
     if len(example_inputs) == 1 and not kwargs and _are_keywords(model, *example_inputs):
         kwargs, example_inputs = dict(*example_inputs), ()
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
-    found = found_tensors(model)
+    found = slots_of(model)
     watch = watch_forward(model, found, example_inputs, kwargs)
     rounding = one_rounding(in_force) if store == "codes" else None
     weights = tuple(judged(found, watch, replaced(model, found), rounding is not None))
     dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
-    lows: dict[int, FoundTensor] = {}
+    lows: dict[int, Slot] = {}
     for f in found:
         if f.name in dtypes:
             lows.setdefault(id(f.tensor), f)
     stored = _low_copies(lows.values(), dtypes, rounding)
     _check_values_last(model, lows.values(), stored, keep_fp32)
-    slots = slots_of(model, [f.tensor for f in lows.values()])
+    slots = [f for f in found if id(f.tensor) in lows]
     kept_alive = {
         f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows
     }
@@ -205,7 +205,7 @@ def _layer_cast(model: object, dtype: torch.dtype, outputs: str, *, keep_fp32: b
                 f"{where} is a module of TorchScript, whose compiled code reads weights as they are "
                 "stored; freeze the module from which it was scripted or traced, and call that"
             )
-    found = found_tensors(model)
+    found = slots_of(model)
     firsts = {id(f.tensor): f for f in reversed(found)}
     weights = [_in_16_bits(f, dtype, firsts[id(f.tensor)]) for f in found]
     lows = {
@@ -218,7 +218,7 @@ def _layer_cast(model: object, dtype: torch.dtype, outputs: str, *, keep_fp32: b
         is_real = not (low.is_meta or isinstance(low, FakeTensor))
         if is_real and bool((low.isinf() & ~tensor.isinf()).any()):
             raise FreezeError(f"{f.name!r} has values beyond {short_name(dtype)}'s largest number")
-    slots = slots_of(model, [f.tensor for f in lows.values()])
+    slots = [f for f in found if id(f.tensor) in lows]
     originals = Originals(slots, set()) if keep_fp32 else None
     attached = contextlib.ExitStack()
     try:
@@ -236,7 +236,7 @@ def _layer_cast(model: object, dtype: torch.dtype, outputs: str, *, keep_fp32: b
     return Frozen(model, tuple(weights), originals, attached)
 
 
-def _in_16_bits(f: FoundTensor, dtype: torch.dtype, first: FoundTensor) -> Weight:
+def _in_16_bits(f: Slot, dtype: torch.dtype, first: Slot) -> Weight:
     """Returns how LayerCast stores a tensor, which is ``first`` under its first name."""
     kept, size = f.tensor.dtype, f.tensor.nbytes if f.place is not None and f is first else 0
     is_low = f.kind == "parameter" and f.place is not None and kept is torch.float32
@@ -255,10 +255,10 @@ def _widen(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _low_copies(
-    lows: Iterable[FoundTensor], dtypes: Mapping[str, LowType], rounding: Rounding | None
+    lows: Iterable[Slot], dtypes: Mapping[str, LowType], rounding: Rounding | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns each tensor to store low, with its new contents; a shared chunk stays one, as cuDNN needs."""
-    by_storage: dict[object, dict[Place, FoundTensor]] = {}
+    by_storage: dict[object, dict[Place, Slot]] = {}
     for f in lows:
         if f.place is not None:
             key = f.place.storage, dtypes[f.name], f.tensor.is_inference()
@@ -280,7 +280,7 @@ def _low_copies(
 
 def _check_values_last(
     model: nn.Module,
-    lows: Iterable[FoundTensor],
+    lows: Iterable[Slot],
     low_copies: Iterable[tuple[Tensor, Tensor]],
     keep_fp32: bool,
 ) -> None:

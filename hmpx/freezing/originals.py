@@ -1,11 +1,10 @@
-"""The places of weights in a model, and their fp32 storages, from which they are restored bit for bit."""
+"""The fp32 storages of weights, from which they are restored bit for bit."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, MutableMapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,49 +12,7 @@ from torch import Tensor, nn
 from .. import torch_state
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import FakeTensor
-from .uses import has_changed
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """A place for a parameter or buffer, and the tensor found there."""
-
-    path: str  # of the module in the model; "" for the model itself
-    module: nn.Module
-    attribute: str  # the tensor's name in the module
-    is_buffer: bool
-    tensor: Tensor
-
-    @property
-    def name(self) -> str:
-        """The slot's name in the model."""
-        return f"{self.path}.{self.attribute}" if self.path else self.attribute
-
-    @property
-    def container(self) -> MutableMapping[str, Any]:
-        """The module's parameters or buffers by name: a dict, except for modules of TorchScript."""
-        module = self.module
-        return module._buffers if self.is_buffer else module._parameters
-
-    def current(self) -> Tensor | None:
-        """Returns the tensor in the slot now, if any."""
-        container = self.container
-        if self.attribute not in container:  # TorchScript's containers have no get
-            return None
-        found: Tensor | None = container[self.attribute]
-        return found
-
-
-def slots_of(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Slot, ...]:
-    """Returns every slot of ``model`` that holds one of ``tensors``."""
-    wanted = set(map(id, tensors))
-    return tuple(
-        Slot(path, module, attribute, is_buffer, tensor)
-        for path, module in model.named_modules()
-        for is_buffer, container in ((False, module._parameters), (True, module._buffers))
-        for attribute, tensor in container.items()
-        if id(tensor) in wanted
-    )
+from .uses import Slot, has_changed
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +36,12 @@ class Originals:
         """Keeps the current contents; in host memory, except storages in ``kept_alive``, which live on anyway."""
         #: Copies of storages on other devices; aliases stay aliases.
         self._copies: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
-        by_tensor: dict[int, list[Slot]] = {}
-        for slot in slots:
-            by_tensor.setdefault(id(slot.tensor), []).append(slot)
-        self.kept = [self._original(tuple(each), kept_alive) for each in by_tensor.values()]
+        by_tensor: dict[int, dict[tuple[int, str], Slot]] = {}
+        for slot in slots:  # modules with several names have several
+            place = id(slot.module), slot.attribute
+            by_tensor.setdefault(id(slot.tensor), {}).setdefault(place, slot)
+        each_once = [tuple(each.values()) for each in by_tensor.values()]
+        self.kept = [self._original(each, kept_alive) for each in each_once]
         self._copies.clear()
 
     def _original(self, slots: tuple[Slot, ...], kept_alive: Container[int]) -> _Original:

@@ -11,7 +11,8 @@ import functools
 import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -24,7 +25,7 @@ from ..rules import are_alike
 from ..tensors import long_name, short_name
 from ..torch_internals import has_tangents, transforms
 from .layer_cast import is_layer_cast
-from .originals import Slot
+from .uses import Slot
 from .weights import one_rounding
 
 if TYPE_CHECKING:
@@ -44,11 +45,13 @@ def seal(
 
     If it was frozen under a conversion, it also checks that at its calls, and describes its state dict.
     """
-    holders = dict(_holders(model, slots))
+    # The model, and each module in it that holds some of the slots, at any depth.
+    paths = {"", *(p for s in slots for p in accumulate(s.path.split("."), "{}.{}".format))}
+    holders = {path: each for path, each in model.named_modules() if path in paths}
     coded = _coded(slots, dtypes)
-    own: dict[int, dict[str, Tensor]] = defaultdict(dict)
-    for slot in slots:
-        own[id(slot.module)][slot.name] = slot.tensor
+    own: dict[int, dict[str, Slot]] = defaultdict(dict)
+    for slot in reversed(slots):  # under its first name
+        own[id(slot.module)][slot.attribute] = slot
 
     def attach(register: Any, hook: Any, **options: Any) -> None:
         attached.callback(register(hook, **options).remove)
@@ -62,28 +65,11 @@ def seal(
         attach(model.register_state_dict_post_hook, _DescribesWeights(low_type, stored))
     attach(model.register_forward_pre_hook, checks, prepend=True)
     for path, module in holders.items():
-        seals = _Seal(own.get(id(module), {}))
+        seals = _Seal({slot.name: slot.tensor for slot in own[id(module)].values()})
         attach(module.register_load_state_dict_pre_hook, seals)
         attached.callback(seals.release)
         if names := coded.get(path):
             attach(module.register_state_dict_post_hook, _DecodesWeights(names))
-
-
-def _holders(model: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the model, and each module in it that holds some of the slots, at any depth."""
-    parents: dict[int, list[int]] = defaultdict(list)
-    for module in model.modules():
-        for child in module.children():
-            parents[id(child)].append(id(module))
-    holding, waiting = {id(model)}, [id(slot.module) for slot in slots]
-    while waiting:
-        found = waiting.pop()
-        if found not in holding:
-            holding.add(found)
-            waiting += parents[found]
-    for path, module in model.named_modules():
-        if id(module) in holding:
-            yield path, module
 
 
 def is_sealed(module: nn.Module) -> bool:

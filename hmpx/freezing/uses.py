@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,24 +45,49 @@ class Place:
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
 
-@dataclass(frozen=True)
-class FoundTensor:
-    """A parameter or buffer under one of its names, with its place or why it can't be watched."""
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A place for a parameter or buffer in a module, under one of the module's names, and what was found there.
 
-    name: str
-    kind: str
+    ``place`` is where its elements lie, or None, and ``fault`` is why they can't be watched.
+    """
+
+    path: str  # of the module in the model; "" for the model itself
+    module: nn.Module
+    attribute: str  # the tensor's name in the module
+    kind: str  # "parameter" or "buffer"
     tensor: Tensor
     place: Place | None
     fault: str
 
+    @property
+    def name(self) -> str:
+        """The slot's name in the model."""
+        return f"{self.path}.{self.attribute}" if self.path else self.attribute
 
-def found_tensors(model: nn.Module) -> list[FoundTensor]:
-    """Returns every parameter and buffer under every name, parameters first."""
-    named = [
-        *((name, "parameter", p) for name, p in model.named_parameters(remove_duplicate=False)),
-        *((name, "buffer", b) for name, b in model.named_buffers(remove_duplicate=False)),
+    @property
+    def container(self) -> MutableMapping[str, Any]:
+        """The module's parameters or buffers by name: a dict, except for modules of TorchScript."""
+        return getattr(self.module, f"_{self.kind}s")  # type: ignore[no-any-return]
+
+    def current(self) -> Tensor | None:
+        """Returns the tensor in the slot now, if any."""
+        container = self.container
+        if self.attribute not in container:  # TorchScript's containers have no get
+            return None
+        found: Tensor | None = container[self.attribute]
+        return found
+
+
+def slots_of(model: nn.Module) -> list[Slot]:
+    """Returns the slot of every parameter and buffer under every name, parameters first."""
+    return [
+        Slot(path, module, attribute, kind, tensor, *_place_or_fault(tensor))
+        for kind in ("parameter", "buffer")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for attribute, tensor in getattr(module, f"_{kind}s").items()
+        if tensor is not None
     ]
-    return [FoundTensor(*each, *_place_or_fault(each[-1])) for each in named]
 
 
 def _place_or_fault(tensor: Tensor) -> tuple[Place | None, str]:
@@ -98,9 +123,9 @@ def _place(tensor: Tensor) -> Place | None:
     )
 
 
-def replaced(model: nn.Module, before: Sequence[FoundTensor]) -> set[Place]:
+def replaced(model: nn.Module, before: Sequence[Slot]) -> set[Place]:
     """Returns the places that tensors of the model have left since."""
-    now = {(f.kind, f.name): (id(f.tensor), f.place) for f in found_tensors(model)}
+    now = {(f.kind, f.name): (id(f.tensor), f.place) for f in slots_of(model)}
     return {
         f.place
         for f in before
@@ -139,7 +164,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         """Prevents compilation meanwhile; torch would import Dynamo, 70 MB, just to notify it."""
         return False
 
-    def __init__(self, found: Sequence[FoundTensor]) -> None:
+    def __init__(self, found: Sequence[Slot]) -> None:
         super().__init__()
         self._tensors = {f.place: f.tensor for f in found if f.place is not None}
         self.uses = {place: Uses() for place in self._tensors}
@@ -262,7 +287,7 @@ def has_changed(tensor: Tensor, before: Tensor) -> bool:
 
 def watch_forward(
     model: nn.Module,
-    found: Sequence[FoundTensor],
+    found: Sequence[Slot],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Watch:

@@ -15,7 +15,7 @@ from ..errors import lined
 from ..policy import LowType
 from ..reports import Table
 from ..tensors import short_name
-from .uses import FoundTensor, Place, Watch
+from .uses import Place, Slot, Watch
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def one_rounding(in_force: session.Session) -> Rounding | None:
 
 
 def judged(
-    found: Sequence[FoundTensor], watch: Watch, replaced: set[Place], as_codes: bool
+    found: Sequence[Slot], watch: Watch, replaced: set[Place], as_codes: bool
 ) -> Iterator[Weight]:
     """Yields how each tensor is to be stored, and why; those at ``replaced`` places have left them since."""
-    firsts: dict[object, FoundTensor] = {}
-    by_storage: dict[int, list[FoundTensor]] = {}
+    firsts: dict[object, Slot] = {}
+    by_storage: dict[int, list[Slot]] = {}
     for f in found:
         if f.place is not None:
             by_storage.setdefault(f.place.storage, []).append(f)
@@ -140,7 +140,7 @@ def judged(
 
 
 def _judgement(
-    f: FoundTensor, neighbours: Sequence[FoundTensor], watch: Watch, replaced: set[Place]
+    f: Slot, neighbours: Sequence[Slot], watch: Watch, replaced: set[Place]
 ) -> tuple[LowType, str]:
     """Returns the type to store a tensor in, and why; ``neighbours`` are the tensors in its storage."""
     kept = f.tensor.dtype

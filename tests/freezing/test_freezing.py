@@ -954,7 +954,7 @@ HARMFUL: dict[str, tuple[Callable[[nn.Module], Any], str, set[str]]] = {
     ),
     "replaced": (
         replace,
-        r"'scratch' is no longer a .*; 'first\.weight' is replaced by another tensor; put",
+        r"'first\.weight' is replaced by another tensor; 'scratch' is no longer a .*; put",
         {"last.weight", "table"},
     ),
     "weight_norm": (
