@@ -133,14 +133,12 @@ def _while_loop(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _alike(value: Any, given: Any) -> Any:
-    """Returns ``value`` with the dtypes of ``given`` wherever exactly one of both is low, at any depth."""
+    """Returns ``value`` with the dtypes of ``given`` where both are floating, at any depth."""
     if isinstance(value, Tensor) and isinstance(given, Tensor):
-        dtypes = value.dtype, given.dtype
-        is_cast = dtypes[0] is not dtypes[1] and not LOW_DTYPES.isdisjoint(dtypes)
-        return CAST[given.dtype](value) if is_cast and given.dtype in CAST else value
-    if isinstance(value, SEQUENCES) and isinstance(given, SEQUENCES):
-        items = [_alike(each, part) for each, part in zip(value, given, strict=True)]
-        return with_items(value, items)
+        return _cast(value, given.dtype)
+    is_several = isinstance(value, SEQUENCES) and isinstance(given, SEQUENCES)
+    if is_several and len(value) == len(given):  # else torch raises an error
+        return with_items(value, [*map(_alike, value, given)])
     if isinstance(value, dict) and isinstance(given, dict):
         return {key: _alike(each, given.get(key)) for key, each in value.items()}
     return value
@@ -177,18 +175,9 @@ def _fitting(hook: Callable[..., Any], position: int) -> Callable[..., Any]:
         if in_force() is None or torch.compiler.is_dynamo_compiling():
             return hook(*args)
         with without_low_casts():
-            return _like(hook(*args), args[position])
+            return _alike(hook(*args), args[position])
 
     return fitting
-
-
-def _like(value: Any, gradient: Any) -> Any:
-    if isinstance(value, Tensor) and isinstance(gradient, Tensor):
-        return _cast(value, gradient.dtype)
-    is_several = isinstance(value, (tuple, list)) and isinstance(gradient, tuple)
-    if is_several and len(value) == len(gradient):  # else torch raises an error
-        return tuple(map(_like, value, gradient))
-    return value
 
 
 def _cast(value: Tensor, dtype: Any) -> Tensor:

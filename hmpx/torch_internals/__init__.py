@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-from .autocast import AUTOCAST_OPENERS as AUTOCAST_OPENERS
-from .autocast import CUSTOM_BACKWARD as CUSTOM_BACKWARD
-from .autocast import CUSTOM_FORWARD as CUSTOM_FORWARD
-from .autocast import OFF_MARK as OFF_MARK
-from .autocast import TRAINING_MARK as TRAINING_MARK
-from .autocast import DisableAutocast as DisableAutocast
-from .autocast import enter_autocast as enter_autocast
-from .autocast import exit_autocast as exit_autocast
-from .autocast import is_any_autocast_enabled as is_any_autocast_enabled
 from .autograd import CHECKPOINT_GENERATOR as CHECKPOINT_GENERATOR
 from .autograd import TELLS_SAVED as TELLS_SAVED
 from .autograd import current_graph_task as current_graph_task
@@ -59,13 +50,19 @@ from .fake_tensors import planning as planning
 from .fake_tensors import quiet as quiet
 from .fake_tensors import replacing_parameters as replacing_parameters
 from .fake_tensors import standing_in as standing_in
+from .modes import AUTOCAST_OPENERS as AUTOCAST_OPENERS
+from .modes import CUSTOM_BACKWARD as CUSTOM_BACKWARD
+from .modes import CUSTOM_FORWARD as CUSTOM_FORWARD
 from .modes import FUNCTION_MODULES as FUNCTION_MODULES
 from .modes import KERNEL_MODULES as KERNEL_MODULES
 from .modes import NAMING_GETTERS as NAMING_GETTERS
+from .modes import OFF_MARK as OFF_MARK
 from .modes import PYTHON as PYTHON
 from .modes import SCRIPTED as SCRIPTED
 from .modes import SNAPSHOT as SNAPSHOT
+from .modes import TRAINING_MARK as TRAINING_MARK
 from .modes import DeviceContext as DeviceContext
+from .modes import DisableAutocast as DisableAutocast
 from .modes import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from .modes import FakeTensor as FakeTensor
 from .modes import FunctionalTensor as FunctionalTensor
@@ -74,8 +71,11 @@ from .modes import behind_transform as behind_transform
 from .modes import device_constructors as device_constructors
 from .modes import disable_modes as disable_modes
 from .modes import dispatch_modes as dispatch_modes
+from .modes import enter_autocast as enter_autocast
+from .modes import exit_autocast as exit_autocast
 from .modes import has_fake_tensors as has_fake_tensors
 from .modes import has_tangents as has_tangents
+from .modes import is_any_autocast_enabled as is_any_autocast_enabled
 from .modes import is_batch as is_batch
 from .modes import is_excluded as is_excluded
 from .modes import is_graph_made as is_graph_made

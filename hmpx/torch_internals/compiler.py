@@ -51,13 +51,16 @@ class Later:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def of_later(module: str, name: str) -> Any:
-    """Returns an attribute of a loaded module; warns once and returns None if it is missing."""
+def of_later(module: str, name: str, *, is_needed: bool = False) -> Any:
+    """Returns an attribute of a loaded module; without it raises an error if needed, else None after a warning."""
     try:
         return _attribute_of(sys.modules.get(module), name)
     except AttributeError:
-        warn_once([_part_of_later(module)])
+        (refuse if is_needed else warn_once)([_part_of_later(module)])
         return None
+
+
+needed_of_later = functools.partial(of_later, is_needed=True)
 
 
 def _attribute_of(owner: Any, dotted_name: str) -> Any:
@@ -65,14 +68,6 @@ def _attribute_of(owner: Any, dotted_name: str) -> Any:
         is_item = isinstance(owner, dict) and attribute in owner
         owner = owner[attribute] if is_item else getattr(owner, attribute)
     return owner
-
-
-def needed_of_later(module: str, name: str) -> Any:
-    """Returns an attribute of a loaded module; raises TorchError if it is missing."""
-    try:
-        return _attribute_of(sys.modules.get(module), name)
-    except AttributeError:
-        return refuse([_part_of_later(module)])
 
 
 @functools.cache

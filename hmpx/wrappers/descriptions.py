@@ -77,7 +77,6 @@ class Descriptions:
     def __init__(self, plan: CallPlan) -> None:
         self._plan = plan
         self._known: dict[Any, Description] = {}
-        self._autocast: dict[tuple[Description, torch.dtype], Description] = {}
 
     def find(
         self, args: Args, kwargs: Kwargs, *, is_on: bool
@@ -109,14 +108,13 @@ class Descriptions:
         given = found.dtype or functools.reduce(torch.promote_types, found.cast_dtypes)
         if dtype in (None, given) or given not in ELIGIBLE or names_dtype(args, kwargs):
             return found
-        key = found, dtype
-        if key not in self._autocast:
-            if len(self._autocast) >= _MOST_KINDS:
-                self._autocast.clear()
-            self._autocast[key] = dataclasses.replace(
-                found, dtype=dtype, cast_policy=CastPolicy.PASS.name, reason=AUTOCAST
-            )
-        return self._autocast[key]
+        return _by_autocast(found, dtype)
+
+
+@functools.lru_cache(maxsize=16 * _MOST_KINDS)
+def _by_autocast(found: Description, dtype: torch.dtype | None) -> Description:
+    policy = CastPolicy.PASS.name
+    return dataclasses.replace(found, dtype=dtype, cast_policy=policy, reason=AUTOCAST)
 
 
 def describe(
