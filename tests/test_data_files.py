@@ -15,6 +15,7 @@ FILES = [
     ("hmpx.compute", "kernels.ini"),
     ("hmpx.number_formats", "vocabulary.ini"),
     ("hmpx.torch_internals", "compiler.ini"),
+    ("hmpx.torch_internals", "parts.ini"),
     ("hmpx.gaudi", "habana.ini"),
 ]
 

@@ -17,12 +17,7 @@ from .torch_part import do_nothing, one, rely_on
 
 #: Saved-tensor hooks: push and pop a pair, the innermost pair or None, and why none are allowed.
 push_hooks, pop_hooks, _top_hooks, hooks_refused = rely_on(
-    "torch._C._autograd._push_saved_tensors_default_hooks",
-    "torch._C._autograd._pop_saved_tensors_default_hooks",
-    "torch._C._autograd._top_saved_tensors_default_hooks",
-    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
-    feature="memory of legalized ops",
-    without="autograd keeps fp32 copies of low-precision tensors",
+    "memory of legalized ops",
     instead=(do_nothing, do_nothing, do_nothing, lambda: "torch has none"),
 )
 
@@ -49,12 +44,7 @@ def hide_hook(pack: Any, outer: Any) -> None:
 data_of: Callable[[Tensor], Tensor] = vars(Tensor.__mro__[1])["data"].__get__
 
 
-_use_count = rely_on(
-    "torch._C._storage_Use_Count",
-    feature="reuse_casts",
-    without="no cast is reused",
-    instead=(lambda pointer: sys.maxsize,),
-)
+_use_count = rely_on("reuse_casts", instead=(lambda pointer: sys.maxsize,))
 #: Returns a tensor's memory; read before anything is patched.
 storage_of: Callable[[Tensor], torch.UntypedStorage] = Tensor.untyped_storage
 
@@ -65,12 +55,7 @@ def uses(tensor: Tensor) -> int:
 
 
 #: Returns the number of the backward pass that this thread computes; -1 if there is none.
-current_graph_task: Callable[[], int] = rely_on(
-    "torch._C._current_graph_task_id",
-    feature="phases of calls",
-    without="observers see all calls as part of the forward",
-    instead=(lambda: -1,),
-)
+current_graph_task: Callable[[], int] = rely_on("phases of calls", instead=(lambda: -1,))
 
 
 _SINCE_2_14: Final = "_checkpoint_without_reentrant_generator_impl"
@@ -78,25 +63,16 @@ _SINCE_2_14: Final = "_checkpoint_without_reentrant_generator_impl"
 CHECKPOINT_GENERATOR: Final = (
     _SINCE_2_14 if hasattr(torch.utils.checkpoint, _SINCE_2_14) else _SINCE_2_14[: -len("_impl")]
 )
-rely_on(
-    f"torch.utils.checkpoint.{CHECKPOINT_GENERATOR}",
-    "torch.utils.checkpoint.checkpoint",
-    "torch.utils.checkpoint.CheckpointFunction.forward",
-    feature="checkpoints",
-    without="they would be recomputed under the casts that are in force in backward",
-)
+rely_on("checkpoints", f"torch.utils.checkpoint.{CHECKPOINT_GENERATOR}")
 
 
 # --- nodes of the graph -------------------------------------------------------------------------
 
 #: Whether nodes expose their outputs, and the order of their creation.
-_ARE_DESCRIBED: Final[bool] = rely_on(
-    "torch.autograd.graph.Node._input_metadata",
-    "torch.autograd.graph.Node._sequence_nr",
-    feature="dtypes and modules in hmpx.draw",
-    without="pictures lack them",
-    instead=(None, None),
-) != (None, None)
+_ARE_DESCRIBED: Final[bool] = rely_on("dtypes and modules in hmpx.draw", instead=(None, None)) != (
+    None,
+    None,
+)
 
 
 def outputs_of(node: Any) -> list[tuple[torch.dtype | None, tuple[int, ...] | None]]:
@@ -147,12 +123,7 @@ def function_of(node: Any) -> type | None:
 
 
 _enter, _leave, _batched, _unbatched = rely_on(
-    "torch._C._vmapmode_increment_nesting",
-    "torch._C._vmapmode_decrement_nesting",
-    "torch._add_batch_dim",
-    "torch._remove_batch_dim",
-    feature="batches of gradients in number formats",
-    without="they stop",
+    "batches of gradients in number formats",
     instead=(lambda: 1, lambda: 0, lambda x, dim, level: x, lambda x, level, size, dim: x),
 )
 

@@ -12,12 +12,7 @@ from torch import Tensor
 from .torch_part import rely_on
 
 _lay_out_2d, _lay_out_3d, _convolve = rely_on(
-    "torch._C._nn.mkldnn_reorder_conv2d_weight",
-    "torch._C._nn.mkldnn_reorder_conv3d_weight",
-    "torch.ops.mkldnn._convolution_pointwise",
-    feature="convolutions of prepared weights",
-    without="each call lays out its weights again, which takes longer",
-    instead=(None, None, None),
+    "convolutions of prepared weights", instead=(None, None, None)
 )
 
 

@@ -131,12 +131,7 @@ def leave_to_callees(function: Any) -> None:
         eval_frame.set_code_exec_strategy(code, strategy)
 
 
-_eval_frame = rely_on(
-    "torch._C._dynamo.eval_frame",
-    feature="torch.compile in the middle of calls",
-    without="graphs begin in hmpx's own functions, and are compiled again more often",
-    instead=(None,),
-)
+_eval_frame = rely_on("torch.compile in the middle of calls", instead=(None,))
 
 
 def forget_traced(*, keeps_graphs: bool = False) -> None:
@@ -186,11 +181,7 @@ def tracing_context() -> Any:
     return _tracing_context.try_get()
 
 
-_tracing_context = rely_on(
-    "torch._guards.TracingContext",
-    feature="graphs that torch.compile is tracing",
-    without="sections by module would not hold in them",
-)
+_tracing_context = rely_on("graphs that torch.compile is tracing")
 
 
 # --- compiled functions that run uncompiled --------------------------------------------------------

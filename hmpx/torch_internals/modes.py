@@ -15,56 +15,32 @@ from .torch_part import rely_on
 NAMING_GETTERS = (torch._tensor, torch.masked.maskedtensor.core)
 
 #: The class of tensors without values; a context in which subclasses' ``__torch_function__`` is not called.
-FakeTensor, DisableTorchFunctionSubclass = rely_on(
-    "torch._subclasses.fake_tensor.FakeTensor",
-    "torch._C.DisableTorchFunctionSubclass",
-    feature="tensor subclasses",
-    without="casts inside of a subclass' own functions would not end",
-)
+FakeTensor, DisableTorchFunctionSubclass = rely_on("tensor subclasses")
 
 
 #: A context in which no dispatch mode sees a call; the class of modes; tensors of graphs being traced;
 #: whether a tensor contains others.
 disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_on(
-    "torch.utils._python_dispatch._disable_current_modes",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch._subclasses.functional_tensor.FunctionalTensor",
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
-    feature="dispatch modes and tensors in graphs",
-    without="what hmpx computes for itself would be seen, and frozen weights mistaken",
+    "dispatch modes and tensors in graphs"
 )
 
 
 #: The functions to which a device context passes its device, and the class of the function mode that
 #: `torch.device` enters. torch caches the functions on the first call, which must come before any patch.
 device_constructors, DeviceContext = rely_on(
-    "torch.utils._device._device_constructors",
-    "torch.utils._device.DeviceContext",
-    feature="torch.device as a context",
-    without="torch.full fills tensors on the CPU there, and scripts that place tensors on hpu fail",
-    instead=(frozenset, type("NoContext", (), {})),
+    "torch.device as a context", instead=(frozenset, type("NoContext", (), {}))
 )
 
 
 #: The running transforms of torch.func, or None; whether a tensor belongs to
 #: torch.autograd.grad(is_grads_batched=True); whether a transform created it, and its original.
 transforms, is_batch, is_of_transform, behind_transform = rely_on(
-    "torch._C._functorch.peek_interpreter_stack",
-    "torch._C._functorch.is_legacy_batchedtensor",
-    "torch._C._functorch.is_functorch_wrapped_tensor",
-    "torch._C._functorch.get_unwrapped",
-    feature="torch.func",
-    without="every call is computed as inside of a transform, which takes longer",
+    "torch.func",
     instead=(lambda: True, lambda tensor: True, lambda tensor: True, lambda tensor: tensor),
 )
 
 
-_levels = rely_on(
-    "torch.autograd.forward_ad",
-    feature="forward-mode gradients",
-    without="every call is computed as with forward-mode gradients, which takes longer",
-    instead=(types.SimpleNamespace(_current_level=0),),
-)
+_levels = rely_on("forward-mode gradients", instead=(types.SimpleNamespace(_current_level=0),))
 
 
 def has_tangents() -> bool:
@@ -92,20 +68,11 @@ def is_transformed() -> bool:
 
 
 #: The state of torch.jit.trace, None if it is not running; whether it is running.
-jit_tracing_state, is_jit_tracing = rely_on(
-    "torch._C._get_tracing_state",
-    "torch._C._is_tracing",
-    feature="torch.jit.trace",
-    without="roundings of number formats would be lost in traced graphs",
-)
+jit_tracing_state, is_jit_tracing = rely_on("torch.jit.trace")
 
 #: The number of active dispatch modes.
 dispatch_modes, _mode_of, _mode_keys = rely_on(
-    "torch._C._len_torch_dispatch_stack",
-    "torch._C._get_dispatch_mode",
-    "torch._C._TorchDispatchModeKey",
-    feature="dispatch modes",
-    without="every call is computed as inside of one, with roundings for graphs, which takes longer",
+    "dispatch modes",
     instead=(lambda: 1, lambda key: True, types.SimpleNamespace(PROXY=None, FAKE=None)),
 )
 _PROXY, _FAKE = _mode_keys.PROXY, _mode_keys.FAKE
@@ -126,13 +93,7 @@ def is_graph_made() -> bool:
     return _mode_of(_PROXY) is not None or _mode_of(_FAKE) is not None
 
 
-is_excluded, is_included, _dispatch_keys = rely_on(
-    "torch._C._dispatch_tls_is_dispatch_key_excluded",
-    "torch._C._dispatch_tls_is_dispatch_key_included",
-    "torch._C.DispatchKey",
-    feature="calls below the dispatcher",
-    without="torch's own calls would be cast",
-)
+is_excluded, is_included, _dispatch_keys = rely_on("calls below the dispatcher")
 #: Excluded below the dispatcher: in decompositions, meta functions, kernels written in Python.
 SNAPSHOT: Final = getattr(_dispatch_keys, "PythonTLSSnapshot", None)
 #: Included while AOTAutograd and torch.export trace.
@@ -149,24 +110,13 @@ FUNCTION_MODULES: Final = (
 )
 
 #: The classes of callables from `torch.jit.script` and `torch.jit.trace`.
-SCRIPTED: Final[tuple[type[Any], ...]] = rely_on(
-    "torch._C.ScriptMethod",
-    "torch._C.ScriptFunction",
-    feature="TorchScript",
-    without="what was scripted mixes dtypes where it is given low-precision tensors",
-    instead=(),
-)
+SCRIPTED: Final[tuple[type[Any], ...]] = rely_on("TorchScript", instead=())
 
 
 # --- torch.autocast: its state, its regions and its decorators ----------------------------------
 
 #: Whether torch.autocast is on for any device type here; and a context in which it casts nothing.
-is_any_autocast_enabled, DisableAutocast = rely_on(
-    "torch._C._is_any_autocast_enabled",
-    "torch._C._DisableAutocast",
-    feature="calls inside of torch.autocast",
-    without="what is cast there would be unknown",
-)
+is_any_autocast_enabled, DisableAutocast = rely_on("calls inside of torch.autocast")
 
 
 #: Modules of torch that open regions on behalf of the user's code.
@@ -181,11 +131,7 @@ AUTOCAST_OPENERS: Final = (
 OFF_MARK, TRAINING_MARK = "maia", "ipu"
 
 enter_autocast, exit_autocast = rely_on(
-    "torch.amp.autocast_mode._enter_autocast",
-    "torch.amp.autocast_mode._exit_autocast",
-    feature="regions of torch.autocast in exported graphs",
-    without="exported graphs cast inside of regions that are off",
-    instead=(None, None),
+    "regions of torch.autocast in exported graphs", instead=(None, None)
 )
 
 
@@ -195,13 +141,7 @@ def _code_in(function: Any, name: str) -> types.CodeType | None:
     return next((code for code in codes if code.co_name == name), None)
 
 
-_custom_fwd, _custom_bwd = rely_on(
-    "torch.amp.autocast_mode.custom_fwd",
-    "torch.amp.autocast_mode.custom_bwd",
-    feature="torch.amp.custom_fwd",
-    without="functions that it decorates run with casts on, whatever their cast_inputs say",
-    instead=(lambda: None, lambda: None),
-)
+_custom_fwd, _custom_bwd = rely_on("torch.amp.custom_fwd", instead=(lambda: None, lambda: None))
 #: Code of all functions decorated by these. Libraries decorate them before a conversion.
 CUSTOM_FORWARD: Final = _code_in(_custom_fwd, "decorate_fwd")
 CUSTOM_BACKWARD: Final = _code_in(_custom_bwd, "decorate_bwd")

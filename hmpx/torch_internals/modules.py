@@ -20,28 +20,13 @@ def has_hooked_step(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 #: The method of an optimizer that wraps its class' ``step`` for profiling and hooks.
 PREPARE_STEP: Final = "_patch_step_function"
-rely_on(
-    f"torch.optim.Optimizer.{PREPARE_STEP}",
-    feature="optimizers' steps",
-    without="they would be cast",
-)
+rely_on("optimizers' steps", f"torch.optim.Optimizer.{PREPARE_STEP}")
 
 #: Hooks by key: after each optimizer's step, for each submodule that is registered, for each buffer.
-STEP_HOOKS, MODULE_HOOKS, BUFFER_HOOKS = rely_on(
-    "torch.optim.optimizer._global_optimizer_post_hooks",
-    "torch.nn.modules.module._global_module_registration_hooks",
-    "torch.nn.modules.module._global_buffer_registration_hooks",
-    feature="hooks of optimizers and modules",
-    without="reused casts outlive fused optimizers' steps, and modules that are moved keep their names",
-)
+STEP_HOOKS, MODULE_HOOKS, BUFFER_HOOKS = rely_on("hooks of optimizers and modules")
 
 #: The function that rebuilds tensors from stored data.
-rebuild_tensor = rely_on(
-    "torch._utils._rebuild_tensor",
-    feature="loaded tensors",
-    without="programs that load them in low precision are warned where they make parameters of them",
-    instead=(do_nothing,),
-)
+rebuild_tensor = rely_on("loaded tensors", instead=(do_nothing,))
 
 
 def is_replica(module: torch.nn.Module) -> bool:
@@ -71,19 +56,9 @@ CLIPPING: Final = _clipping_cells(torch.nn.utils.clip_grad)
 
 #: The module, and in it the name of the function that calls a module traced by torch.fx.
 FX_TRACING, FX_MODULE_CALL = torch.fx._symbolic_trace, "_orig_module_call"
-rely_on(
-    "torch.fx._symbolic_trace._orig_module_call",
-    feature="sections by module in traced graphs",
-    without="graphs of make_fx and torch.export would not know their modules",
-)
+rely_on("sections by module in traced graphs")
 
 #: The slot of a graph's node that holds its function; the class of the tables by which graphs find nodes,
 #: and the method of it that returns a node's key. All None if torch differs.
 NODE_KEY: Final = "_key"
-NODE_TARGET, NODE_TABLE = rely_on(
-    "torch._C._NodeBase.target",
-    "torch.fx.graph._FindNodesLookupTable",
-    feature="functions in graphs of torch.fx",
-    without="passes don't find functions in graphs that were traced on the other side of a conversion",
-    instead=(None, None),
-)
+NODE_TARGET, NODE_TABLE = rely_on("functions in graphs of torch.fx", instead=(None, None))

@@ -11,28 +11,13 @@ import torch
 from .torch_part import rely_on
 
 #: The second says whether the dispatcher has a kernel for an operator such as ``"aten::add.Tensor"``.
-schemas_of, has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on(
-    "torch._C._jit_get_schemas_for_operator",
-    "torch._C._dispatch_has_kernel",
-    "torch._C._VariableFunctions",
-    "torch._C._nn",
-    "torch._VF",
-    feature="the table of torch's ops",
-    without="no op could be found",
-)
+schemas_of, has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on("the table of torch's ops")
 #: The names of these namespaces according to their modules and docs.
 NN_NAMESPACE, VF_NAMESPACE = "torch._C._nn", "torch._VF"
 
 
 OpOverload, OpOverloadPacket, OpNamespace, CustomOpDef = rely_on(
-    "torch._ops.OpOverload",
-    "torch._ops.OpOverloadPacket",
-    "torch._ops._OpNamespace",
-    "torch._library.custom_ops.CustomOpDef",
-    feature="operators of torch.library",
-    without="they would not be cast",
-    instead=(type("NoOperator", (), {}),) * 4,
-    is_needed=True,
+    "operators of torch.library", instead=(type("NoOperator", (), {}),) * 4, is_needed=True
 )
 #: Whether operators can be defined. Otherwise `convert` raises an error, but hmpx can be imported.
 HAS_OPERATORS: Final = OpNamespace.__name__ != "NoOperator"
@@ -66,12 +51,5 @@ def set_kernel(operator: Any, function: Callable[..., Any], key: str) -> None:
 #: statistics, in compiled programs; CUDA's fused attention kernels: the low-precision one without a mask, and
 #: the other.
 CAST_OP, VALUE_OP, BATCH_NORM_OP, FLASH_ATTENTION, MASKED_ATTENTION = rely_on(
-    "torch.ops.aten._to_copy.default",
-    "torch.ops.aten._local_scalar_dense.default",
-    "torch.ops.aten._native_batch_norm_legit.default",
-    "torch.ops.aten._scaled_dot_product_flash_attention",
-    "torch.ops.aten._scaled_dot_product_efficient_attention",
-    feature="operators in hmpx.plan and record(memory=True)",
-    without="they count casts of weights as other tensors, and plans may fail or count too much",
-    instead=(*[object()] * 3, None, None),
+    "operators in hmpx.plan and record(memory=True)", instead=(*[object()] * 3, None, None)
 )

@@ -1,9 +1,8 @@
 """How hmpx relies on private parts of torch: each is looked up, and has a fallback.
 
-The parts are in the other modules of this package: `compiler` has those of torch.compile, the others those
-that `import torch` loads. No module elsewhere names anything private of torch. If a part is missing, a correct
-but slower fallback replaces it, or its feature is dropped, and `convert` warns. If results would be wrong,
-`convert` raises an error.
+``parts.ini`` lists those that `import torch` loads, ``compiler.ini`` those of torch.compile. No module outside
+this package names anything private of torch. If a part is missing, a correct but slower fallback replaces it, or
+its feature is dropped, and `convert` warns. If results would be wrong, `convert` raises an error.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
+from ..data_files import read_sections
 from ..errors import HmpxWarning, TorchError
 from ..version import __version__
 
@@ -106,17 +106,19 @@ def _look_up(name: str) -> Any:
     return found
 
 
+_RELIED_ON: Final = read_sections(str(__package__), "parts.ini")
+
+
 def rely_on(
-    *names: str,
-    feature: str,
-    without: str,
-    instead: tuple[Any, ...] | None = None,
-    is_needed: bool = False,
+    feature: str, *more: str, instead: tuple[Any, ...] | None = None, is_needed: bool = False
 ) -> Any:
-    """Looks up dotted ``names`` in torch, and returns them, else ``instead``; for the others see `Part`.
+    """Returns the parts of torch that ``parts.ini`` lists for a feature, and ``more``, else ``instead``.
 
     Without ``instead``, or with ``is_needed``, `convert` raises an error if one is missing.
     """
+    listed = dict(_RELIED_ON[feature])
+    without = listed.pop("without")
+    names = (*more, *listed.values())
     fault, found = "", (None,) * len(names) if instead is None else instead
     try:
         found = tuple(map(_look_up, names))
