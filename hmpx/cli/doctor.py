@@ -47,8 +47,8 @@ def run(options: argparse.Namespace) -> int:
     """Prints versions, devices and uncast functions; status 1 if there are such."""
     if options.torch:
         parts = [*torch_internals.parts(), *torch_internals.later_parts()]
-        found = {**_versions(), "parts": [_part(part) for part in parts]}
-        return _show(found, options, _torch_lines, status=any(part.fault for part in parts))
+        is_ok = not any(part.fault for part in parts)
+        return _show(_versions(parts), options.json, _torch_lines, is_ok)
     sys.path.insert(0, "")  # as `python -m` does
     for name in options.modules:
         try:
@@ -63,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
         low_type = active.policy.low_precision_type
         kernels = number_formats.kernels_in_use()
         found = {
-            **_versions(),
-            "parts": [_part(part) for part in torch_internals.parts()],
+            **_versions(torch_internals.parts()),
             "low_precision_type": str(getattr(low_type, "name", low_type)).removeprefix("torch."),
             "devices": {
                 device_type: _capabilities(device_type, low_type)
@@ -74,30 +73,28 @@ def run(options: argparse.Namespace) -> int:
             "modules": options.modules,
             "uncast": [{"place": place, "function": repr(each)} for place, each in missed],
         }
-    return _show(found, options, _lines, status=bool(missed))
+    return _show(found, options.json, _lines, not missed)
 
 
 def _show(
     found: dict[str, Any],
-    options: argparse.Namespace,
+    as_json: bool,
     text: Callable[[dict[str, Any]], Iterable[str]],
-    status: bool,
+    is_ok: bool,
 ) -> int:
-    lines = json.dumps(found, indent=1).splitlines() if options.json else text(found)
-    return output.show(lines, status=int(status))
+    lines = json.dumps(found, indent=1).splitlines() if as_json else text(found)
+    return output.show(lines, status=int(not is_ok))
 
 
-def _versions() -> dict[str, Any]:
+def _versions(parts: Iterable[torch_internals.Part]) -> dict[str, Any]:
+    keys = ("feature", "fault", "without")
     return {
         "hmpx": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "tested_torch": list(TESTED_TORCH),
+        "parts": [{key: getattr(part, key) for key in keys} for part in parts],
     }
-
-
-def _part(part: torch_internals.Part) -> dict[str, str]:
-    return {"feature": part.feature, "fault": part.fault, "without": part.without}
 
 
 def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:

@@ -43,14 +43,7 @@ def convert(  # noqa: PLR0917  # HMP's positional order
         OptionError: An argument has an invalid value.
     """
     global _has_converted
-    given = {
-        "opt_level": opt_level,
-        "bf16_file_path": bf16_file_path,
-        "fp32_file_path": fp32_file_path,
-        "isVerbose": isVerbose,
-        "low_precision_type": low_precision_type,
-        "fp16_file_path": fp16_file_path,
-    }
+    given = dict(locals())
     said = {name: value for name, value in given.items() if value not in (None, False, "")}
     taken, unused = merged(said, _defaults)
     arguments = {"device_types": {devices.device_type()}, **taken, **said}

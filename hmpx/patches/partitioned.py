@@ -6,7 +6,6 @@ again instead, its casts are marked for recomputation.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
@@ -46,7 +45,18 @@ def partition_patches(draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
         written = _written_inputs(others)
         if written is None:
             return partition(*args, **kwargs)
-        marking = functools.partial(_partitioned, is_choosy, written, partition_fn)
+
+        def marking(
+            graph: fx.GraphModule,
+            *more: Any,
+            static_lifetime_input_indices: list[int] | None = None,
+            **settings: Any,
+        ) -> Any:
+            indices = static_lifetime_input_indices or []
+            unwritten = [index for index in indices if index not in written]
+            mark_casts(graph.graph, unwritten, is_choosy=is_choosy)
+            return partition_fn(graph, *more, static_lifetime_input_indices=indices, **settings)
+
         return partition(*others, marking, **kwargs)
 
     yield draft.around(sys.modules[Later.AOT_GRAPHS], _PARTITION, mark_first)
@@ -63,21 +73,6 @@ def _written_inputs(facts: Iterable[Any]) -> set[int] | None:
             writes = [info.mutates_data or info.mutates_metadata for info in infos]
             return {len(tokens) + index for index, is_written in enumerate(writes) if is_written}
     return None
-
-
-def _partitioned(
-    is_choosy: bool,
-    written: set[int],
-    partition: Callable[..., Any],
-    graph: fx.GraphModule,
-    *args: Any,
-    static_lifetime_input_indices: list[int] | None = None,
-    **kwargs: Any,
-) -> Any:
-    indices = static_lifetime_input_indices or []
-    unwritten = [index for index in indices if index not in written]
-    mark_casts(graph.graph, unwritten, is_choosy=is_choosy)
-    return partition(graph, *args, static_lifetime_input_indices=indices, **kwargs)
 
 
 def mark_casts(graph: fx.Graph, indices: list[int], *, is_choosy: bool) -> None:

@@ -280,6 +280,7 @@ def _draft_steps(
 ) -> tuple[Installation, list[str]]:
     """Drafts all changes of a conversion to torch; returns problems with names in the lists, too."""
     policy, options, rules = conversion.policy, conversion.options, all_rules()
+    is_historical = _has_history(policy, options)
     wrapping, made = patches(conversion, draft)
     others = foreign_patches(conversion, draft, foreign_names(policy))
     wrapping += others.patches
@@ -290,7 +291,7 @@ def _draft_steps(
         rules=rules,
         # Otherwise modules are tracked from the first request on.
         notes_modules=bool(conversion.observers)
-        or _has_history(policy, options)
+        or is_historical
         or any(section.is_placed for section in policy.sections)
         or any(rule.names_modules() for rule in rules),
         observers=conversion.observers,
@@ -301,7 +302,7 @@ def _draft_steps(
         """Drafts more patches; if two patch the same slot, the later one calls the earlier one."""
         applied.extend(draft.apply(patches))
 
-    may_have_history = _has_history(policy, options) or bool(rules)
+    may_have_history = is_historical or bool(rules)
     low = policy.low_precision_type
     low_dtype = low if isinstance(low, torch.dtype) else None
     step(region_patches(draft, session.add, session.run_suspended, low_dtype))
