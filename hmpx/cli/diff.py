@@ -79,11 +79,13 @@ def _of_ops(before: Policy, after: Policy, names: tuple[str, str]) -> Iterator[s
 
 
 def _said(decision: Decision | None) -> str:
-    """Returns a decision's policy and dtype, without its reason."""
+    """Returns a decision's policy, dtype and options, without its reason."""
     if decision is None:
         return "PASS"
-    dtype = f" {short_name(decision.dtype)}" if decision.dtype is not None else ""
-    return f"{decision.cast_policy.name}{dtype}"
+    words = [decision.cast_policy.name]
+    words += [] if decision.dtype is None else [short_name(decision.dtype)]
+    words += [f"{word}={short_name(value)}" for word, value in decision.options()]
+    return " ".join(words)
 
 
 # --- a program -------------------------------------------------------------------------------------

@@ -36,6 +36,18 @@ def test_two_versions_of_torchs_lists(capsys: pytest.CaptureFixture[str]) -> Non
     assert "neither a shipped set" in capsys.readouterr().err
 
 
+def test_options_of_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = []
+    for option in ("", " accumulate=float32"):
+        path = tmp_path / f"policy{len(names)}.yaml"
+        path.write_text(f"lists: none\nlow: [mm{option}]\n")
+        names.append(str(path))
+    assert main(["diff", *names]) == 1
+    assert capsys.readouterr().out.split()[3:] == [
+        *("mm", "LOW", "bf16"), *("LOW", "bf16", "accumulate=fp32"),
+    ]  # fmt: skip
+
+
 def test_a_program_whose_attention_gets_two_dtypes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
