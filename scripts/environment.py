@@ -49,7 +49,8 @@ def prepare(extra: str) -> None:
     if stamp.exists() and stamp.read_text(encoding="utf-8") == state:
         return
     install = [program("python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    install += ["-c", str(CONSTRAINTS)]
+    # Python compiles the modules that it imports; pip would compile all the others too.
+    install += ["--no-compile", "-c", str(CONSTRAINTS)]
     print(f"Installing torch into {VENV}, once: some minutes, 1.5 GB (step 1 of 2)", flush=True)
     run([*install, "torch"])  # by itself, so that no other package decides which torch it is
     print(f"Installing hmpx[{extra}] (step 2 of 2)", flush=True)

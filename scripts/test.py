@@ -123,9 +123,9 @@ def test_wheel() -> str:
         build = [PYTHON, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory]
         printed = output(build)
         (wheel,) = elsewhere.glob("*.whl")
-        environment.make(venv)
-        pip = [program("python", venv), "-m", "pip", "install", "--quiet", "--no-deps"]
-        printed += output([*pip, str(wheel)])
+        printed += output([sys.executable, "-m", "venv", "--without-pip", str(venv)])
+        pip = [PYTHON, "-m", "pip", "--python", program("python", venv), "install", "--quiet"]
+        printed += output([*pip, "--no-deps", "--no-compile", str(wheel)])
         borrow_packages(venv)
         lists = [
             path.relative_to(ROOT / "lists").as_posix() for path in ROOT.glob("lists/**/*.txt")
