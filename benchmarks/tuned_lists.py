@@ -25,8 +25,7 @@ import torch
 import tuning
 
 import hmpx
-from hmpx.tuning.assignment import assigned, policy_of
-from hmpx.tuning.candidates import Candidate, Costs, Spot
+from hmpx.tuning.candidates import Candidate, Costs, Spot, assigned, policy_of
 from hmpx.tuning.profiling import spots_of
 from hmpx.tuning.request import Request
 

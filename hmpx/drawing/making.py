@@ -66,8 +66,7 @@ def draw(
     """
     if model is not None and not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, not {shown(model)}")
-    if type(max_nodes) is not int or max_nodes < 1:
-        raise OptionError(f"max_nodes must be a positive integer, not {shown(max_nodes)}")
+    arguments.whole("max_nodes", max_nodes, 1)
     arguments.truth("fold", fold)
     is_call = not isinstance(output, Tensor) and callable(output)
     if inputs and not is_call:

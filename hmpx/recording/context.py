@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import arguments
-from ..errors import OptionError
+from ..errors import OptionError, said_by
 from ..observers import Attached, user_location
 from ..policy import policy_line
 from ..reports import Memory, Report, Row, Views, Waste
@@ -76,7 +76,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._about = _about()
         if error is not None:
-            self._error, self._error_location = _said(error), raised_at(error)
+            self._error, self._error_location = said_by(error), raised_at(error)
         if self._block is not None:
             self._block.close()
 
@@ -109,14 +109,6 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     def __repr__(self) -> str:
         rows = self.rows
         return f"<hmpx.record: {sum(each.calls for each in rows):,} calls in {len(rows):,} rows>"
-
-
-def _said(error: BaseException) -> str:
-    """Returns an exception's class and message."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # the program's own class may fail
-        return type(error).__name__
 
 
 def raised_at(error: BaseException) -> str:

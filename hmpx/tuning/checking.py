@@ -18,8 +18,7 @@ from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
 from ..errors import OptionError, said_by
 from ..reports import merged, read_json, written
 from ..version import __version__
-from .assignment import assigned, policy_source
-from .candidates import Candidate, Costs, Kept, Outcome, by_module, by_op
+from .candidates import Candidate, Costs, Kept, Outcome, assigned, by_module, by_op, policy_source
 from .profiling import called_spots, observing_policy
 from .request import low_type_name
 from .result import CHECK, Tuned

@@ -10,8 +10,19 @@ from typing import Any
 from .. import arguments
 from ..errors import OptionError
 from ..policy import LowType, load_policy, set_names
-from .assignment import FP32, may_follow
-from .candidates import Candidate, Costs, Kept, Outcome, Score, Scores, by_module, by_op, timed
+from .candidates import (
+    FP32,
+    Candidate,
+    Costs,
+    Kept,
+    Outcome,
+    Score,
+    Scores,
+    by_module,
+    by_op,
+    may_follow,
+    timed,
+)
 from .evaluating import Task
 from .profiling import scores_of, seconds_of, spots_of
 from .request import FRESH, Request

@@ -21,8 +21,17 @@ from ..tensors import LOW_DTYPES, Opaque, parts_of, widened
 from ..torch_internals import uncompiled
 from ..torch_state import disable_casts, seed_all, unchanged
 from . import metrics
-from .assignment import assigned, policy_of, reads_first
-from .candidates import Candidate, Costs, Kept, Outcome, Seen, Spot
+from .candidates import (
+    Candidate,
+    Costs,
+    Kept,
+    Outcome,
+    Seen,
+    Spot,
+    assigned,
+    policy_of,
+    reads_first,
+)
 from .request import FRESH, TUNING, Request
 
 #: The least tolerance, as a multiple of fp32's error against itself.

@@ -16,8 +16,7 @@ from ..policy import DENY, Decision, Policy
 from ..recording import record
 from ..reports import Row
 from ..torch_state import seed_all, unchanged
-from .assignment import policy_of
-from .candidates import Costs, Score, Scores, Spot
+from .candidates import Costs, Score, Scores, Spot, policy_of
 from .metrics import loss_of
 from .request import TUNING, Request
 

@@ -17,7 +17,7 @@ from ..errors import OptionError, shown
 from ..policy import Policy
 from ..tensors import copied, long_name, parse_device_types, tensors_of
 from ..version import __version__
-from .assignment import FP32
+from .candidates import FP32
 from .metrics import METRICS
 from .search import UNITS, bits_of
 

@@ -19,17 +19,20 @@ from ..policy import FILE_NAMES, Policy, of_libraries
 from ..reports import Table, page, paragraphs, section, written
 from ..tensors import long_name
 from ..version import __version__
-from .assignment import FP32, assigned, policy_of, policy_source
 from .candidates import (
     FOLLOWS,
+    FP32,
     Candidate,
     Evaluation,
     Kept,
     Seen,
+    assigned,
     bare,
     is_following,
     low_parts,
     parted,
+    policy_of,
+    policy_source,
     shares,
 )
 

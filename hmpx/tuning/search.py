@@ -13,8 +13,8 @@ from typing import Final
 from .. import number_formats
 from ..errors import OptionError
 from ..policy import CastPolicy, Policy
-from .assignment import FP32
 from .candidates import (
+    FP32,
     Candidate,
     Kept,
     Outcome,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .offences import EarlierCall, Offence, Range
+from .culprit import EarlierCall, Offence, Range
 from .watcher import Watch, watch
 
 __all__ = ["EarlierCall", "Offence", "Range", "Watch", "watch"]

@@ -22,9 +22,8 @@ from ..patches import SCALERS
 from ..tensors import floating_in, node_of
 from ..torch_internals import uncompiled
 from ..torch_state import state_of_random_numbers
-from .culprit import Judge, offence_of
+from .culprit import Judge, Offence, offence_of
 from .notes import Notes, sources_of
-from .offences import Offence
 from .slots import Slots
 
 Mode = Literal["raise", "log", "collect"]
@@ -392,12 +391,8 @@ def watch(
         >>> w.first.op, w.first.kind
         ('exp', 'inf')
     """
-    if mode not in ("raise", "log", "collect"):
-        raise OptionError(f'mode must be "raise", "log" or "collect", not {shown(mode)}')
-    if type(every) is not int or every < 1:
-        raise OptionError(
-            f"every must be a positive int: it watches one of every N steps, not {shown(every)}"
-        )
+    arguments.choice("mode", mode, ("raise", "log", "collect"))
+    arguments.whole("every", every, 1)
     if step is not None and not callable(step):
         raise OptionError(f"step must be a function that runs one step, not {shown(step)}")
     return Watch(mode, every, step, arguments.first_and_end("steps", steps))

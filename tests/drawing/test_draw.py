@@ -233,7 +233,7 @@ LEAF = torch.ones(1, requires_grad=True)
         ((3,), {}, "draw takes a tensor, tensors in a dict, list or tuple, or a model, not 3"),
         ((LEAF * 2, 1), {}, "inputs are for a model or a function to call, not for tensor("),
         ((LEAF * 2,), {"model": 3}, "model must be a torch.nn.Module, not 3"),
-        ((LEAF * 2,), {"max_nodes": 0}, "max_nodes must be a positive integer, not 0"),
+        ((LEAF * 2,), {"max_nodes": 0}, "max_nodes must be an int of at least 1, not 0"),
         ((LEAF * 2,), {"params": {"a": 3}}, "params must be a dict of names to tensors, not {"),
         ((LEAF * 2,), {"params": 3}, "params must be a dict of names to tensors, not 3"),
     ],
