@@ -9,6 +9,9 @@ from .attached import Observer as Observer
 from .attached import TensorObserver as TensorObserver
 from .attached import ValueObserver as ValueObserver
 from .attached import attach as attach
+from .graphs import is_put_in_graph as is_put_in_graph
+from .graphs import number_in_graphs as number_in_graphs
+from .graphs import put_in_graph as put_in_graph
 from .kernels import Kernels as Kernels
 from .log import LOGGER as LOGGER
 from .log import announce_conversion as announce_conversion

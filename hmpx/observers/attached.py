@@ -39,6 +39,7 @@ class Attached:
         values: Whether it is a `ValueObserver`.
         times: Whether it gets the duration of calls. Each call then waits for its accelerator.
         kernels: Whether it gets the dtypes that kernels computed in.
+        graphs: Whether it gets tensors of compiled calls, too, each time that their graph runs.
 
     Example:
         >>> attached = hmpx.attach(lambda call: print(call.op))
@@ -54,6 +55,7 @@ class Attached:
     values: bool = False
     times: bool = False
     kernels: bool = False
+    graphs: bool = False
 
     def tell(self, call: OpCall, tensors: CallTensors | None) -> None:
         """Passes a call on to the observer."""

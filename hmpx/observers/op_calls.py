@@ -103,6 +103,7 @@ class CallTensors:
             format or legalized, by the policy, even if the program has switched casts off.
         result: The call's result.
         writes: The call writes to some of its arguments.
+        in_graph: A compiled call's: the graph may write other values to the tensors later.
 
     Example:
         >>> def error(call, tensors):
@@ -120,6 +121,7 @@ class CallTensors:
     run_cast: Callable[..., Any]
     result: Any = None
     writes: bool = False
+    in_graph: bool = False
 
     __repr__ = fielded
 
@@ -141,14 +143,15 @@ def user_location(frame: FrameType | None = None) -> str:
     candidate: FrameType | None = frame or sys._getframe(1)
     while candidate is not None:
         path = candidate.f_code.co_filename
-        if _is_users(path) or (path[:1] == "<" and _is_typed(candidate)):
+        if is_users(path) or (path[:1] == "<" and _is_typed(candidate)):
             return f"{path}:{candidate.f_lineno}"
         candidate = candidate.f_back
     return ""
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _is_users(path: str) -> bool:
+def is_users(path: str) -> bool:
+    """Whether a file is neither torch's nor hmpx's."""
     return not path.startswith((_TORCH_DIRECTORY, _HMPX_DIRECTORY, "<"))
 
 

@@ -30,6 +30,7 @@ from .compiler import casts_of_aten as casts_of_aten
 from .compiler import disable_inductor_caches as disable_inductor_caches
 from .compiler import forget_traced as forget_traced
 from .compiler import is_dynamo_frame as is_dynamo_frame
+from .compiler import is_in_subgraph as is_in_subgraph
 from .compiler import later_parts as later_parts
 from .compiler import leave_to_callees as leave_to_callees
 from .compiler import needed_of_later as needed_of_later
@@ -118,6 +119,7 @@ from .operators import CustomOpDef as CustomOpDef
 from .operators import OpNamespace as OpNamespace
 from .operators import OpOverload as OpOverload
 from .operators import OpOverloadPacket as OpOverloadPacket
+from .operators import effectful_operator as effectful_operator
 from .operators import has_kernel as has_kernel
 from .operators import own_operator as own_operator
 from .operators import schemas_of as schemas_of

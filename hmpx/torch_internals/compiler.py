@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
@@ -116,19 +117,20 @@ def run_when_traced(function: _F) -> _F:
 run_when_traced(is_transformed)
 
 
-def leave_to_callees(function: Any) -> None:
+def leave_to_callees(function: Any, *, without: bool = False) -> None:
     """Makes torch.compile start its graphs in the callees of ``function``, as for Module's own functions.
 
     For code that all modules share: torch.compile compiles one code object only a few times. Inside a
-    graph, it traces through ``function``.
+    graph, it traces through ``function``. With ``without`` it starts none in the callees, either, as for
+    torch's functions.
     """
     code, eval_frame = function.__code__, _eval_frame
-    if hasattr(eval_frame, "skip_code"):
-        eval_frame.skip_code(code)
-    elif hasattr(eval_frame, "set_code_exec_strategy"):
+    if hasattr(eval_frame, "set_code_exec_strategy"):
         action = eval_frame._FrameAction
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        eval_frame.set_code_exec_strategy(code, strategy)
+        callees = action.SKIP if without else action.DEFAULT
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, callees))
+    elif hasattr(eval_frame, "skip_code"):
+        eval_frame.skip_code(code)
 
 
 _eval_frame = rely_on("torch.compile in the middle of calls", instead=(None,))
@@ -139,7 +141,8 @@ def forget_traced(*, keeps_graphs: bool = False) -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or not hasattr(dynamo, "reset"):  # not imported, or not completely
         return
-    if not keeps_graphs:
+    # On a machine with CUDA ``reset`` imports inductor, which takes seconds.
+    if not keeps_graphs and getattr(dynamo.convert_frame, "FRAME_COUNTER", True):
         with _counting_without_driver():
             dynamo.reset()
     if hasattr(dynamo.trace_rules, "clear_lru_cache"):
@@ -182,6 +185,22 @@ def tracing_context() -> Any:
 
 
 _tracing_context = rely_on("graphs that torch.compile is tracing")
+
+
+_HIGHER_ORDER: Final = str(Path(torch.__file__).parent / "_higher_order_ops")
+#: Modules there whose functions are part of the graph around them.
+_INLINED: Final = ("effects.py", "wrap.py")
+
+
+def is_in_subgraph() -> bool:
+    """Whether a branch or body is traced, of ``torch.cond`` or flex_attention, which can have no effects."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_HIGHER_ORDER) and not path.endswith(_INLINED):
+            return True
+        frame = frame.f_back
+    return False
 
 
 # --- compiled functions that run uncompiled --------------------------------------------------------

@@ -30,12 +30,17 @@ _library: Any = torch.library.Library
 _OWN: Final = _library("hmpx", "FRAGMENT")
 
 
-def own_operator(signature: str, fake: Callable[..., Any], *tags: str) -> Any:
+def own_operator(
+    signature: str,
+    fake: Callable[..., Any],
+    *tags: str,
+    layout: str = "needs_fixed_stride_order",
+) -> Any:
     """Returns a new operator of hmpx's, without a kernel; None if torch lacks a needed part."""
     if not HAS_OPERATORS:
         return None
     name = signature.partition("(")[0]
-    tags = ("pt2_compliant_tag", "needs_fixed_stride_order", *tags)
+    tags = ("pt2_compliant_tag", layout, *tags)
     _OWN.define(signature, tags=[getattr(torch.Tag, tag) for tag in tags])
     torch.library.register_fake(f"hmpx::{name}", fake, lib=_OWN)
     return getattr(torch.ops.hmpx, name).default
@@ -45,6 +50,22 @@ def set_kernel(operator: Any, function: Callable[..., Any], key: str) -> None:
     """Makes ``function`` the kernel of an operator of hmpx's own, for a key of torch's dispatcher."""
     if operator is not None:
         _OWN.impl(operator.name(), function, key)
+
+
+def effectful_operator(signature: str, function: Callable[..., None]) -> Any:
+    """Returns a new operator that graphs keep for what it does, in order, though it returns nothing."""
+    operator = own_operator(
+        signature, lambda *args: None, "cudagraph_unsafe", layout="flexible_layout"
+    )
+    set_kernel(operator, function, "CompositeExplicitAutograd")
+    if operator is not None:
+        _register_effect(_OWN, operator.name(), _ORDERED)
+    return operator
+
+
+_register_effect, _ORDERED = rely_on(
+    "compiled functions in traces", instead=(lambda *args: None, None)
+)
 
 
 #: The operators of a cast; of ``.item()``, and of an ``if`` on a tensor; of batch norm with running

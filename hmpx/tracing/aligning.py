@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from functools import cache
 from typing import Any, Final
 
-import torch
-
-from ..ops import facts
-from .reading import Run, TracedCall
+from ..ops import facts, root
+from .reading import Run, Site, TracedCall
 
 _CONVERTING: Final = frozenset(facts("converting"))
 
@@ -67,11 +64,34 @@ def aligned(
     calls_b: Sequence[TracedCall],
     b: Sequence[int],
 ) -> Iterator[tuple[int | None, int | None]]:
-    """Yields pairs of calls, None for one that only the other run makes: first by module and op, then by op."""
-    by_module = [
-        [(_plain(calls[i].site.op), calls[i].site.module) for i in found]
-        for calls, found in ((calls_a, a), (calls_b, b))
+    """Yields pairs of calls, None for one that only the other run makes: by module and op, by op, in any order."""
+    keys = [
+        {i: _key(calls[i].site) for i in found} for calls, found in ((calls_a, a), (calls_b, b))
     ]
+    pairs = [*_in_order(a, b, *keys)]
+    moved: dict[Any, list[int]] = {}  # only in b so far
+    for i, j in pairs:
+        if i is None and j is not None:
+            moved.setdefault(keys[1][j], []).append(j)
+    found = set[int]()
+    for i, j in pairs:
+        if i is not None and j is None and (others := moved.get(keys[0][i])):
+            found.add(j := others.pop(0))
+            yield i, j
+        elif i is not None:
+            yield i, j
+    yield from ((None, j) for i, j in pairs if i is None and j not in found)
+
+
+def _key(site: Site) -> tuple[str, str, str]:
+    """Returns the key of calls that are the same; a checkpoint repeats them in another phase."""
+    return root(site.op), site.module, site.phase
+
+
+def _in_order(
+    a: Sequence[int], b: Sequence[int], keys_a: Mapping[int, Any], keys_b: Mapping[int, Any]
+) -> Iterator[tuple[int | None, int | None]]:
+    by_module = [keys_a[i] for i in a], [keys_b[i] for i in b]
     for is_equal, (i, j), (k, m) in _blocks(*by_module):
         if is_equal:
             yield from zip(a[i:j], b[k:m], strict=True)
@@ -83,13 +103,6 @@ def aligned(
             else:
                 yield from ((each, None) for each in a[i + p : i + q])
                 yield from ((None, each) for each in b[k + r : k + s])
-
-
-@cache
-def _plain(op: str) -> str:
-    """Returns an op without what an operator adds to its name: ``"pow"`` for ``"rpow"`` and ``"ipow"``."""
-    is_other = op[:1] in ("r", "i") and hasattr(torch.Tensor, f"__{op[1:]}__")
-    return op[1:] if is_other and hasattr(torch.Tensor, f"__{op}__") else op
 
 
 def _blocks(

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import torch
 
 from ..number_formats import get, names
+from ..ops import facts
 from .aligning import Side, aligned
 from .reading import PARAMETER, Run, TracedCall, TracedTensor, read
 from .run_diff import RunDiff, RunDiffRow
@@ -32,6 +33,8 @@ _OUTSIDE: Final = 64.0
 
 #: The gain of calls for which it is not known, and of a backward.
 _UNKNOWN_GAIN: Final = 4.0
+
+_OTHER_RANDOM_NUMBERS: Final = "compiled code draws other random numbers, unless torch._inductor.config.fallback_random is True"
 
 _ENVIRONMENT: Final = ("torch", "machine", "device", "threads", "processes")
 
@@ -106,7 +109,8 @@ class _Diff:
         self._is_same_machine = all(a.header[each] == b.header[each] for each in _ENVIRONMENT)
         self._partners: dict[int, int] = {}  # call of a -> call of b
         self._named: set[int] = set()  # tensors of a, made elsewhere, whose difference is known
-        self._has_differed = False  # any row so far
+        self._is_compiled = [any(each.site.is_compiled for each in run.calls) for run in (a, b)]
+        self._has_differed = any(self._is_compiled)  # any row so far, or what no call made may
         self._has_other_types = False  # so far
         self._known: set[str] = set()  # parameters and buffers that were compared
         self._first_step = 0
@@ -143,7 +147,11 @@ class _Diff:
         """Returns the row of a call that one run makes."""
         first = None if a is None else self._a.calls[a]
         second = None if b is None else self._b.calls[b]
-        verdict = _Verdict("only in a" if b is None else "only in b")
+        # A graph leaves out what its results don't need, and calls inside of branches and transforms.
+        call = first or second
+        is_left_out = call and self._is_compiled[b is None] and not call.site.is_compiled
+        only = "only in a" if b is None else "only in b"
+        verdict = _Verdict("not compared" if is_left_out else only)
         return self._of(first, second, "result", verdict, Estimate(math.nan, math.nan))
 
     def _of(
@@ -166,7 +174,7 @@ class _Diff:
             verdict.explained,
             verdict.cause,
             ("" if a is None else self._a.type_of(a), "" if b is None else self._b.type_of(b)),
-            ("" if a is None else _decision(a), "" if b is None else _decision(b)),
+            (_said(a), _said(b)),
             ("" if a is None else a.site.location, "" if b is None else b.site.location),
             call.step,
         )
@@ -187,11 +195,18 @@ class _Diff:
         if first.site.arguments != second.site.arguments:
             return outputs, _Verdict("inherited")  # numbers that differ as results do
         decided = _decision(first) == _decision(second)
-        is_exact = decided and inputs.is_same and self._is_same_machine
+        is_compiled = first.site.is_compiled or second.site.is_compiled
+        is_exact = decided and inputs.is_same and self._is_same_machine and not is_compiled
         rounding = 0.0 if is_exact else self._roundoff(first, second)
         self._coarsest = max(self._coarsest, rounding)
         gain = max(first.gain, second.gain, self._norm_ratio(first)) or _UNKNOWN_GAIN
-        return outputs, _judge(outputs, rounding, gain, inputs.total, _MARGIN)
+        found = _judge(outputs, rounding, gain, inputs.total, _MARGIN)
+        is_drawn = (
+            first.site.op in facts("random") and first.site.is_compiled != second.site.is_compiled
+        )
+        if found.verdict == "unexplained" and is_drawn:
+            found = found._replace(cause=_OTHER_RANDOM_NUMBERS)
+        return outputs, found
 
     def _norm_ratio(self, call: TracedCall) -> float:
         """Returns the gain of an op of one tensor that keeps differences as they are, as ``clamp`` may; else 0."""
@@ -333,7 +348,8 @@ class _Diff:
             is_exact &= (
                 bool(keys) and given.is_same and inputs.is_same and _decision(a) == _decision(b)
             )
-            incoming += [given.total, inputs.total]
+            is_unseen = a.site.is_compiled or b.site.is_compiled  # the gradients inside of a graph
+            incoming += [given.total, inputs.total, is_unseen * _OUTSIDE * self._coarsest]
             rounding, gain = max(rounding, self._roundoff(a, b)), max(gain, a.gain, b.gain)
             part = self._norm(a.gradients.values())
             growth = self._norm(a.outputs) / norm if norm else 0.0
@@ -398,6 +414,12 @@ def _is_same(a: TracedTensor, b: TracedTensor) -> bool:
 
 def _decision(call: TracedCall) -> str:
     return f"{call.site.dtype or 'left alone'} ({call.site.reason})"
+
+
+def _said(call: TracedCall | None) -> str:
+    if call is None:
+        return ""
+    return _decision(call) + ", compiled" * call.site.is_compiled
 
 
 def _by(found: Estimate) -> str:

@@ -2,7 +2,8 @@
 
 ====================  =====================================================================================
 ``trace``             the header: what a run depends on besides the program
-``site``              op, module, line, phase, decision, its reason, its dtype, other arguments; the first is 0
+``site``              op, module, line, phase, decision, its reason, its dtype, other arguments, whether it was
+                      compiled; the first is 0
 ``tensor``            shape, dtype, low contents, number of the tensor that it is a view of, name, sketch
 ``call``              site, numbers of the tensors given and returned, gain
 ``gradient``          call, which of its results, tensor
@@ -32,7 +33,7 @@ PARAMETER: Final = "gradient"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What calls have in common: op, module, line, phase, decision and arguments other than tensors."""
+    """What calls have in common: op, module, line, phase, decision, arguments other than tensors, graph."""
 
     op: str
     module: str
@@ -42,6 +43,7 @@ class Site:
     reason: str
     dtype: str
     arguments: str
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -21,7 +20,6 @@ from ..accuracy import may_read
 from ..errors import OptionError, short, shown, warn
 from ..observers import Attached, CallTensors, OpCall
 from ..policy import load_policy, matches
-from ..torch_internals import uncompiled
 from ..torch_state import spot, without_casts
 from .writing import Writer
 
@@ -35,7 +33,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
     how much it amplifies rounding, from a repetition of the call with inputs moved by bfloat16's rounding. The gradients of parameters are written where an optimizer steps, which ends a step.
 
     Each step is in the file when it ends. Several processes of torch.distributed write ``PATH.rank1`` and so
-    on. Compiled functions run uncompiled.
+    on. Of compiled functions it traces the calls that their graphs make.
 
     Args:
         path: The file; an earlier one is replaced.
@@ -74,6 +72,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
         self._every = arguments.whole("every", every, 1)
         self._modules = arguments.texts("modules", modules)
         self._block: contextlib.ExitStack | None = None
+        self._model: nn.Module | None = None  # the one that names parameters
 
     def __repr__(self) -> str:
         return f"<hmpx.trace to {self._path.name}>"
@@ -89,15 +88,13 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
             except OSError as error:
                 raise OptionError(f"can't write {short(str(path))}: {error.strerror}") from error
             self._writer = Writer(file)
-            self._attached = Attached(self._observe, tensors=True, every_op=True)
+            self._attached = Attached(self._observe, tensors=True, every_op=True, graphs=True)
             block.callback(self._writer.end)
             block.enter_context(session.observable(load_policy()))
             block.enter_context(self._attached)
-            block.enter_context(register_module_forward_pre_hook(self._note_model))
             block.enter_context(register_optimizer_step_pre_hook(self._before_step))
             block.enter_context(register_optimizer_step_post_hook(self._after_step))
-            block.enter_context(uncompiled())
-            self._step = 0
+            self._step, self._model = 0, None
             self._follow()
             self._block = block.pop_all()
         return self
@@ -127,14 +124,14 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
             for each in self._modules
             for inner in ("", ".*")
         )
+        model, _ = spot()
+        if is_wanted and model is not None and model is not self._model:
+            self._model = model
+            self._writer.name(model)
         # Unpickled tensors come in the order of the workers that sent them.
         if tensors is not None and is_wanted and may_read() and call.op != "set":
             with without_casts():
                 self._writer.call(call, tensors)
-
-    def _note_model(self, module: nn.Module, args: Any) -> None:
-        if module is spot()[0] and self._is_traced():
-            self._writer.name(module)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_traced():
@@ -146,5 +143,5 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_traced():
             self._writer.step(self._step)
-        self._step += 1
+        self._step, self._model = self._step + 1, None
         self._follow()

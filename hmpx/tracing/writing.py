@@ -82,8 +82,9 @@ class Writer:
     def _call(self, call: OpCall, tensors: CallTensors) -> None:
         given = tensors_in([*tensors.given, *tensors.given_kwargs.values()])
         results = tensors_in([tensors.result])
-        inputs = [self._tensor(each, is_copy=tensors.writes) for each in given]
-        outputs = [self._tensor(each) for each in results]
+        is_copy = tensors.writes or tensors.in_graph
+        inputs = [self._tensor(each, is_copy=is_copy) for each in given]
+        outputs = [self._tensor(each, is_copy=tensors.in_graph) for each in results]
         site = (
             call.op,
             call.module,
@@ -93,6 +94,7 @@ class Writer:
             call.reason,
             "" if call.dtype is None else long_name(call.dtype),
             _text(tensors.given, tensors.given_kwargs),
+            tensors.in_graph,
         )
         if site not in self._sites:
             self._write("site", site)
@@ -121,7 +123,8 @@ class Writer:
     def _tensor(self, tensor: Tensor, *, is_copy: bool = False) -> int:
         """Writes a tensor, unless its values were written, and returns its number."""
         version = None if tensor.is_inference() else tensor._version
-        known = self._ids.get(tensor)
+        is_copy &= tensor not in self._names
+        known = None if is_copy else self._ids.get(tensor)
         if known is not None and known[0] == version and version is not None:
             return int(known[1])
         found = sketch(tensor) if has_values(tensor) else None

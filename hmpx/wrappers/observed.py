@@ -16,7 +16,17 @@ import torch
 
 from ..casting import CallPlan, cast_args, floating_inputs, written
 from ..compute import COMPUTED
-from ..observers import PAUSED, Attached, CallTensors, Kernels, OpCall, user_location
+from ..observers import (
+    PAUSED,
+    Attached,
+    CallTensors,
+    Kernels,
+    OpCall,
+    is_put_in_graph,
+    number_in_graphs,
+    put_in_graph,
+    user_location,
+)
 from ..ops import facts
 from ..policy import CastPolicy
 from ..tensors import PLAIN_TENSORS, Args, Kwargs, map_tensors, tensors_in
@@ -26,6 +36,7 @@ from ..torch_internals import (
     is_graph_made,
     is_jit_tracing,
     run_when_traced,
+    tracing_context,
 )
 from ..torch_state import (
     apart,
@@ -54,17 +65,18 @@ def make_observed_wrapper(
     """Returns a wrapper that runs calls like `make_wrapper`'s, and reports each call to observers."""
     made: list[Callable[..., Any]] = []
 
-    def observed() -> Callable[..., Any]:
-        if not made:  # few of torch's functions are called while it is observed
+    @run_when_traced
+    def make() -> None:  # few of torch's functions are called while it is observed
+        if not made:
             made.append(_observed(original, plan, attached))
-        return made[0]
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if control.forward is not None:
             return control.forward(*args, **kwargs)
-        return observed()(*args, **kwargs)
+        if is_dynamo_compiling() or not made:  # read once while it is traced, after it is made
+            make()
+        return made[0](*args, **kwargs)
 
-    run_when_traced(observed)
     control = Control()
     return named_after(original, wrapper, plan.site.name, control)
 
@@ -76,6 +88,7 @@ def _observed(
     complete = completed(original, plan)
     with_tensors = any(each.tensors for each in attached)
     for_every_op = tuple([each for each in attached if each.every_op])
+    in_graphs = any(each.graphs for each in attached)
     is_timed = any(each.times for each in attached)
     reads_kernels = any(each.kernels for each in attached)
     observers = frozenset(attached)
@@ -85,9 +98,10 @@ def _observed(
     descriptions = Descriptions(plan)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if PAUSED and observers <= PAUSED:
-            return inner(*args, **kwargs)
         is_traced = is_dynamo_compiling()
+        may_be_kept = in_graphs and (is_traced or tracing_context() is not None)
+        if PAUSED and observers <= PAUSED and not may_be_kept:
+            return inner(*args, **kwargs)
         is_on = True
         if is_traced or switch._looks_closer:
             if is_unobserved():
@@ -106,8 +120,11 @@ def _observed(
             if not before:
                 return inner(*args, **kwargs)  # there is nothing to decide
             found = describe(plan, before, args, kwargs, is_on=is_on)
+            given = _given(plan, args, kwargs) if in_graphs else None
             result = inner(*args, **kwargs)
             tell(found, _dtypes_of(result), 0, None, None, None, is_on, False, ())
+            if given:
+                put_in_graph(numbered(found, _dtypes_of(result)), *given, result)
             return result
         known = descriptions.find(args, kwargs, is_on=is_on)
         # Conversions during a call are hmpx's own, which a mode passes to their names.
@@ -121,6 +138,8 @@ def _observed(
             cast_bytes += count * size if type(count) is int else 0  # may be a symbol
         if with_tensors and not (is_graph_made() or has_fake_tensors()):
             tensors = _tensors(plan, complete, inner, args, kwargs)
+        is_kept = in_graphs and tensors is None and is_put_in_graph()
+        given = _given(plan, args, kwargs) if is_kept else None
         began = _now(found.device_type) if is_timed else 0.0
         was_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, False
         try:
@@ -145,6 +164,8 @@ def _observed(
         values = (before, args, kwargs, result) if for_every_op else None
         outputs = _dtypes_of(result)
         tell(found, outputs, cast_bytes, seconds, tensors, values, is_on, is_legalized, dtypes)
+        if given:
+            put_in_graph(numbered(found, outputs), *given, result)
         return result
 
     calls: dict[Any, OpCall] = {}
@@ -212,6 +233,11 @@ def _observed(
             with apart():
                 for each in others:
                     each.tell(call, tensors if tensors is None else _own(tensors))
+
+    @run_when_traced
+    def numbered(found: Description, outputs: tuple[torch.dtype, ...]) -> int:
+        call = called(found, outputs, 0, None, is_legalized=False, kernels=())
+        return number_in_graphs(call, attached)
 
     run_when_traced(tell)
     narrowed = narrower(original, plan, lambda others: _observed(original, others, attached))
@@ -299,6 +325,12 @@ def _tensors(
 
     writes = _writes(plan, args, kwargs)
     return CallTensors(args, kwargs, cast, cast_kwargs, run, run_cast, writes=writes)
+
+
+def _given(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
+    """Returns the arguments, copied if the call writes to any, and whether it does."""
+    writes = _writes(plan, args, kwargs)
+    return (*(_copied(args, kwargs) if writes else (args, kwargs)), writes)
 
 
 def _own(tensors: CallTensors) -> CallTensors:

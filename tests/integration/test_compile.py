@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -367,3 +369,18 @@ def test_the_disk_cache_keeps_policies_apart(steps: tuple[str, ...], tmp_path: P
         run = forks.run("-c", CACHED, *step.split(" "), env=environment)
         assert run.returncode == 0, run.stderr
         assert run.stdout.split() == STEPS[step], step
+
+
+IMPORTS = """
+import sys, torch
+torch.cuda.is_available = lambda: True
+import torch._dynamo
+import hmpx
+hmpx.convert(device_types={"cpu"})
+assert "torch._inductor.compile_fx" not in sys.modules
+"""
+
+
+def test_a_conversion_imports_no_inductor() -> None:
+    """Which `torch._dynamo.reset` does on a machine with CUDA, though nothing was compiled."""
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=300)

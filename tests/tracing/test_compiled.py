@@ -1,0 +1,187 @@
+"""`trace` and `diff_runs` of compiled programs: their calls, their bits, and eager runs of the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+
+from .test_tracing import Net, run
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own, of inductor's import
+
+
+@pytest.mark.parametrize("low", ["", "hmpx"])
+def test_compiled_runs_keep_their_bits_and_are_compared_with_eager(
+    low: str, tmp_path: Path
+) -> None:
+    plain = run(None, Net.compile, low=low)  # type: ignore[arg-type]
+    torch.compiler.reset()
+    traced = run(tmp_path / "compiled", Net.compile, low=low)
+    assert all(map(torch.equal, plain, traced))
+    run(tmp_path / "eager", low=low)
+    found = hmpx.diff_runs(tmp_path / "eager", tmp_path / "compiled")
+    assert found.first is None
+    assert not {"only in a", "only in b", "not compared"} & found.counts.keys()
+    products = [row for row in found.rows if row.op == "linear" and row.what == "result"]
+    assert {row.module for row in products} == {"qkv", "head"}
+    for row in products:
+        assert row.locations[0] == row.locations[1] and "test_tracing.py:" in row.locations[1]
+        assert row.decisions[1] == f"{row.decisions[0]}, compiled"
+    parameters = {row.module for row in found.rows if row.op == "gradient"}
+    assert {"norm.weight", "qkv.bias"} <= parameters
+
+
+def test_what_a_compiled_run_does_otherwise_is_named(tmp_path: Path) -> None:
+    def change(net: Net) -> None:
+        net.norm.eps = 1e-3
+        net.compile(backend="aot_eager")
+
+    run(tmp_path / "eager")
+    run(tmp_path / "compiled", change)
+    first = hmpx.diff_runs(tmp_path / "eager", tmp_path / "compiled").first
+    assert first is not None
+    assert (first.op, first.module) == ("layer_norm", "norm")
+    assert first.cause.startswith("arguments: ")
+
+
+def test_steps_between_traced_ones_may_compile(tmp_path: Path) -> None:
+    for name in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model = Layers(lambda m, x: m.a(x).tanh())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if name == "compiled":
+            model.compile(backend="aot_eager")
+        with hmpx.trace(tmp_path / name, steps=[1, 3]):
+            for step in range(4):
+                model(torch.ones(2 + step % 2, 16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    found = hmpx.diff_runs(tmp_path / "eager", tmp_path / "compiled")
+    assert {row.step for row in found.rows} == {1, 3}
+    assert found.first is None
+
+
+class Layers(nn.Module):
+    """Layers, and a program that uses some."""
+
+    def __init__(self, program: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.lstm, self.norm = nn.LSTM(16, 16), nn.BatchNorm1d(16)
+        self.program = program
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.program(self, x)
+
+
+def in_place(m: Layers, x: Tensor) -> Tensor:
+    y = m.a(x) * 1
+    y += 1
+    y[0].mul_(2)
+    y.view(-1).add_(1)
+    return y
+
+
+def broken(m: Layers, x: Tensor) -> Tensor:
+    y = m.a(x)
+    torch._dynamo.graph_break()
+    return F.softmax(y, -1, dtype=torch.float64)
+
+
+PROGRAMS: dict[str, Callable[[Layers, Tensor], Tensor]] = {
+    "checkpoint": lambda m, x: (
+        checkpoint(lambda t: F.gelu(m.a(t)).tanh(), x, use_reentrant=False) + m.b(x)
+    ),
+    "a branch": lambda m, x: torch.cond(
+        x.sum() > 0, lambda t: m.a(t).sin(), lambda t: m.a(t).cos(), (x,)
+    ),
+    "transforms": lambda m, x: torch.vmap(m.a)(x) + torch.func.grad(lambda t: t.sin().sum())(x),
+    "in-place": in_place,
+    "a broken graph": broken,
+    "LSTM": lambda m, x: m.lstm(x[None])[0],
+    "running statistics": lambda m, x: F.relu(m.norm(m.a(x)), inplace=True),
+    "several results": lambda m, x: torch.cat(torch.sort(m.a(x))[0].chunk(2, -1)[::-1], -1),
+    "operators": lambda m, x: (1 - m.a(x) / 4) % 3 + 2 / (x + 9) ** 2,
+    "other arguments": lambda m, x: F.interpolate(
+        m.a(x)[None], scale_factor=2.0, mode="linear", align_corners=False
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("with_gradients", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compiled_programs_run_as_untraced(name: str, with_gradients: bool, tmp_path: Path) -> None:
+    def outcome(path: Path | None, *, compiled: bool) -> list[Tensor]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Layers(PROGRAMS[name])
+        if compiled:
+            model.compile(backend="aot_eager")
+        found = []
+        with hmpx.trace(path) if path else contextlib.nullcontext():
+            for size in (8, 8, 6):  # a dynamic shape from then on
+                x = torch.randn(size, 16, requires_grad=with_gradients)
+                with torch.set_grad_enabled(with_gradients):
+                    y = model(x)
+                found.append(y.detach())
+                if with_gradients:
+                    y.square().sum().backward()
+                    assert x.grad is not None
+                    found.append(x.grad)
+        return found
+
+    expected = outcome(None, compiled=True)
+    actual = outcome(tmp_path / "compiled", compiled=True)
+    assert all(map(torch.equal, expected, actual))
+    outcome(tmp_path / "eager", compiled=False)
+    found = hmpx.diff_runs(tmp_path / "eager", tmp_path / "compiled")
+    assert found.first is None, str(found)
+    assert found.counts["equal"] >= 3
+
+
+def test_random_numbers_of_compiled_code_are_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))
+    for name, function in (("eager", model), ("compiled", torch.compile(model))):
+        torch.manual_seed(0)
+        with hmpx.trace(tmp_path / name):
+            function(torch.ones(4, 16))
+    first = hmpx.diff_runs(tmp_path / "eager", tmp_path / "compiled").first
+    assert first is not None
+    assert (first.op, first.cause[:41]) == ("dropout", "compiled code draws other random numbers,")
+
+
+def test_hmpxs_functions_are_not_compiled_apart(tmp_path: Path) -> None:
+    """``Sequential.compile`` compiles nothing: torch.compile skips the frames of `torch.nn`."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model.compile(backend="aot_eager")
+    with hmpx.convert(device_types={"cpu"}), hmpx.trace(tmp_path / "a"):
+        assert model(torch.ones(2, 4)).dtype is torch.bfloat16
+    rows = hmpx.diff_runs(tmp_path / "a", tmp_path / "a").rows
+    assert [row.op for row in rows] == ["linear", "tanh"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_functions_that_torch_compile_traces_into_are_observed() -> None:
+    """`torch._VF.lstm` is not in its table of torch's functions."""
+    calls: list[Any] = []
+
+    def note(call: hmpx.OpCall, tensors: Any) -> None:
+        calls.append(call.op)
+
+    model = torch.compile(nn.LSTM(8, 8), backend="aot_eager")
+    with hmpx.convert(device_types={"cpu"}), hmpx.attach(note, tensors=True, every_op=True):
+        assert model(torch.randn(2, 3, 8))[0].shape == (2, 3, 8)
+    assert "lstm" in calls
