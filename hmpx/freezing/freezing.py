@@ -19,8 +19,19 @@ from ..torch_internals import FakeTensor
 from .layer_cast import is_layer_cast, upcast_parameters
 from .originals import Originals
 from .seal import REMEDY, is_sealed, seal
-from .uses import Place, Slot, replaced, slots_of, watch_forward
-from .weights import Rounding, Weight, judged, listed, one_rounding, table
+from .weights import (
+    Place,
+    Rounding,
+    Slot,
+    Weight,
+    judged,
+    listed,
+    one_rounding,
+    replaced,
+    slots_of,
+    table,
+    watch_forward,
+)
 
 _OUTPUTS: Final = ("fp32", "keep")
 _LAYER_CAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}

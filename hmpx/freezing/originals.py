@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import torch_state
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import FakeTensor
-from .uses import Slot, has_changed
+from .weights import Slot, has_changed
 
 
 @dataclass(frozen=True, eq=False)

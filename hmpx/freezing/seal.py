@@ -25,8 +25,7 @@ from ..rules import are_alike
 from ..tensors import long_name, short_name
 from ..torch_internals import has_tangents, transforms
 from .layer_cast import is_layer_cast
-from .uses import Slot
-from .weights import one_rounding
+from .weights import Slot, one_rounding
 
 if TYPE_CHECKING:
     from ..number_formats import Format

@@ -1,21 +1,317 @@
-"""Decides which weights to store low, by their uses in the example, and reports a row for each."""
+"""How one forward uses a model's weights, and which of them are stored low for it."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .. import number_formats, session
-from ..errors import lined
+from .. import compute, number_formats, session, torch_state
+from ..errors import lined, noted, printable
+from ..number_formats import Format
 from ..policy import LowType
 from ..reports import Table
-from ..tensors import short_name
-from .uses import Place, Slot, Watch
+from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, short_name
+from ..torch_internals import (
+    FakeTensor,
+    TorchDispatchMode,
+    casts_of_aten,
+    is_tensor_of_tensors,
+    uncompiled,
+)
+
+#: Fake tensors have no values, but are otherwise treated as real.
+_PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the elements of a tensor lie: the storage, while it is alive, and byte offsets in it."""
+
+    storage: int
+    start: int
+    end: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def overlaps(self, other: Place) -> bool:
+        """Whether both may share a byte."""
+        return self.storage == other.storage and self.start < other.end and other.start < self.end
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A place for a parameter or buffer in a module, under one of the module's names, and what was found there.
+
+    ``place`` is where its elements lie, or None, and ``fault`` is why they can't be watched.
+    """
+
+    path: str  # of the module in the model; "" for the model itself
+    module: nn.Module
+    attribute: str  # the tensor's name in the module
+    kind: str  # "parameter" or "buffer"
+    tensor: Tensor
+    place: Place | None
+    fault: str
+
+    @property
+    def name(self) -> str:
+        """The slot's name in the model."""
+        return f"{self.path}.{self.attribute}" if self.path else self.attribute
+
+    @property
+    def container(self) -> MutableMapping[str, Any]:
+        """The module's parameters or buffers by name: a dict, except for modules of TorchScript."""
+        return getattr(self.module, f"_{self.kind}s")  # type: ignore[no-any-return]
+
+    def current(self) -> Tensor | None:
+        """Returns the tensor in the slot now, if any."""
+        container = self.container
+        if self.attribute not in container:  # TorchScript's containers have no get
+            return None
+        found: Tensor | None = container[self.attribute]
+        return found
+
+
+def slots_of(model: nn.Module) -> list[Slot]:
+    """Returns the slot of every parameter and buffer under every name, parameters first."""
+    return [
+        Slot(path, module, attribute, kind, tensor, *_place_or_fault(tensor))
+        for kind in ("parameter", "buffer")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for attribute, tensor in getattr(module, f"_{kind}s").items()
+        if tensor is not None
+    ]
+
+
+def _place_or_fault(tensor: Tensor) -> tuple[Place | None, str]:
+    if nn.parameter.is_lazy(tensor):
+        return None, "was not initialized before the example ran"
+    if type(tensor) not in _PLAIN:
+        return None, f"is of class {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return None, f"is {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.numel() == 0:
+        return None, "is empty"
+    return _place(tensor), ""
+
+
+def _place(tensor: Tensor) -> Place | None:
+    """Returns where the elements lie; None if there are none, or not in a single strided memory."""
+    try:
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            return None
+        storage = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError, ValueError):  # a subclass without a storage
+        return None
+    last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    item_bytes = tensor.element_size()
+    start = int(tensor.storage_offset()) * item_bytes
+    return Place(
+        storage,
+        start,
+        start + (int(last) + 1) * item_bytes,
+        tensor.dtype,
+        tuple(tensor.size()),
+        tensor.stride(),
+    )
+
+
+def replaced(model: nn.Module, before: Sequence[Slot]) -> set[Place]:
+    """Returns the places that tensors of the model have left since."""
+    now = {(f.kind, f.name): (id(f.tensor), f.place) for f in slots_of(model)}
+    return {
+        f.place
+        for f in before
+        if f.place is not None and now.get((f.kind, f.name)) != (id(f.tensor), f.place)
+    }
+
+
+# --- watching ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Uses:
+    """How the watched forward used one place: the dtypes it was converted to, its readers and writers.
+
+    ``unrounded_by``: ops in the low-precision list that leave it in fp32. ``decides``: ops whose result
+    depends on its stored dtype. ``as_data``: how an op in a number format took it as data, such as "as a first
+    input".
+    """
+
+    converted_to: set[LowType] = field(default_factory=set)
+    read_by: dict[torch.dtype, list[str]] = field(default_factory=dict)
+    unrounded_by: list[str] = field(default_factory=list)
+    decides: list[str] = field(default_factory=list)
+    written_by: list[str] = field(default_factory=list)
+    is_changed: bool = False
+    as_data: str = ""
+
+
+class Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Records every use of the watched places; writes to them can be taken back."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Prevents compilation meanwhile; torch would import Dynamo, 70 MB, just to notify it."""
+        return False
+
+    def __init__(self, found: Sequence[Slot]) -> None:
+        super().__init__()
+        self._tensors = {f.place: f.tensor for f in found if f.place is not None}
+        self.uses = {place: Uses() for place in self._tensors}
+        self._by_storage: dict[int, list[Place]] = {}
+        for place in self._tensors:
+            self._by_storage.setdefault(place.storage, []).append(place)
+        self._before: dict[Place, tuple[Tensor, Tensor]] = {}
+        # Batch norm kernels write to running statistics, which their schema omits.
+        with torch.no_grad(), torch_state.without_casts():
+            self._remember(f.place for f in found if f.place is not None and f.kind == "buffer")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        touched = [
+            (tensor, alias, places)
+            for tensor, alias in _tensor_arguments(func, args, kwargs)
+            if (places := self._touched(tensor))
+        ]
+        for _, alias, places in touched:
+            if alias is not None and alias.is_write:
+                self._remember(places)
+        result = func(*args, **kwargs)
+        for tensor, alias, places in touched:
+            for place in places:
+                self._add(self.uses[place], func, tensor, alias, result)
+        return result
+
+    def add_format(self, tensor: Tensor, format: Format, as_data: str) -> None:
+        """Records that a parameter is rounded to a number format, perhaps as data."""
+        place = _place(tensor)
+        for touched in self._touched(tensor):
+            self.uses[touched].as_data = self.uses[touched].as_data or as_data
+            if touched == place:
+                self.uses[touched].converted_to.add(format)
+            else:
+                self.uses[touched].read_by.setdefault(tensor.dtype, []).append(format.name)
+
+    def add(self, kind: str, op: str, inputs: list[Tensor]) -> None:
+        """Records ``op`` under a field of `Uses` for some inputs: ``"unrounded_by"``, ``"decides"``."""
+        for tensor in inputs:
+            for touched in self._touched(tensor):
+                getattr(self.uses[touched], kind).append(op)
+
+    def take_back_writes(self) -> None:
+        """Restores every place that was written to."""
+        with torch.no_grad(), torch_state.without_casts():
+            for place, (tensor, before) in self._before.items():
+                if has_changed(tensor, before):
+                    tensor.copy_(before)
+                    self.uses[place].is_changed = True
+        self._before.clear()
+
+    def _touched(self, tensor: Tensor) -> list[Place]:
+        place = _place(tensor)
+        if place is None:
+            return []
+        return [p for p in self._by_storage.get(place.storage, ()) if p.overlaps(place)]
+
+    def _remember(self, places: Iterable[Place]) -> None:
+        for place in places:
+            if place not in self._before:
+                tensor = self._tensors[place].detach()
+                self._before[place] = (tensor, tensor.clone())
+
+    def _add(self, uses: Uses, func: Any, tensor: Tensor, alias: Any, result: Any) -> None:
+        name = str(getattr(func, "overloadpacket", func))  # "aten.embedding"
+        if alias is not None and alias.is_write:
+            uses.written_by.append(name)
+        elif alias is not None and _shares_storage(result, tensor):
+            pass  # a view: its own uses will be seen
+        elif getattr(func, "namespace", "") == "prim":
+            pass  # asks for the device or the layout, not for values
+        elif (
+            getattr(func, "overloadpacket", None) in casts_of_aten()
+            and tensor.dtype is torch.float32
+            and result.dtype in LOW_DTYPES
+        ):
+            uses.converted_to.add(result.dtype)
+        else:
+            uses.read_by.setdefault(tensor.dtype, []).append(name)
+
+
+def _tensor_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields each tensor argument, with its aliasing according to the op's schema."""
+    schema = getattr(func, "_schema", None)
+    aliases = {a.name: a.alias_info for a in schema.arguments} if schema is not None else {}
+    names = [*aliases, *[""] * len(args)]
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        for tensor in _tensors_in(value):
+            yield tensor, aliases.get(name)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a value, including those inside tensors of a wrapper class."""
+    if isinstance(value, Tensor):
+        yield value
+        if is_tensor_of_tensors(value):
+            for attribute in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+                yield from _tensors_in(getattr(value, attribute))
+    elif isinstance(value, SEQUENCES):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _shares_storage(result: Any, tensor: Tensor) -> bool:
+    place = _place(tensor)
+    others = map(_place, _tensors_in(result))
+    return place is not None and any(o is not None and o.storage == place.storage for o in others)
+
+
+def has_changed(tensor: Tensor, before: Tensor) -> bool:
+    """Whether any bit differs."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return False
+    as_bytes = [t.reshape(-1).view(torch.uint8) for t in (tensor, before)]
+    return not torch.equal(*as_bytes)
+
+
+def watch_forward(
+    model: nn.Module,
+    found: Sequence[Slot],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Watch:
+    """Runs one forward, and returns how it uses the tensors found; restores their values."""
+    watch = Watch(found)
+    try:
+        formats = compute.watched_emulation(watch.add_format)
+        unrounded = compute.watched_rounding(functools.partial(watch.add, "unrounded_by"))
+        deciding = compute.watched_deciding(functools.partial(watch.add, "decides"))
+        with torch.no_grad(), uncompiled(), formats, unrounded, deciding, watch:
+            model(*args, **kwargs)
+    except Exception as error:
+        noted(
+            error,
+            f"hmpx.freeze: the forward of {printable(type(model).__name__)} raised it, so nothing was frozen; "
+            "pass an example that the model takes",
+        )
+        raise
+    finally:
+        watch.take_back_writes()
+    return watch
+
+
+# --- which weights are stored low -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

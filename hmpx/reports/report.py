@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 
 from ..errors import OptionError, brief, said_by
 from . import report_page, text
-from .files import Written, written
 from .groups import Groups, grouped
+from .pages import Written, written
 from .rows import Row, Totals, Waste, added, added_waste, totals
 from .table import Table
 

@@ -944,12 +944,12 @@ def replace(model: nn.Module) -> None:
 HARMFUL: dict[str, tuple[Callable[[nn.Module], Any], str, set[str]]] = {
     "to meta": (
         to_meta,
-        r"'table', 'tied\.table', .*, 'tied\.weight' are on the meta device, which",
+        r"'first\.weight', .*, 'tied\.weight', .* are on the meta device, which",
         set(),
     ),
     "deleted": (
         delete,
-        r"'table', 'first\.weight' are no longer a parameter or buffer of its module; put",
+        r"'first\.weight', 'table' are no longer a parameter or buffer of its module; put",
         {"last.weight", "scratch"},
     ),
     "replaced": (
