@@ -1,6 +1,6 @@
 """A training step of GPT on a GPU: its time, how long the GPU works, kernels, Python's time, memory.
 
-    python benchmarks/gpu_step.py [--size medium] [--rounds 2] [--steps 25] [--save]
+    python benchmarks/gpu_step.py [--compile] [--size medium] [--rounds 2] [--steps 25] [--save]
 
 All candidates share a process and take turns, so that one machine measures them. A step is zero_grad, forward,
 loss, backward and AdamW's step. Where the GPU works for less than a step takes, it waits for Python.
@@ -9,6 +9,8 @@ fp32              the program as it is
 autocast          forward and loss inside torch.autocast(bfloat16)
 hmpx              after hmpx.convert()
 hmpx, casts kept  after hmpx.convert(keep_weight_casts=True)
+
+With ``--compile`` the model is compiled by torch.compile.
 """
 
 from __future__ import annotations
@@ -37,9 +39,12 @@ COLUMNS = ("step_s", "gpu_s", "kernels", "forward_s", "backward_s", "optimizer_s
 WARM_UP = 4
 
 
-def training(name: str, size: str) -> Callable[[], list[float]]:
+def training(name: str, size: str, *, compiled: bool) -> Callable[[], list[float]]:
     """Returns a step of a candidate: it returns Python's seconds at its beginning and after each phase."""
     model, batch = (make("gpt", size, device="cuda") for make in (models.build, models.batch))
+    if compiled:
+        torch.compiler.reset()
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     is_peer = name == "autocast"
 
@@ -57,11 +62,11 @@ def training(name: str, size: str) -> Callable[[], list[float]]:
     return step
 
 
-def measure(name: str, size: str, steps: int) -> dict[str, float]:
+def measure(name: str, size: str, steps: int, *, compiled: bool) -> dict[str, float]:
     """Returns the figures of a candidate."""
     options = CANDIDATES[name]
     with contextlib.nullcontext() if options is None else hmpx.convert(**options):
-        step = training(name, size)
+        step = training(name, size, compiled=compiled)
         for _ in range(WARM_UP):
             step()
         torch.cuda.synchronize()
@@ -93,21 +98,24 @@ def main() -> None:
     """Prints a table; with ``--save`` also writes the figures of each round."""
     parser = timing.make_parser(__doc__)
     parser.add_argument("--size", choices=("small", "medium"), default="medium")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=25)
     options = parser.parse_args()
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in CANDIDATES}
     for _ in range(options.rounds):
         for name, found in rounds.items():
-            found.append(measure(name, options.size, options.steps))
+            found.append(measure(name, options.size, options.steps, compiled=options.compile))
             gc.collect()
     figures = {
         name: {column: statistics.median(each[column] for each in found) for column in COLUMNS}
         for name, found in rounds.items()
     }
-    timing.show(f"training step of gpt {options.size}", figures, COLUMNS)
+    kind = "compiled training step" if options.compile else "training step"
+    timing.show(f"{kind} of gpt {options.size}", figures, COLUMNS)
     saved = {"figures": figures, "rounds": rounds}
-    timing.save(options.save, "gpu_step", saved, device="cuda", threads=torch.get_num_threads())
+    name = "gpu_step-compiled" if options.compile else "gpu_step"
+    timing.save(options.save, name, saved, device="cuda", threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":
