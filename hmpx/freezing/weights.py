@@ -6,14 +6,13 @@ import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from .. import compute, number_formats, session, torch_state
 from ..errors import lined, noted, printable
-from ..number_formats import Format
 from ..policy import LowType
 from ..reports import Table
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, short_name
@@ -24,6 +23,9 @@ from ..torch_internals import (
     is_tensor_of_tensors,
     uncompiled,
 )
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
 
 #: Fake tensors have no values, but are otherwise treated as real.
 _PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
