@@ -6,11 +6,11 @@ A reader follows these. Who makes one shorter lowers its limit; who needs more s
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 #: What runs -> the most functions of hmpx, and the most files, that may run in it.
 LIMITS = {
@@ -68,11 +68,9 @@ print(len(seen), len({file for file, *_ in seen}))
 @pytest.mark.parametrize("what", LIMITS)
 def test_few_functions_in_few_files(what: str, tmp_path: Path) -> None:
     tree = str(Path(__file__).parent.parent)
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, what]
     environment = {**os.environ, "PYTHONPATH": tree}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
-    )
+    program = "-W", "ignore", "-c", SCRIPT, what
+    done = forks.run(*program, cwd=tmp_path, env=environment, imported=forks.TORCH)
     assert done.returncode == 0, done.stderr
     functions, files = map(int, done.stdout.split()[-2:])
     assert functions <= LIMITS[what][0]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 SCRIPT = """
 import torch
@@ -22,8 +22,7 @@ print("ran")
 
 def hmpx(folder: Path, *arguments: str) -> tuple[int, str, str]:
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "hmpx", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = forks.run("-m", "hmpx", *arguments, cwd=folder)
     return done.returncode, done.stdout, done.stderr
 
 

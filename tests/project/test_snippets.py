@@ -38,15 +38,23 @@ ROUGH = {"tutorial": 0.2}
 FRACTION = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def named_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a directory with the files that documents name."""
-    shutil.copytree(SNIPPETS / "files", tmp_path, dirs_exist_ok=True)
+    made = tmp_path_factory.mktemp("named") / "files"
+    shutil.copytree(SNIPPETS / "files", made)
     for name in ("report", "rank0", "rank1"):
-        Report(()).to_json(tmp_path / f"{name}.json")
+        Report(()).to_json(made / f"{name}.json")
     for name in ("fp32", "bf16", "before", "after"):
-        with hmpx.trace(tmp_path / f"{name}.hmpx"):
+        with hmpx.trace(made / f"{name}.hmpx"):
             torch.ones(4).exp()
+    return made
+
+
+@pytest.fixture
+def folder(named_files: Path, tmp_path: Path) -> Path:
+    """Returns a directory of the test's own with these files."""
+    shutil.copytree(named_files, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
+from tests import forks
 
 
 class Net(nn.Module):
@@ -455,9 +454,7 @@ with hmpx.trace("killed"):
 
 
 def test_a_killed_run_has_the_steps_that_ended(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=tmp_path, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert forks.run("-c", PROGRAM, cwd=tmp_path).returncode == -signal.SIGKILL
     lines = (tmp_path / "killed").read_text().splitlines(keepends=True)
     call = next(line for line in lines if line.startswith('{"call"'))
     with (tmp_path / "killed").open("a") as file:
@@ -556,14 +553,13 @@ dist.destroy_process_group()
 
 
 def test_two_processes_give_the_gradients_of_one(tmp_path: Path) -> None:
-    def start(rank: int, size: int) -> subprocess.Popen[bytes]:
+    def program(rank: int, size: int) -> forks.Program:
         values = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-c", RANK, "1"]
-        return subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **values})
+        return ["-W", "ignore", "-c", RANK, "1"], {**os.environ, **values}
 
     for size in (1, 2):
-        processes = [start(rank, size) for rank in range(size)]
-        assert [each.wait(120) for each in processes] == [0] * size
+        done = forks.run_together([program(rank, size) for rank in range(size)], cwd=tmp_path)
+        assert [each.returncode for each in done] == [0] * size, done
     assert (tmp_path / "of2.rank1").is_file()
     found = hmpx.diff_runs(tmp_path / "of1", tmp_path / "of2")
     assert found.first is None
