@@ -6,6 +6,7 @@ import gc
 import multiprocessing.spawn
 import os
 import random
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from hmpx.compute.legalize import capability
 from hmpx.compute.legalize.capability import Capability
 from hmpx.ops.sites import NAMESPACES
 from hmpx.patches import early_names, kept_values
-from hmpx.wrappers import legalized
+from hmpx.wrappers import legalized, retiring
 
 from . import fake_cuda
 from .samples import SALT, is_drawn
@@ -141,6 +142,17 @@ def seed_all(name: str) -> None:
     torch.manual_seed(seed)
 
 
+class _Later:
+    """`sys.modules` without those of ``passed_over``."""
+
+    def __init__(self, passed_over: dict[str, types.ModuleType]) -> None:
+        self._passed_over = passed_over
+
+    def items(self) -> list[tuple[str, types.ModuleType]]:
+        passed_over, loaded = self._passed_over.get, list(sys.modules.items())
+        return [(name, module) for name, module in loaded if passed_over(name) is not module]
+
+
 def pass_over_modules_without_torch() -> None:
     """Has conversions pass over the modules imported so far that keep no function of torch.
 
@@ -152,13 +164,15 @@ def pass_over_modules_without_torch() -> None:
         id(function): function
         for function in [getattr(site.owner, site.attribute) for site in sites]
     }
-    modules = early_names._modules
-    idle = {
+    searched = {
         name
-        for name, module in modules().items()
-        if next(early_names.in_module(module, functions, set()), None) is None
+        for name, module in early_names._modules().items()
+        if next(early_names.in_module(module, functions, set()), None) is not None
     }
-    early_names._modules = lambda: {n: m for n, m in modules().items() if n not in idle}
+    idle = {name: module for name, module in sys.modules.items() if name not in searched}
+    early_names.sys = types.SimpleNamespace(
+        modules=_Later(idle), stdlib_module_names=sys.stdlib_module_names
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -253,13 +267,18 @@ def torch_is_left_untouched() -> Iterator[None]:
 @pytest.fixture
 def fresh_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares no wrappers with other tests: wrappers know for good which devices are fast."""
-    monkeypatch.setattr("hmpx.wrappers.retiring._shared", {})
+    monkeypatch.setattr(retiring, "_shared", {})
+
+
+#: The wrappers of tests in which every device is fast, which they share.
+_FAST: dict[object, object] = {}
 
 
 @pytest.fixture
-def has_low_precision(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def has_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute fast in low precision, so that the default legalizes nothing."""
     fast = Capability(reported=True, inference=1.0, training=1.0)
+    monkeypatch.setattr(retiring, "_shared", _FAST)
     monkeypatch.setattr(legalized, "known_capability", lambda *question: fast)
 
 
