@@ -22,13 +22,13 @@ import torch._inductor  # both replace attributes of torch when they are first i
 import hmpx
 from hmpx import ops
 from hmpx.compute.legalize import capability
-from hmpx.compute.legalize.capability import Capability
 from hmpx.ops.sites import NAMESPACES
 from hmpx.patches import early_names, kept_values
-from hmpx.wrappers import legalized, retiring
+from hmpx.wrappers import retiring
 
 from . import fake_cuda
 from .samples import SALT, is_drawn
+from .speeds import Capability, known_as, measured_by
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,11 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
 #: Files whose tests have many cases each, all alike, which take long together: one in n runs.
 SAMPLED = {
     "test_accumulation": 5,
+    "test_accuracy": 2,
     "test_activations": 2,
-    "test_against_runs": 2,
+    "test_against_runs": 3,
     "test_attention": 2,
     "test_autocast_lists": 5,
-    "test_bench": 2,
+    "test_autocast_regions": 2,
+    "test_bench": 3,
     "test_buffers": 5,
     "test_call_forms": 2,
     "test_capability": 2,
@@ -62,30 +64,39 @@ SAMPLED = {
     "test_copies": 4,
     "test_delayed_scaling": 3,
     "test_distributed": 2,
-    "test_emulation": 3,
+    "test_emulated_products": 2,
+    "test_emulation": 4,
+    "test_expect": 2,
     "test_files": 2,
     "test_following": 4,
+    "test_foreign_ops": 2,
     "test_formats_in_transforms": 2,
-    "test_freezing": 2,
+    "test_framework_plugins": 2,
+    "test_freezing": 3,
+    "test_invariance": 2,
     "test_kept_parameters": 2,
+    "test_kept_values": 2,
     "test_layers_in_inference": 4,
-    "test_legalized_ops": 6,
     "test_layers_in_training": 4,
+    "test_legalized_ops": 6,
+    "test_lint": 2,
     "test_module_paths": 5,
-    "test_no_effect": 2,
+    "test_no_effect": 3,
     "test_numbers": 4,
     "test_onnx": 2,
-    "test_plan": 2,
+    "test_plan": 3,
     "test_planted_faults": 2,
     "test_promotion": 2,
     "test_quantize": 5,
-    "test_rules": 2,
+    "test_retrying": 2,
+    "test_rules": 3,
     "test_run_report": 2,
     "test_scaled": 4,
     "test_search": 2,
     "test_torch_nn": 3,
+    "test_torchao": 2,
     "test_tracing": 2,
-    "test_tune": 2,
+    "test_tune": 3,
     "test_vocabulary": 4,
 }
 
@@ -279,14 +290,14 @@ def has_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute fast in low precision, so that the default legalizes nothing."""
     fast = Capability(reported=True, inference=1.0, training=1.0)
     monkeypatch.setattr(retiring, "_shared", _FAST)
-    monkeypatch.setattr(legalized, "known_capability", lambda *question: fast)
+    known_as(monkeypatch, lambda *question: fast)
 
 
 @pytest.fixture
 def lacks_low_precision(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute slowly in low precision, whatever this machine does."""
     slow = Capability(reported=False, inference=50.0, training=50.0)
-    monkeypatch.setattr(legalized, "known_capability", lambda *question: slow)
+    known_as(monkeypatch, lambda *question: slow)
 
 
 @pytest.fixture
@@ -294,7 +305,7 @@ def slow_machine(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> Itera
     """Has measurements find every op slow in low precision, so that the default legalizes all."""
     slow = Capability(reported=None, inference=9.0, training=9.0)
     capability.forget()
-    monkeypatch.setattr(capability, "_measured", lambda *question: slow)
+    measured_by(monkeypatch, lambda *question: slow)
     yield
     capability.forget()
 

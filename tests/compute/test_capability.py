@@ -22,6 +22,7 @@ from hmpx.casting.options import LEGALIZE_MODES
 from hmpx.compute.legalize import capability
 from hmpx.compute.legalize.capability import KINDS, SLOW, Capability, known_capability
 from hmpx.errors import OptionError
+from tests.speeds import measured_by
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LOW = (BF16, FP16)
@@ -59,7 +60,7 @@ def test_it_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         measured.append(args[:3])
         return Capability(None, 1.0, 1.0)
 
-    monkeypatch.setattr(capability, "_measured", measure)
+    measured_by(monkeypatch, measure)
     for _ in range(3):
         capability.capability("gemm", "cpu", BF16)
         capability.capability("gemm", "cpu", FP16)
@@ -334,7 +335,7 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         get_device_capability=lambda index=None: versions[index],
         device=Card,
     )
-    monkeypatch.setattr(capability, "_measured", measure)
+    measured_by(monkeypatch, measure)
     return measured
 
 
@@ -377,7 +378,7 @@ def test_a_call_in_a_captured_graph_settles_nothing(monkeypatch: pytest.MonkeyPa
         measured.append(kind)
         return Capability(False, 3.0, 3.0)
 
-    monkeypatch.setattr(capability, "_measured", measure)
+    measured_by(monkeypatch, measure)
     with hmpx.convert(device_types={"cpu"}, low_precision_type=FP16):
         with monkeypatch.context() as patches:
             cuda_says(patches, is_initialized=True, is_current_stream_capturing=True)
@@ -430,7 +431,7 @@ def test_only_auto_asks(monkeypatch: pytest.MonkeyPatch, legalize: str, asks: bo
         asked.append(args[0])
         return Capability(None, 1.0, 1.0)
 
-    monkeypatch.setattr(capability, "_measured", measure)
+    measured_by(monkeypatch, measure)
     with hmpx.convert(legalize=legalize):
         assert not asked
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -442,7 +443,7 @@ def test_small_products_settle_nothing_for_large_ones(monkeypatch: pytest.Monkey
     """They are left to torch's kernels for their size, on hardware that is said to have the dtype."""
     monkeypatch.setattr(capability, "reported", lambda *args: True)
     monkeypatch.setattr(capability, "is_reported_of_all", lambda *args: True)
-    monkeypatch.setattr(capability, "_measured", lambda *args: Capability(True, 9.0, 9.0))
+    measured_by(monkeypatch, lambda *args: Capability(True, 9.0, 9.0))
     small, large = torch.ones(2, 2).requires_grad_(), torch.ones(64, 64).requires_grad_()
     with hmpx.convert(lists="hmp", legalize="auto"):
         for op in (F.linear, torch.mm, torch.bmm):
@@ -539,7 +540,7 @@ def test_what_is_slow_decides(  # noqa: PLR0917  # all that it depends on
         training = 9.0 if kind in slow_kinds | {"attention"} else 1.0
         return Capability(None, 9.0 if kind in slow_kinds else 1.0, training)
 
-    monkeypatch.setattr(capability, "_measured", measured)
+    measured_by(monkeypatch, measured)
     ops = ["linear", "matmul", "scaled_dot_product_attention"]
     policy = hmpx.Policy.from_ops(low=ops) if is_listed else hmpx.Policy.from_ops(first=ops)
     dtype = FP32 if is_listed else BF16

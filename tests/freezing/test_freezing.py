@@ -25,9 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 import hmpx
 from hmpx import FreezeError, Frozen, Policy
-from hmpx.compute.legalize.capability import Capability
-from hmpx.wrappers import legalized
 from tests import forks
+from tests.speeds import Capability, known_as
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -555,9 +554,7 @@ def test_results_are_equal_under_fast_whatever_the_size_of_a_call(
     device: str, example_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever calls leave weights unrounded there; those weights stay fp32, and say why."""
-    monkeypatch.setattr(
-        legalized, "known_capability", lambda kind, device_type, dtype: DEVICES[device](kind)
-    )
+    known_as(monkeypatch, lambda kind, device_type, dtype: DEVICES[device](kind))
     torch.manual_seed(0)
     model = Wide().eval()
     sizes = [(1, 1), (1, 2), (1, 16), (8, 16)]

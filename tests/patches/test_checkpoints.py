@@ -19,9 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hmpx
-from hmpx.compute.legalize.capability import Capability
 from hmpx.torch_state import phases
-from hmpx.wrappers import legalized
+from tests.speeds import Capability, known_as
 from tests.values import same_or_nan
 
 FP32 = torch.float32
@@ -158,7 +157,7 @@ def mode(
 ) -> Iterator[str]:
     """One mode of legalization on one kind of device."""
     name, speed = request.param
-    monkeypatch.setattr(legalized, "known_capability", lambda *question: SPEEDS[speed])
+    known_as(monkeypatch, lambda *question: SPEEDS[speed])
     yield name
 
 
@@ -284,7 +283,7 @@ def test_a_backward_after_revert_of_what_was_not_cast(use_reentrant: bool) -> No
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_compiled_block_in_a_reentrant_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward's graph and the recomputation's are two: both have what training has."""
-    monkeypatch.setattr(legalized, "known_capability", lambda *question: SPEEDS["slow in training"])
+    known_as(monkeypatch, lambda *question: SPEEDS["slow in training"])
     torch._dynamo.reset()
     block = torch.compile(double, backend="aot_eager", fullgraph=True)
     results = []

@@ -1,0 +1,21 @@
+"""Devices whose speed in low precision is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hmpx.compute.legalize import capability
+from hmpx.compute.legalize.capability import Capability
+from hmpx.wrappers import legalized
+
+
+def known_as(patches: pytest.MonkeyPatch, answer: Callable[..., Capability]) -> None:
+    """Has every device be as ``answer`` says of a kind of op, a device and a dtype."""
+    patches.setattr(legalized, "known_capability", answer)
+
+
+def measured_by(patches: pytest.MonkeyPatch, measure: Callable[..., Capability]) -> None:
+    """Has ``measure`` answer in place of measurements."""
+    patches.setattr(capability, "_measured", measure)
