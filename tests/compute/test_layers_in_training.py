@@ -55,10 +55,15 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
 
+def compute_from(least: int, patches: pytest.MonkeyPatch) -> None:
+    """Has layers of this size and larger ones computed here."""
+    patches.setattr(linears, "LEAST", least)
+    patches.setattr(convolutions, "_LEAST", least)
+
+
 @pytest.fixture(autouse=True)
 def every_size_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linears, "LEAST", 0)
-    monkeypatch.setattr(convolutions, "_LEAST", 0)
+    compute_from(0, monkeypatch)
 
 
 @pytest.fixture
@@ -93,8 +98,7 @@ def reround(tensor: Tensor, dtype: torch.dtype = BF16) -> Tensor:
 def left_to_others() -> Iterator[None]:
     """Has the layers computed as small ones are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linears, "LEAST", NEVER_LARGE)
-        patch.setattr(convolutions, "_LEAST", NEVER_LARGE)
+        compute_from(NEVER_LARGE, patch)
         yield
 
 

@@ -22,13 +22,17 @@ def has_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def initialize(*args: Any) -> Any:
         raise AssertionError("the driver is initialized: forked processes can't use it any more")
 
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
-    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "_device_count_amdsmi", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "_lazy_init", initialize)
-    for name in ("_cuda_getDeviceCount", "_cuda_init"):
-        monkeypatch.setattr(torch._C, name, initialize, raising=False)
+    answers: list[tuple[Any, str, Any]] = [
+        (torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda")),
+        (torch.cuda, "_is_compiled", lambda: True),
+        (torch.cuda, "_device_count_nvml", lambda: 2),
+        (torch.cuda, "_device_count_amdsmi", lambda: 2),
+        (torch.cuda, "_lazy_init", initialize),
+        (torch._C, "_cuda_getDeviceCount", initialize),
+        (torch._C, "_cuda_init", initialize),
+    ]
+    for owner, name, answer in answers:
+        monkeypatch.setattr(owner, name, answer, raising=owner is not torch._C)
 
 
 #: Torch before 2.14 imports Inductor when Dynamo is reset beside a device.
