@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 import hmpx
-from hmpx import formats
-from hmpx.errors import OptionError
+from hmpx import OptionError, formats
 from hmpx.formats import (
     Block,
     Custom,

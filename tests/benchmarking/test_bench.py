@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.benchmarking import Bench, Measured, Quartiles
+from hmpx import Bench
+from hmpx.benchmarking import Measured, Quartiles
 
 QUICK: dict[str, Any] = {"device": "cpu", "runs": 2, "warmup": 1, "run_s": 0.0, "threads": 1}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hmpx.cli.entry import main
+from hmpx.cli import main
 
 #: Queries and keys are normalized, values are not.
 ATTENTION = """

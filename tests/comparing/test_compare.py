@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx.errors import OptionError
+from hmpx import OptionError
 from tests import forks
 
 CPU = {"device_types": {"cpu"}}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.comparing import Comparison
+from hmpx import Comparison
 from tests.reports.test_page import Elements
 
 

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from hmpx import OptionError
 from hmpx.casting.options import LEGALIZE_MODES
 from hmpx.compute.legalize import capability
 from hmpx.compute.legalize.capability import KINDS, SLOW, Capability, known_capability
-from hmpx.errors import OptionError
 from tests.speeds import measured_by
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import formats
+from hmpx import OptionError, formats
 from hmpx.compute import delayed
-from hmpx.errors import OptionError
 from hmpx.formats import Float, Scaled, quantize
 from hmpx.integrations import converted_run
 from tests.values import normal

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.errors import OptionError
+from hmpx import OptionError
 from tests.values import normal, same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

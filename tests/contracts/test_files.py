@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hmpx.cli.entry import main
+from hmpx.cli import main
 from tests.upstream_bugs import drawn
 
 pytest_plugins = ["pytester"]

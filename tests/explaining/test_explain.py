@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import CastPolicy, OptionError, cli, explaining, ops
-from hmpx.explaining import Explanation, Explanations
+from hmpx import CastPolicy, Explanation, Explanations, OptionError, cli, explaining, ops
 from hmpx.reports import Report, Row
 
 

@@ -19,8 +19,7 @@ import torch.distributed
 from torch.utils._device import DeviceContext
 
 import hmpx
-from hmpx import gaudi
-from hmpx.errors import HmpxError
+from hmpx import HmpxError, gaudi
 from hmpx.gaudi import devices
 from hmpx.gaudi import shim as habana_shim
 from hmpx.session import session

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hmpx import formats
-from hmpx.errors import OptionError
+from hmpx import OptionError, formats
 from hmpx.formats import (
     Block,
     Custom,

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hmpx import formats
-from hmpx.errors import OptionError
+from hmpx import OptionError, formats
 from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, quantize
 from hmpx.number_formats import ROUNDING_MODES, rounder
 from hmpx.number_formats import kernels as kernel_library

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hmpx import formats
-from hmpx.errors import OptionError
+from hmpx import OptionError, formats
 from hmpx.formats import Block, Fixed, Float, Scaled, Table, decode, encode, get, quantize
 from hmpx.number_formats import ROUNDING_MODES, rounder
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hmpx.errors import OptionError
+from hmpx import OptionError
 from hmpx.formats import Block, Fixed, Float, Table, decode, encode, get, quantize
 
 from .test_quantize import assert_same, find_library, implementation  # noqa: F401  # a fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hmpx.errors import OptionError
+from hmpx import OptionError
 from hmpx.formats import Takum, decode, encode, get, quantize
 
 from .test_quantize import assert_same, bits_of

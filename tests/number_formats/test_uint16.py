@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hmpx.errors import OptionError
+from hmpx import OptionError
 from hmpx.legalize import from_uint16, to_uint16
 
 ALL = np.arange(2**16, dtype=np.uint16)

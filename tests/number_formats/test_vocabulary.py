@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import cli, formats
-from hmpx.errors import HmpxError, OptionError
+from hmpx import HmpxError, OptionError, cli, formats
 from hmpx.formats import Float, get, quantize
 
 #: Name -> the format that it stands for.

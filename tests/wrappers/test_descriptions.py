@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hmpx
-from hmpx.observers import Attached, OpCall
+from hmpx import Attached, OpCall
 
 Program = Callable[[], Any]
 
