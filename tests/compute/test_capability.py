@@ -21,7 +21,7 @@ import hmpx
 from hmpx import OptionError
 from hmpx.casting.options import LEGALIZE_MODES
 from hmpx.compute.legalize import capability
-from hmpx.compute.legalize.capability import KINDS, SLOW, Capability, known_capability
+from hmpx.compute.legalize.capability import KINDS, Capability, known_capability
 from tests.speeds import measured_by
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -135,24 +135,6 @@ def test_what_is_converted_does_not_matter(how: str) -> None:
         torch.autograd.grad(result.sum(), weight)
         found = [capability.capability(kind, "cpu", BF16) for kind in KINDS]
     assert all(0 < each.inference < math.inf and 0 < each.training < math.inf for each in found)
-
-
-@pytest.mark.parametrize(
-    ("inference", "training", "expected"),
-    [
-        (None, None, (False, False)),
-        (SLOW, SLOW, (False, False)),
-        (SLOW * 1.01, SLOW, (True, False)),
-        (0.5, 100.0, (False, True)),
-        (math.inf, math.inf, (True, True)),
-    ],
-)
-def test_what_is_slow(
-    inference: float | None, training: float | None, expected: tuple[bool, bool]
-) -> None:
-    """What takes more than `SLOW` times as long as fp32; not what has not been measured."""
-    found = Capability(None, inference, training)
-    assert (found.slow_in_inference, found.slow_in_training) == expected
 
 
 # --- the first question, anywhere -----------------------------------------------------------------

@@ -101,26 +101,6 @@ def test_include_and_remove() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("matmul softmax", "a.txt:1: expected one op per line, found 'matmul softmax'"),
-        ("softmax\nmatmul, mm", "a.txt:2: expected one op per line, found 'matmul, mm'"),
-        ("gelu, linear, mm", "a.txt:1: expected one op per line, found 'gelu, linear, mm'"),
-        ("gelu linear mm", "a.txt:1: expected one op per line, found 'gelu linear mm'"),
-        ("gelu,linear", "a.txt:1: expected one op per line, found 'gelu,linear'"),
-        ("@hpm", "a.txt:1: there is no shipped set 'hpm' (autocast-cpu, autocast-cuda, autocast-hpu, "
-                 "autocast-mps, autocast-xpu, hmp, hmpx, lean, o2); did you mean 'hmp'?"),
-        ("mat\x01mul", "a.txt:1: expected one op per line, found 'mat\\x01mul'"),
-    ],
-)  # fmt: skip
-def test_malformed_lines_are_errors(text: str, message: str) -> None:
-    """Each with file, line and remedy."""
-    with pytest.raises(OpListError) as error:
-        oplists.parse(text, "a.txt")
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
     ("line", "kind", "options"),
     [
         ("sum", "low", {}),
@@ -142,6 +122,13 @@ def test_options_stand_after_the_name(line: str, kind: str, options: dict[str, o
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
+        ("softmax\nmatmul, mm", "low",
+         "a.txt:2: expected one op per line, found 'matmul, mm'"),
+        ("gelu linear mm", "low", "a.txt:1: expected one op per line, found 'gelu linear mm'"),
+        ("mat\x01mul", "low", "a.txt:1: expected one op per line, found 'mat\\x01mul'"),
+        ("@hpm", "low",
+         "a.txt:1: there is no shipped set 'hpm' (autocast-cpu, autocast-cuda, autocast-hpu, "
+         "autocast-mps, autocast-xpu, hmp, hmpx, lean, o2); did you mean 'hmp'?"),
         ("sum acumulate=fp32", "low",
          "a.txt:1: unknown option 'acumulate' of 'sum'; did you mean 'accumulate'?"),
         ("sum x=fp32", "low",
@@ -165,7 +152,7 @@ def test_options_stand_after_the_name(line: str, kind: str, options: dict[str, o
          "other dtypes; keep one of the lines"),
     ],
 )  # fmt: skip
-def test_options_that_say_nothing_known_are_errors(text: str, kind: str, message: str) -> None:
+def test_faults_of_lines_are_errors(text: str, kind: str, message: str) -> None:
     """Each with file, line and remedy."""
     with pytest.raises(OpListError) as error:
         oplists.parse(text, "a.txt", kind)
