@@ -18,6 +18,8 @@ from ..torch_state import without_casts
 
 #: Values in a row. All rows are OR-ed into one that stays in the cache, so that memory is read once.
 _ROW: Final = 1 << 15
+#: On a device, where each row takes calls of kernels.
+_DEVICE_ROW: Final = 1 << 24
 
 #: Values of the sample that tells rounded values from integers and small sets.
 _SAMPLE: Final = 512
@@ -115,11 +117,12 @@ def may_read() -> bool:
 def _any_bits(values: Tensor) -> int:
     """Returns the bits that are one in any of the fp32 values."""
     bits = values.view(torch.int32)
-    rows = bits[: len(bits) // _ROW * _ROW].view(-1, _ROW)
+    row = _row(values)
+    rows = bits[: len(bits) // row * row].view(-1, row)
     if len(rows) > 1:
         total = rows[0].clone()
-        for row in rows[1:]:
-            total |= row
+        for each in rows[1:]:
+            total |= each
         bits = torch.cat([total, bits[rows.numel() :]])
     while len(bits) > 1:
         half = bits[: (len(bits) + 1) // 2].clone()
@@ -128,15 +131,20 @@ def _any_bits(values: Tensor) -> int:
     return int(bits) if len(bits) else 0
 
 
+def _row(values: Tensor) -> int:
+    """Returns how many values are read at a time: few on the CPU, where they stay in its cache."""
+    return _ROW if values.device.type == "cpu" else _DEVICE_ROW
+
+
 def _is_fp32(values: Tensor) -> bool:
     """Whether float32 holds all float64 values."""
-    parts = torch.split(values, _ROW)
+    parts = torch.split(values, _row(values))
     return all(bool(((each.float() == each) | each.isnan()).all()) for each in parts)
 
 
 def _is_fp16(values: Tensor) -> bool:
     """Whether float16 holds all fp32 values with its number of significant bits."""
-    for each in torch.split(values, _ROW):
+    for each in torch.split(values, _row(values)):
         steps = each.abs().mul_(2.0**24)  # of the least subnormal number
         is_held = (steps == steps.trunc()) & (steps <= 65504 * 2.0**24)
         if not (is_held | ~each.isfinite()).all():

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -27,6 +28,8 @@ PROJECTIONS: Final = 40
 #: The number of values in a row, and of rows that are read at a time.
 _COLUMNS: Final = 1024
 _ROWS: Final = 256
+#: On a device so many such parts, since each takes calls of kernels.
+_PARTS: Final = 64
 
 #: The variance of a projection's rounding to float32, for a norm of 1.
 _ROUNDING: Final = 2.0**-48 / 6
@@ -137,14 +140,15 @@ def _numbers(values: Tensor, dtype: torch.dtype) -> list[float]:
     else:
         square = torch.zeros((), dtype=dtype, device=values.device)
         total = torch.zeros(PROJECTIONS, _COLUMNS, dtype=dtype, device=values.device)
-        for start in range(0, len(values), _ROWS * _COLUMNS):
-            part = values[start : start + _ROWS * _COLUMNS]
-            found = part * each[: len(part)]
+        first = 0
+        for part in _parts(values):
+            found = (part * each[: part.shape[1]]).view(-1)
             square += found @ found
             if rest := -len(found) % _COLUMNS:
                 found = torch.nn.functional.pad(found, (0, rest))
-            matrix, first = found.view(-1, _COLUMNS), start // _COLUMNS
+            matrix = found.view(-1, _COLUMNS)
             total.addmm_(rows(first, first + len(matrix)), matrix)
+            first += len(matrix)
         sums = (total * columns).sum(1)
     ends = torch.stack([square.sqrt(), least.to(dtype), largest.to(dtype)])
     return [float(each) for each in torch.cat([ends, sums]).tolist()]
@@ -153,12 +157,22 @@ def _numbers(values: Tensor, dtype: torch.dtype) -> list[float]:
 def _digest(values: Tensor) -> int:
     """Returns a hash that any change of one value changes, and others with a probability of 1 - 2**-32."""
     bits = values.view({1: torch.uint8, 2: torch.int16}.get(values.element_size(), torch.int32))
-    total = len(bits)
-    for start in range(0, len(bits), _ROWS * _COLUMNS):
-        part = bits[start : start + _ROWS * _COLUMNS]
-        weighted = int((part * _weights(str(bits.device))[: len(part)]).sum())
-        total = (total * _MULTIPLIER + weighted) % _MODULUS
+    total, weights = len(bits), _weights(str(bits.device))
+    for part in _parts(bits):
+        for weighted in (part * weights[: part.shape[1]]).sum(1).tolist():
+            total = (total * _MULTIPLIER + weighted) % _MODULUS
     return total
+
+
+def _parts(values: Tensor) -> Iterator[Tensor]:
+    """Yields the values as rows of 2**18, then the rest as one: a row at a time on the CPU, many elsewhere."""
+    size, count = _ROWS * _COLUMNS, 1 if values.device.type == "cpu" else _PARTS
+    whole = len(values) // size * size
+    for part in torch.split(values[:whole], size * count):
+        if len(part):
+            yield part.view(-1, size)
+    if whole < len(values):
+        yield values[whole:].view(1, -1)
 
 
 def _stream(name: str, size: int) -> bytearray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -29,6 +30,8 @@ from .sketches import low_contents, sketch
 #: than `_FEW`, all by the same.
 NOISE: Final = 2.0**-8
 _FEW: Final = 16
+#: The moves repeat after so many values.
+_FACTORS: Final = 1 << 20
 
 #: Tensors of a step whose values are known by their digest.
 _MOST_KNOWN: Final = 1 << 14
@@ -48,7 +51,6 @@ class Writer:
         self._ids: Any = WeakTensorKeyDictionary()  # tensor -> its version, and its number
         self._contents: dict[tuple[Any, ...], int] = {}  # what was written of this step's tensors
         self._names: Any = WeakTensorKeyDictionary()
-        self._factors = torch.empty(0)
         self._tensors = self.calls = 0
         self._is_open = True
         self._lock = threading.RLock()  # threads, and autograd's
@@ -182,12 +184,17 @@ class Writer:
 
     def _factor(self, tensor: Tensor, position: int) -> Tensor:
         """Returns factors that move each value of the call's input number ``position``."""
-        first, count = 97 * position, tensor.numel()
-        if len(self._factors) < first + count:
-            generator = torch.Generator().manual_seed(0)
-            moves = torch.randint(0, 2, (2 * (first + count),), generator=generator) * 2
-            self._factors = 1 + NOISE * moves.float()
-        return self._factors[first : first + count].view(tensor.shape).to(tensor.device)
+        factors, first = _factors(tensor.device), 97 * position % _FACTORS
+        if (count := first + tensor.numel()) > _FACTORS:
+            factors = factors.repeat(-(-count // _FACTORS))
+        return factors[first:count].view(tensor.shape)
+
+
+@functools.lru_cache(maxsize=8)
+def _factors(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    moves = torch.randint(0, 2, (_FACTORS,), generator=generator) * 2
+    return (1 + NOISE * moves.float()).to(device)
 
 
 def _norm(values: Tensor) -> float:

@@ -389,7 +389,7 @@ def test_compiled_code_is_as_eager(record_property: Callable[[str, object], None
     assert max(errors) < 2**-6
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")
 def test_runs_on_the_cpu_and_on_the_card_are_compared(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
