@@ -297,17 +297,12 @@ def _formats(decision: Decision, format: Format, options: Options) -> Formats:
     gradients = decision.gradients
     if gradients is None and options.round_gradients is not False:
         gradients = format if options.round_gradients is True else options.round_gradients
-    rounding = decision.rounding or options.rounding
-    overflow = decision.overflow or options.overflow
     if gradients is not None and number_formats.rounds_nothing(gradients):
         gradients = None
     return compute.Formats(
-        result=format,
-        weights=decision.weights or format,
-        activations=decision.activations or format,
-        gradients=gradients,
-        rounding=rounding,
-        overflow=overflow,
+        *(format, decision.weights or format, decision.activations or format, gradients),
+        decision.rounding or options.rounding,
+        decision.overflow or options.overflow,
     )
 
 

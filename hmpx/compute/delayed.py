@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-from dataclasses import fields
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..number_formats import (
-    Fixed,
-    Float,
     Rounder,
     Rounding,
     Scaled,
-    Table,
     is_compiled,
     largest_magnitude,
-    rounder,
+    rounding_in,
+    text_of,
 )
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import (
@@ -86,7 +82,9 @@ def round_delayed(rounding: Rounder, key: str, records: bool, x: Tensor) -> Tens
         if type(x) not in _TRACED or not is_compiled():
             return rounding(x)
         operator = _ROUNDED_BY_CHANCE if rounding.mode == "stochastic" else _ROUNDED
-        rounded: Tensor = operator(x.detach(), _text_of(rounding), key, records)
+        rounded: Tensor = operator(
+            x.detach(), text_of(rounding.format, rounding.mode, rounding.overflow), key, records
+        )
         return rounded
     histories = in_force()
     if histories is None:
@@ -129,7 +127,7 @@ def _has_values(x: Tensor) -> bool:
 
 def _run(x: Tensor, rounding: str, key: str, records: bool) -> Tensor:
     with without_casts():
-        found = round_delayed(_rounding_of(rounding), key, records, x)
+        found = round_delayed(rounding_in(rounding), key, records, x)
     return found.clone() if found is x else found
 
 
@@ -156,27 +154,3 @@ _STEP_ENDED: Final = _defined(
 def step_ended(parameter: Tensor) -> None:
     """Ends a training step in a graph that is being traced."""
     _STEP_ENDED(parameter.detach())
-
-
-_ELEMENTS: Final = {family.__name__: family for family in (Float, Fixed, Table)}
-
-
-@run_when_traced
-def _text_of(rounding: Rounding) -> str:
-    format: Any = rounding.format
-    given = {each.name: getattr(format, each.name) for each in fields(format)}
-    element = given.pop("element")
-    of_element = {each.name: getattr(element, each.name) for each in fields(element)}
-    family = type(element).__name__
-    return json.dumps([rounding.mode, rounding.overflow, family, of_element, given])
-
-
-@functools.lru_cache(maxsize=1024)
-def _rounding_of(text: str) -> Rounding:
-    mode, overflow, family, of_element, given = json.loads(text)
-    if family == Table.__name__:
-        of_element["values"] = tuple(of_element["values"])
-    element: Any = _ELEMENTS[family](**of_element)
-    found: Rounder = rounder(Scaled(element=element, **given), mode, overflow)
-    assert isinstance(found, Rounding)
-    return found

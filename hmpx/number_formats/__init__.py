@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from .rounding import is_compiled as is_compiled
     from .rounding import quantize as quantize
     from .rounding import rounder as rounder
+    from .rounding import rounding_in as rounding_in
     from .rounding import rounds_nothing as rounds_nothing
+    from .rounding import text_of as text_of
 else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,
@@ -57,6 +59,6 @@ else:  # only needed for number formats
             "families": "FORMATS Block CodedFormat Custom Exponent Fixed Float Format Posit Rounder Scaled Table Takum code_dtype",
             "kernels": "MOST_THREADS Bfloat16Kernels bfloat16_kernels extremes_kernels kernels_in_use largest_magnitude",
             "registered": "FORMATS_BY_NAME canonical get names register without",
-            "rounding": "Rounding is_compiled quantize rounder rounds_nothing",
+            "rounding": "Rounding is_compiled quantize rounder rounding_in rounds_nothing text_of",
         },
     )

@@ -5,6 +5,7 @@ The compiled kernels encode and decode them; without kernels, torch ops do the s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ..errors import OptionError
 from ..tensors import CAST, is_in_memory
 from . import kernels
 from .bits import FP32, FP64, NO_KEYS, draw_keys
-from .families import Coded, Custom, Format, SharedScales, code_dtype
+from .families import Coded, Custom, Format, ScaledPlan, SharedScales, Table, code_dtype
 from .plans import NO_GRID
 from .registered import get
 from .rounding import Rounding, check_dense, has_own_memory, quantize, rounding_of
@@ -134,10 +135,14 @@ def _encoded(
 def _encoder(run: Rounding, dtype: torch.dtype) -> tuple[Any, kernels.Kernel] | None:
     if dtype not in run.encoders:
         format: Any = run.format
-        plan = format.coded_plan(dtype, run.mode, run.overflow)
-        coding = None if plan is None else format.coding(plan.binary)
-        kernel = None if coding is None else kernels.kernel(plan, coding)
-        run.encoders[dtype] = None if kernel is None else (plan, kernel)
+        plan = coding = None
+        is_drawn = isinstance(format, Table) and run.mode == "stochastic"
+        if not is_drawn and (dtype is torch.float64 or format.is_exact_in_float32):
+            plan = run.plan(dtype)
+        if plan is not None and plan.binary.dtype is dtype:
+            coding = format.coding(plan.binary)
+        kernel = None if plan is None or coding is None else kernels.kernel(plan, coding)
+        run.encoders[dtype] = None if plan is None or kernel is None else (plan, kernel)
     return run.encoders[dtype]
 
 
@@ -211,7 +216,7 @@ def _decoder(format: Coded) -> Any:
         binary, make_spec = FP32 if _is_narrow(format) else FP64, None
         coding = format.coding(binary)
         if isinstance(format, SharedScales):
-            make_spec = format.exact_plan(torch.float32).decoding_spec
+            make_spec = functools.partial(ScaledPlan.kernel_spec, format.exact_plan(torch.float32))
         made = None if coding is None else kernels.decoder(coding, binary.width, make_spec)
         format.derived["decoder"] = made
     return format.derived["decoder"]

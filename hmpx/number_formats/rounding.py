@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import fields
 from typing import Any, Final, cast
 
 import torch
@@ -33,7 +34,7 @@ from ..torch_internals import (
     tracing_context,
     transforms,
 )
-from . import kernels
+from . import families, kernels
 from .bits import NO_KEYS, Key, draw_keys, random_bits, traced_keys
 from .families import Format, Rounder
 from .plans import NO_GRID, Plan, plan_of
@@ -87,7 +88,7 @@ class Rounding:
         return _rounded(x, plan, keys, scale)
 
     def _in_graph(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        text = _text_of(self.format, self.mode, self.overflow, x.dtype)
+        text = text_of(self.format, self.mode, self.overflow)
         keys = traced_keys(x, generator) if self.mode == "stochastic" else None
         found: Tensor = OP(x.detach(), text, keys)
         return found
@@ -216,15 +217,17 @@ def _traced_keys(x: Tensor, plan: Plan, generator: torch.Generator | None) -> tu
 
 # --- in graphs ---------------------------------------------------------------------------------
 
-#: Takes a tensor, the plan as text, and the keys of noise.
+#: Takes a tensor, the rounding as text, and the keys of noise.
 OP: Final = own_operator(
-    "rounded(Tensor x, str plan, Tensor? keys) -> Tensor", lambda x, plan, keys: EMPTY_LIKE(x)
+    "rounded(Tensor x, str text, Tensor? keys) -> Tensor", lambda x, text, keys: EMPTY_LIKE(x)
 )
 
 
-def _run_op(x: Tensor, plan: str, keys: Tensor | None) -> Tensor:
+def _run_op(x: Tensor, text: str, keys: Tensor | None) -> Tensor:
     first, second = (0, 0) if keys is None else keys.tolist()
-    return _rounded(x, read(plan), (first & 0xFFFFFFFF, second & 0xFFFFFFFF))
+    plan = rounding_in(text).plan(x.dtype)
+    assert plan is not None
+    return _rounded(x, plan, (first & 0xFFFFFFFF, second & 0xFFFFFFFF))
 
 
 set_kernel(OP, _run_op, "CPU")
@@ -240,19 +243,26 @@ def _constants_of(
 
 
 @run_when_traced
-def _text_of(format: Format, mode: str, overflow: str | None, dtype: torch.dtype) -> str:
-    return json.dumps(_constants_of(format, mode, overflow, dtype))
+def text_of(format: Format, mode: str, overflow: str | None) -> str:
+    """Returns a rounding as JSON, for graphs."""
+    return json.dumps([_values_of(format), mode, overflow])
+
+
+def _values_of(value: Any) -> Any:
+    if not isinstance(value, families.FORMATS):
+        return value
+    values = {each.name: _values_of(getattr(value, each.name)) for each in fields(value)}
+    return {"family": type(value).__name__, **values}
 
 
 @functools.lru_cache(maxsize=4096)
-def read(text: str) -> Plan:
-    """Returns the plan whose `Plan.constants` are given as JSON."""
-    found: Plan = plan_of(*_tuples(json.loads(text)))
-    return found
+def rounding_in(text: str) -> Rounding:
+    """Returns the rounding of a result of `text_of`."""
+    return rounding_of(*json.loads(text, object_hook=_format_of))
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _format_of(values: dict[str, Any]) -> Format:
+    return getattr(families, values.pop("family"))(**values)  # type: ignore[no-any-return]
 
 
 def _is_taken(x: Tensor) -> bool:

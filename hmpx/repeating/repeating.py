@@ -368,11 +368,8 @@ def _draws(call: OpCall, tensors: CallTensors) -> bool:
     before = state_of_random_numbers(given)
     call.function(*args, **kwargs)
     after = state_of_random_numbers(given)
-    states = zip(
-        *([state.cpu, *(each for _, each in state.others)] for state in (before, after)),
-        strict=True,
-    )
-    return any(not torch.equal(a, b) for a, b in states)
+    pairs = zip(before.states, after.states, strict=True)
+    return any(not torch.equal(a[0], b[0]) for (_, a), (_, b) in pairs)
 
 
 def _seconds(function: Callable[[], object]) -> float:

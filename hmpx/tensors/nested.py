@@ -115,10 +115,6 @@ def node_of(tensor: Tensor) -> Any:
     """Returns the autograd node that created a tensor, or None.
 
     Torch raises an error for a view made without gradients whose base was written to: this returns None.
-
-    Example:
-        >>> node_of(torch.ones(2, requires_grad=True).exp()).name()
-        'ExpBackward0'
     """
     try:
         node = tensor.grad_fn
@@ -134,11 +130,6 @@ def edges_of(node: Any) -> tuple[tuple[Any, int], ...]:
 
     From then on the node's metadata holds the edges. Torch frees nodes that Python has seen recursively, which
     overflows the stack for chains of thousands. Python limits the recursion for its own containers.
-
-    Example:
-        >>> node = node_of(torch.ones(2, requires_grad=True).exp().log())
-        >>> [before.name() for before, _ in edges_of(node)]
-        ['ExpBackward0']
     """
     edges: tuple[tuple[Any, int], ...] = node.next_functions
     if edges:
@@ -147,12 +138,7 @@ def edges_of(node: Any) -> tuple[tuple[Any, int], ...]:
 
 
 def is_leaf(tensor: Tensor) -> bool:
-    """Whether no operation known to autograd created a tensor; False for a view without this information.
-
-    Example:
-        >>> is_leaf(torch.ones(2, requires_grad=True))
-        True
-    """
+    """Whether no operation known to autograd created a tensor; False for a view without this information."""
     try:
         return tensor.is_leaf
     except RuntimeError:

@@ -8,7 +8,6 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,55 +17,37 @@ from ..tensors import PLAIN_TENSORS, edges_of, is_dense, node_of, stored_paramet
 from .disabling import without_casts
 
 
-@dataclass(frozen=True)
-class RandomState:
-    """The state of the random number generators of some devices.
+class RandomStates:
+    """The states of random numbers: torch's on the CPU and on some devices, Python's and NumPy's.
 
     Attributes:
-        cpu: The CPU's.
-        others: Device -> its state.
+        states: Functions that restore them, each with its arguments, of which the first is the state.
     """
 
-    cpu: Tensor
-    others: tuple[tuple[torch.device, Tensor], ...]
-
-    def restore(self) -> None:
-        """Restores the RNG state."""
-        torch.set_rng_state(self.cpu)
-        for device, state in self.others:
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
-def state_of_random_numbers(values: Iterable[Any]) -> RandomState:
-    """Returns the RNG state for calls with these arguments."""
-    return _state_on({tensor.device for tensor in tensors_in(values)})
-
-
-def _state_on(devices: Iterable[torch.device]) -> RandomState:
-    others = []
-    for device in sorted(devices, key=str):
-        if device.type in ("cpu", "meta"):
-            continue
-        module = torch.get_device_module(device)
-        if hasattr(module, "get_rng_state"):
-            others.append((device, module.get_rng_state(device)))
-    return RandomState(torch.get_rng_state(), tuple(others))
-
-
-class RandomStates:
-    """The states of Python's, NumPy's and torch's random numbers, on the CPU and on some devices."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._torch, self._python = _state_on(devices), random.getstate()
+    def __init__(self, devices: Iterable[torch.device], *, of_torch_alone: bool = False) -> None:
+        self.states: list[tuple[Callable[..., object], tuple[Any, ...]]]
+        self.states = [(torch.set_rng_state, (torch.get_rng_state(),))]
+        for device in sorted(devices, key=str):
+            module: Any = None
+            if device.type not in ("cpu", "meta"):
+                module = torch.get_device_module(device)
+            if hasattr(module, "get_rng_state"):
+                self.states.append((module.set_rng_state, (module.get_rng_state(device), device)))
         numpy: Any = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        if not of_torch_alone:
+            self.states.append((random.setstate, (random.getstate(),)))
+        if not of_torch_alone and numpy is not None:
+            self.states.append((numpy.random.set_state, (numpy.random.get_state(),)))
 
     def restore(self) -> None:
         """Restores them."""
-        self._torch.restore()
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        for set_state, state in self.states:
+            set_state(*state)
+
+
+def state_of_random_numbers(values: Iterable[Any]) -> RandomStates:
+    """Returns torch's RNG state for calls with these arguments."""
+    return RandomStates({tensor.device for tensor in tensors_in(values)}, of_torch_alone=True)
 
 
 def seed_all(seed: int) -> None:

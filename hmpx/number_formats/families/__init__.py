@@ -18,6 +18,7 @@ from .number_format import Rounder as Rounder
 from .number_format import code_dtype as code_dtype
 from .scaled import Block as Block
 from .scaled import Scaled as Scaled
+from .scaled import ScaledPlan as ScaledPlan
 from .scaled import SharedScales as SharedScales
 from .tables import Table as Table
 from .tapered import Posit as Posit

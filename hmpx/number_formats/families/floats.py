@@ -29,7 +29,6 @@ from ..unpatched import (
     RIGHT,
     SUB,
     WHERE,
-    XOR,
 )
 from ..vocabulary import Overflow
 from .number_format import CodedFormat, Figures, check_int, check_name
@@ -381,13 +380,6 @@ class BitsPlan(Plan):
         binary = self.binary
         bits = x.view(binary.integer)
         unit, is_flushed = self.unit, self.lowest_unit > self.unit
-        is_plain = self.mode == "nearest" and self.has_negative_zero and not is_flushed
-        if is_plain and unit > 1 and self.max + unit == self.beyond == binary.infinity:
-            # Adds half a unit in the last place minus one, plus one if that place is odd: twice as fast.
-            rounded = RIGHT(bits, unit.bit_length() - 1).bitwise_and_(1)
-            rounded = rounded.add_((unit >> 1) - 1).add_(bits).bitwise_and_(-unit)
-            is_nan = ones_if_positive(AND(bits, binary.magnitude).sub_(binary.infinity), binary)
-            return XOR(XOR(rounded, bits).bitwise_and_(is_nan), rounded).view(binary.dtype)
         whole = AND(bits, binary.magnitude)
         rounded = self._cut(bits, whole, unit, noise)
         if is_flushed:

@@ -240,12 +240,6 @@ class MeasuredFormat(NumberFormat):
         """Returns the values of a result of `encoded`, in float32 or float64; else raises `OptionError`."""
         raise NotImplementedError
 
-    def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
-        """Returns the plan, in the type of ``dtype``, with which a kernel encodes, or None."""
-        is_wide = dtype is torch.float64
-        plan = self.plan(dtype, mode, overflow) if is_wide or self.is_exact_in_float32 else None
-        return plan if plan is not None and plan.binary.dtype is dtype else None
-
     def coding(self, binary: Binary) -> Coding | None:
         """Returns the coding of values of a binary type, for kernels; None if there are no such kernels."""
         return None

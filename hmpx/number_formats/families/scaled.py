@@ -213,10 +213,6 @@ class ScaledPlan(Plan):
         spec.least_scale, spec.most_scale = self.least_scale, self.most_scale
         return spec
 
-    def decoding_spec(self, grid: Grid) -> Any:
-        """Returns the kernel's ``scaled_spec`` for reading codes."""
-        return ScaledPlan.kernel_spec(self, grid)
-
 
 @dataclass(frozen=True)
 class BlockPlan(ScaledPlan):

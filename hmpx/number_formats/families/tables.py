@@ -190,9 +190,6 @@ class Table(CodedFormat):
         spec = _TableCodes(count - 1, ctypes.addressof(values))
         return Coding("table", spec, can_encode=binary is FP32, memory=values)
 
-    def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
-        return None if mode == "stochastic" else super().coded_plan(dtype, mode, overflow)
-
     def values_of(self, codes: Tensor) -> Tensor:
         known = torch.tensor(self.values, dtype=torch.float64, device=codes.device)
         values = taken(known, CLAMP(codes, max=len(self.values) - 1))
