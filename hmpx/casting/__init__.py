@@ -21,11 +21,11 @@ from .inputs import unusual as unusual
 from .inputs import usual_caster as usual_caster
 from .inputs import widener as widener
 from .inputs import written as written
-from .options import LEGALIZE_MODES as LEGALIZE_MODES
-from .options import Options as Options
+from .plan import LEGALIZE_MODES as LEGALIZE_MODES
 from .plan import CallPlan as CallPlan
 from .plan import CallSite as CallSite
 from .plan import OpFacts as OpFacts
+from .plan import Options as Options
 from .plan import facts_of as facts_of
 from .plan import is_promotion as is_promotion
 from .plan import plan_of as plan_of

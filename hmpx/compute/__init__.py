@@ -45,6 +45,7 @@ from .missing_kernels import completed as completed
 from .missing_kernels import in_fp32 as in_fp32
 from .missing_kernels import lacking_kernels as lacking_kernels
 from .missing_kernels import may_run_again as may_run_again
+from .missing_kernels import selected as selected
 from .norm_statistics import Statistics as Statistics
 from .numbers import completed_by_numbers as completed_by_numbers
 from .numbers import held as held
@@ -55,7 +56,6 @@ from .saved_tensors import keeping_low as keeping_low
 from .saved_tensors import keeping_parameters as keeping_parameters
 from .saved_tensors import pays as pays
 from .saved_tensors import saved_by as saved_by
-from .selecting import selected as selected
 from .watching import COMPUTED as COMPUTED
 from .watching import DECIDING_WATCHERS as DECIDING_WATCHERS
 from .watching import is_watched as is_watched

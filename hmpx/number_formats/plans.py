@@ -40,18 +40,14 @@ NO_GRID: Final = Grid(1, 1, 1, False)
 class Layout:
     """The positions in a tensor of values that are rounded together.
 
-    Attributes:
-        kind: ``"rows"``: along the axis, all of it or parts. ``"columns"``: all with the same index on the
-            axis. ``"tiles"``: along the axis and another one, the last or the second last. ``"whole"``: all.
-        axis: The axis; ignored for ``"whole"``.
-        size: How many values along the axis are rounded together; 0 for all.
-        height: How many along the other axis of tiles.
+    Rows are values along the axis, all of them or parts; columns are all with the same index on it. Tiles go along
+    the axis and another one, the last or the second last.
     """
 
     kind: Kind
-    axis: int = -1
-    size: int = 0
-    height: int = 1
+    axis: int = -1  # ignored for ``"whole"``
+    size: int = 0  # how many values along the axis are rounded together; 0 for all
+    height: int = 1  # how many along the other axis of tiles
 
     def check(self, shape: Sequence[int]) -> None:
         """Raises `OptionError` if tensors of a shape lack the axis."""
@@ -180,16 +176,13 @@ class Plan:
     Created once per format, rounding mode and compute type. Families derive frozen dataclasses whose
     fields are numbers, strings, tuples of them, layouts, and other plans. They work on bits, since compilers
     elide round-trip casts.
-
-    Attributes:
-        kernel: The name of the compiled kernel in ``rounding_kernels.c``; None if it has none.
-        kernel_binaries: The types for which it is compiled.
-        kernel_fields: The attributes whose values are its spec, if that is an array.
     """
 
-    kernel: ClassVar[str | None] = None
-    kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32, FP64)
-    kernel_fields: ClassVar[str] = ""
+    kernel: ClassVar[str | None] = None  # its name in ``rounding_kernels.c``
+    kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32, FP64)  # for which it is compiled
+    kernel_fields: ClassVar[str] = (
+        ""  # the attributes whose values are its spec, if that is an array
+    )
 
     binary: Binary  # the compute type
     mode: str  # the rounding mode
@@ -203,12 +196,7 @@ class Plan:
         return None
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of ``x`` rounded, as a new tensor.
-
-        Args:
-            x: Of the plan's binary dtype.
-            noise: Random int32 of x's shape; only for the mode ``"stochastic"``.
-        """
+        """Returns ``x``, of the plan's binary dtype, rounded; stochastic modes take random int32 of its shape."""
         raise NotImplementedError
 
     def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor | None) -> Tensor:

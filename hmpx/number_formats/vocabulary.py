@@ -77,11 +77,7 @@ def said_of(name: str) -> str:
 
 
 def name_of(value: object) -> str | None:
-    """Returns the format name in ``value``: text, or a dtype of torch, numpy or ml_dtypes.
-
-    Returns:
-        None for anything else.
-    """
+    """Returns the format name in ``value``, text or a dtype of torch, numpy or ml_dtypes; else None."""
     if is_a(value, str):
         return str(value)
     if is_a(value, torch.dtype):

@@ -41,16 +41,11 @@ _MOST_UNUSED: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The elements of a storage that some tensors span, and each tensor's position in them.
+    """The elements of a storage that some tensors span, and each tensor's position in them."""
 
-    Attributes:
-        start: The first element, as an offset in the storage.
-        length: The number of elements.
-        layouts: For each tensor, its size, its strides and the offset of its first element.
-    """
-
-    start: int
-    length: int
+    start: int  # the first element, as an offset in the storage
+    length: int  # the number of elements
+    #: For each tensor, its size, its strides and the offset of its first element.
     layouts: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
 
     def elements(self, tensor: Tensor) -> Tensor:

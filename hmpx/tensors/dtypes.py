@@ -76,11 +76,7 @@ def long_name(dtype: torch.dtype | Named | str) -> str:
 
 
 def parse_name(name: str, allowed: tuple[torch.dtype, ...] = COMPUTED) -> torch.dtype:
-    """Returns the dtype among ``allowed`` with this name, such as ``"float16"`` or ``"fp16"``.
-
-    Raises:
-        OptionError: None of them has this name.
-    """
+    """Returns the dtype among ``allowed`` named ``"float16"`` or ``"fp16"``, say; else raises `OptionError`."""
     names = {n: d for d in allowed for n in (str(d).removeprefix("torch."), short_name(d))}
     found = names.get(name.removeprefix("torch."))
     if found is None:
@@ -130,11 +126,7 @@ def is_present(device_type: str) -> bool:
 
 
 def parse_device_types(value: object) -> frozenset[str]:
-    """Returns ``value`` as a set of torch device types; ``None`` gives the default.
-
-    Raises:
-        OptionError: ``value`` is empty, is not a collection of strings, or has a type unknown to torch.
-    """
+    """Returns ``value`` as a set of torch device types, None as the default; else raises `OptionError`."""
     if value is None:
         return default_device_types()
     names = arguments.texts("device_types", value, 'a set of names such as {"cuda"}')
@@ -144,11 +136,7 @@ def parse_device_types(value: object) -> frozenset[str]:
 
 
 def parse_device_type(argument: str, value: object) -> str:
-    """Returns ``value`` as the name of a torch device type.
-
-    Raises:
-        OptionError: ``value`` is not a string, or is a type unknown to torch.
-    """
+    """Returns ``value`` as the name of a torch device type; else raises `OptionError`."""
     name = arguments.text(argument, value, 'a device type such as "cuda"')
     try:
         parsed = torch.device(name).type

@@ -146,14 +146,9 @@ def is_leaf(tensor: Tensor) -> bool:
 
 
 class Constant:
-    """A constant tensor, on each device that needs it."""
+    """A constant tensor, on each device that needs it; ``make`` returns a new one."""
 
     def __init__(self, make: Callable[[torch.device], Tensor]) -> None:
-        """Creates no tensor yet.
-
-        Args:
-            make: Returns a new tensor on the given device.
-        """
         self._make = make
         self._made: dict[torch.device, Tensor] = {}
 

@@ -38,6 +38,7 @@ from .module_path import module_patches as module_patches
 from .module_path import place as place
 from .module_path import running_module as running_module
 from .module_path import spot as spot
+from .module_path import traced_places as traced_places
 from .phases import Phase as Phase
 from .phases import as_recomputation as as_recomputation
 from .phases import as_training as as_training
@@ -54,4 +55,3 @@ from .switch import last_region as last_region
 from .switch import off as off
 from .switch import open_region as open_region
 from .switch import partly_off as partly_off
-from .traced_modules import traced_places as traced_places

@@ -18,13 +18,10 @@ from .disabling import without_casts
 
 
 class RandomStates:
-    """The states of random numbers: torch's on the CPU and on some devices, Python's and NumPy's.
-
-    Attributes:
-        states: Functions that restore them, each with its arguments, of which the first is the state.
-    """
+    """The states of random numbers: torch's on the CPU and on some devices, Python's and NumPy's."""
 
     def __init__(self, devices: Iterable[torch.device], *, of_torch_alone: bool = False) -> None:
+        #: Functions that restore them, each with its arguments, of which the first is the state.
         self.states: list[tuple[Callable[..., object], tuple[Any, ...]]]
         self.states = [(torch.set_rng_state, (torch.get_rng_state(),))]
         for device in sorted(devices, key=str):
@@ -60,14 +57,9 @@ def seed_all(seed: int) -> None:
 
 
 class Reached(NamedTuple):
-    """The objects that a function can run.
+    """The objects that a function can run."""
 
-    Attributes:
-        modules: Modules, without those inside them.
-        generators: Random number generators.
-    """
-
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]  # without those inside them
     generators: tuple[torch.Generator, ...]
 
 

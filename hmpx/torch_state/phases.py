@@ -22,15 +22,10 @@ Phase = Literal["forward", "recompute", "backward"]
 
 
 class _Here(threading.local):
-    """The state of a thread.
+    """The state of a thread."""
 
-    Attributes:
-        is_recomputing: A checkpoint reruns its function.
-        is_training: Calls count as training, whether or not gradients are recorded.
-    """
-
-    is_recomputing = False
-    is_training = False
+    is_recomputing = False  # a checkpoint reruns its function
+    is_training = False  # calls count as training, whether or not gradients are recorded
 
 
 _here: Final = _Here()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import OptionError
-from hmpx.casting.options import LEGALIZE_MODES
+from hmpx.casting import LEGALIZE_MODES
 from hmpx.compute.legalize import capability
 from hmpx.compute.legalize.capability import KINDS, Capability, known_capability
 from tests.speeds import measured_by

@@ -257,12 +257,6 @@ class Float(CodedFormat):
         return OR(values.view(torch.int64), LEFT(sign, 63)).view(torch.float64)
 
     def coding(self, binary: Binary, keeps_sign_of_nan: bool = True) -> Coding:
-        """Returns how kernels code values of a binary type.
-
-        Args:
-            binary: The type.
-            keeps_sign_of_nan: Whether the code of a NaN keeps its sign, if the format has both.
-        """
         mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
         is_lifted = self.min_exponent > 1 - binary.bias
         power = math.ldexp(1.0, self.min_exponent + dropped) if is_lifted else 1.0
