@@ -18,7 +18,7 @@ class DeviceType(NamedTuple):
     # ``kernels.ini`` says which ops lack kernels there. On other types, ops that lack a kernel
     # on some type are tried.
     has_kernel_table: bool
-    # Its place in the order in which ``torch_state.marks`` uses autocast bits of absent devices as
+    # Its place in the order in which ``torch_state.switch`` uses autocast bits of absent devices as
     # marks; None if its bit is not used
     spare: int | None
     spellings: tuple[str, ...] = ()  # Its other names, for hints

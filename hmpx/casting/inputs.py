@@ -166,7 +166,7 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     if sparse is not None:  # torch's sparse products reject mixed dtypes
         are_eligible = all(t.dtype in ELIGIBLE for t in inputs)
         return sparse if are_eligible and not facts.promotes else None
-    if policy in _RELATIVE:
+    if policy in {CastPolicy.FIRST, CastPolicy.WIDEST}:  # inputs of any dtype decide
         if policy is CastPolicy.WIDEST and plan.widens_itself:
             return None
         dtype = inputs[0].dtype if policy is CastPolicy.FIRST else plan.widest(inputs)
@@ -185,10 +185,6 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     if plan.emulation is not None or not isinstance(decided, torch.dtype):
         return torch.float32
     return decided if decided in CAST and not plan.is_widened(inputs) else None
-
-
-#: Policies in which inputs of any dtype decide.
-_RELATIVE: Final = frozenset({CastPolicy.FIRST, CastPolicy.WIDEST})
 
 
 # --- the casts ---------------------------------------------------------------------------------

@@ -126,9 +126,7 @@ class CallSite:
     writes: tuple[str, ...] = ()  # names of the arguments that it writes to, except ``out``
     statistics: tuple[str, ...] = ()  # the running statistics of a norm among these
     lacking: Lacking | None = None  # the low-precision kernels that the op lacks
-    numbers: Numbers | None = (
-        None  # arguments with numbers that torch converts to its tensor's dtype
-    )
+    numbers: Numbers | None = None  # arguments with numbers that torch converts to a tensor's dtype
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,12 @@ from .saved_tensors import pays as pays
 from .saved_tensors import saved_by as saved_by
 from .watching import COMPUTED as COMPUTED
 from .watching import DECIDING_WATCHERS as DECIDING_WATCHERS
+from .watching import EMULATION_WATCHERS as EMULATION_WATCHERS
 from .watching import is_watched as is_watched
 from .watching import note_deciding as note_deciding
 from .watching import note_legalized as note_legalized
 from .watching import note_unrounded as note_unrounded
-from .watching import watched_deciding as watched_deciding
-from .watching import watched_emulation as watched_emulation
+from .watching import watched as watched
 from .watching import watched_rounding as watched_rounding
 
 if TYPE_CHECKING:

@@ -53,10 +53,9 @@ class History:
         device = first.device if isinstance(first, Tensor) else "cpu"
         with torch.inference_mode(False):
             memory = _zeros(format.history + 2, dtype=torch.float32, device=device)
+        self.pending: float | Tensor
         self.reference, self.amaxes = memory[1], memory[2:]  # the amax of the scale; 0 if all are 0
-        self.pending: float | Tensor = (
-            memory[0] if isinstance(first, Tensor) else 0.0
-        )  # this step's
+        self.pending = memory[0] if isinstance(first, Tensor) else 0.0  # this step's
         self.scale: Tensor | None = None  # on the CPU
 
     def is_for(self, amax: float | Tensor) -> bool:
@@ -206,33 +205,21 @@ class Histories:
         """
         with _LOCK:
             known = self._known.get(key)
-            if known is None or known.format is not format or not known.is_for(amax):
-                known = self._settled(key, format, amax, records=records)
-                if known is None:
+            if known is not None and known.format is not format and known.format != format:
+                known = None  # it is for another format of that name
+            if known is None or not known.is_for(amax):
+                saved = self._loaded.get(key) if known is None else known.saved()
+                if saved is None and not records:
                     return None
+                made = History(format, amax)
+                if saved is not None:
+                    made.load(saved)
+                    if known is None and key in self._ended:
+                        made.roll()
+                known = self._known[key] = made
             if records:
                 known.fold(amax)
             return known.scale_for(amax)
-
-    def _settled(
-        self, key: str, format: Scaled, amax: float | Tensor, *, records: bool
-    ) -> History | None:
-        """Returns a history that differs from the cached one: new, from a checkpoint, or moved."""
-        known = self._known.get(key)
-        if known is not None and known.format != format:  # another format of that name
-            known = None
-        elif known is not None and known.is_for(amax):
-            return known
-        saved = self._loaded.get(key) if known is None else known.saved()
-        if saved is None and not records:
-            return None
-        made = History(format, amax)
-        if saved is not None:
-            made.load(saved)
-            if known is None and key in self._ended:
-                made.roll()
-        self._known[key] = made
-        return made
 
     def end_step(self) -> None:
         """Ends a training step, for all keys with amaxes.
@@ -285,11 +272,8 @@ def _checked(key: object, saved: object) -> Mapping[str, Any]:
         is_right = isinstance(amaxes, list) and len(amaxes) <= MOST_STEPS
         is_right = is_right and type(steps) is int and steps >= 0
     if is_right:
-        numbers = [
-            *amaxes,
-            found["reference"],
-            0.0 if found["pending"] is None else found["pending"],
-        ]
+        pending = 0.0 if found["pending"] is None else found["pending"]
+        numbers = [*amaxes, found["reference"], pending]
         if all(type(each) in (int, float) and 0 <= each <= MOST for each in numbers):
             return dict(found)
     raise OptionError(

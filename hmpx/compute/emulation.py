@@ -142,11 +142,6 @@ class Emulation:
             outgoing = self._rounder_for(f"gradient of {role}", "gradients")
         return straight_through(tensor, round_, outgoing)
 
-    @property
-    def format(self) -> Format:
-        """The op's format in reports."""
-        return self.formats.result
-
     # --- inputs --------------------------------------------------------------------------------
 
     def rounded_input(self, name: str, given: Tensor, tensor: Tensor) -> Tensor:
@@ -167,7 +162,7 @@ class Emulation:
         if how == "jit" or (how and is_onnx_made()):
             what = "ONNX" if is_onnx_made() else "torch.jit.trace"
             raise OptionError(
-                f"{self.format.name}: {what} can't hold a number format; use torch.export"
+                f"{self.formats.result.name}: {what} can't hold a number format; use torch.export"
             )
 
     def _rounded(self, role: str, tensor: Tensor, kind: str) -> Tensor:

@@ -16,7 +16,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -99,7 +99,7 @@ KNOWN_DEVICES: Final = frozenset([each.name for each in DEVICE_TYPES if each.has
 def lacking_kernels() -> Mapping[str, Lacking]:
     """Returns op name -> its missing kernels, for ops that lack any."""
     found: dict[str, Lacking] = {}
-    for section, names in _facts().items():
+    for section, names in read_sections(__package__, "kernels.ini").items():
         if section == "untried":
             continue
         device_type, dtype, how = section.split()
@@ -109,10 +109,6 @@ def lacking_kernels() -> Mapping[str, Lacking]:
             places = {how: getattr(known, how) | {place}}
             found[name] = dataclasses.replace(known, only=tuple(condition.split()), **places)
     return types.MappingProxyType(found)
-
-
-def _facts() -> Mapping[str, Mapping[str, str]]:
-    return read_sections(__package__, "kernels.ini")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +280,6 @@ def _note(op: str, dtype: str, device_type: str) -> None:
 
 
 run_when_traced(_note)
-
-
-def untried() -> Iterator[tuple[str, str]]:
-    """Yields the ops whose missing kernels are undetermined, and why."""
-    yield from _facts()["untried"].items()
 
 
 # --- ops that select elements, and fp32 gradients ------------------------------------------------

@@ -45,7 +45,7 @@ class Kept:
     """The replacement of an fp32 tensor that autograd saves."""
 
     tensor: (
-        Any  # its low-precision source, perhaps a parameter; with outer hooks, their packed object
+        Any  # its low-precision source, perhaps a parameter; or the packed object of outer hooks
     )
     version: int  # the source's version counter
     raise_again: Callable[[Tensor], Tensor] | None = None  # recreates it; None if ``tensor`` is it

@@ -26,16 +26,18 @@ RoundingNote = Callable[[Tensor, "Format", str], None]
 #: The places in which integers are data for an op.
 AS_DATA: Final = ("as a first input", "in a list")
 
-# A global, which costs less per call than a context variable; so calls in other threads are also
-# reported.
+# Globals, which cost less per call than a context variable; so calls in other threads are also reported.
+#: Called with inputs whose dtype, beyond their cast, affects the result of a call.
 DECIDING_WATCHERS: Final[list[Note]] = []
+#: Called for each rounded parameter; dispatch modes don't see this rounding.
 EMULATION_WATCHERS: Final[list[RoundingNote]] = []
 
 _unrounded: Final = contextvars.ContextVar[Note | None]("hmpx_watcher", default=None)
 
 
 @contextlib.contextmanager
-def _watched(watchers: list[Any], note: Any) -> Iterator[None]:
+def watched(watchers: list[Any], note: Any) -> Iterator[None]:
+    """Calls ``note`` as the other ``watchers`` of the same kind in the block."""
     watchers.append(note)
     try:
         yield
@@ -43,20 +45,10 @@ def _watched(watchers: list[Any], note: Any) -> Iterator[None]:
         watchers.remove(note)
 
 
-def watched_deciding(note: Note) -> contextlib.AbstractContextManager[None]:
-    """Calls ``note`` with inputs whose dtype, beyond their cast, affects the result of a call in the block."""
-    return _watched(DECIDING_WATCHERS, note)
-
-
 def note_deciding(op: str, inputs: list[Tensor]) -> None:
     """Reports that the dtype of ``inputs`` affects the result of ``op``."""
     for note in DECIDING_WATCHERS:
         note(op, inputs)
-
-
-def watched_emulation(note: RoundingNote) -> contextlib.AbstractContextManager[None]:
-    """Calls ``note`` for each parameter rounded in the block; dispatch modes don't see this rounding."""
-    return _watched(EMULATION_WATCHERS, note)
 
 
 def note_rounding(parameter: Tensor, format: Format, as_data: str = "") -> None:

@@ -296,9 +296,11 @@ def watch_forward(
     """Runs one forward, and returns how it uses the tensors found; restores their values."""
     watch = Watch(found)
     try:
-        formats = compute.watched_emulation(watch.add_format)
+        formats = compute.watched(compute.EMULATION_WATCHERS, watch.add_format)
         unrounded = compute.watched_rounding(functools.partial(watch.add, "unrounded_by"))
-        deciding = compute.watched_deciding(functools.partial(watch.add, "decides"))
+        deciding = compute.watched(
+            compute.DECIDING_WATCHERS, functools.partial(watch.add, "decides")
+        )
         with torch.no_grad(), uncompiled(), formats, unrounded, deciding, watch:
             model(*args, **kwargs)
     except Exception as error:

@@ -109,7 +109,7 @@ def _encoded(
     keys = NO_KEYS if run.mode != "stochastic" else draw_keys(generator)
     if layout is not None or keys is not NO_KEYS:
         x = CONTIGUOUS(x)
-    codes = EMPTY_LIKE(x, dtype=code_dtype(format.code_bits))
+    codes = EMPTY_LIKE(x, dtype=_dtype(format))
     if codes.stride() != x.stride():
         x = CLONE(x)
     grid = NO_GRID if layout is None else layout.grid(x)
@@ -127,8 +127,8 @@ def _encoded(
             written = (*written, 0)[:2]
     if count or layout is None:
         width, threads = codes.element_size(), kernels.threads_for(count)
-        place = x.data_ptr(), codes.data_ptr(), count, *keys, threads, grid, None, width
-        encoder(*place, *written)
+        place = x.data_ptr(), codes.data_ptr(), count, *keys, threads
+        encoder(place, grid, None, width, *written)
     return codes if layout is None else tuple(parts)
 
 
@@ -173,7 +173,7 @@ def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Forma
 
 def _decoded(parts: Sequence[Any], format: Coded) -> Tensor | None:
     """Returns the values of codes by a kernel; None if there is none, or if they are wrong."""
-    dtypes = [code_dtype(format.code_bits)]
+    dtypes = [_dtype(format)]
     shared = format if isinstance(format, SharedScales) else None
     plan = None if shared is None else shared.exact_plan(torch.float32)
     if plan is not None:
@@ -201,6 +201,10 @@ def _decoded(parts: Sequence[Any], format: Coded) -> Tensor | None:
         tensor_scale = parts[2].item() if len(parts) == 3 else 1.0
         decoder(*addresses, count, plan.blocks.grid(codes), *options, tensor_scale)
     return values
+
+
+def _dtype(format: Coded) -> torch.dtype:
+    return code_dtype((format.element if isinstance(format, SharedScales) else format).bits)
 
 
 def _is_readable(part: Any, dtype: torch.dtype) -> bool:

@@ -152,9 +152,8 @@ class Layout:
         if self.kind == "tiles" and last:
             other = last - (axis == last)
             found[other] = -(-shape[other] // self.height)
-        if self.kind != "columns":
-            found[axis] = -(-shape[axis] // self.size) if self.size else 1
-        else:
+        found[axis] = -(-shape[axis] // self.size) if self.size else 1
+        if self.kind == "columns":
             found[axis] = shape[axis]
         return tuple(found)
 
@@ -180,9 +179,7 @@ class Plan:
 
     kernel: ClassVar[str | None] = None  # its name in ``rounding_kernels.c``
     kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32, FP64)  # for which it is compiled
-    kernel_fields: ClassVar[str] = (
-        ""  # the attributes whose values are its spec, if that is an array
-    )
+    kernel_fields: ClassVar[str] = ""  # the attributes that are its spec, if that is an array
 
     binary: Binary  # the compute type
     mode: str  # the rounding mode

@@ -164,7 +164,7 @@ def _run(
     grid = NO_GRID if layout is None else layout.grid(source, is_in_memory=True)
     if count and kernel is not None:
         threads = kernels.threads_for(count)
-        kernel(source.data_ptr(), target.data_ptr(), count, *keys, threads, grid, given)
+        kernel((source.data_ptr(), target.data_ptr(), count, *keys, threads), grid, given)
     return target
 
 
@@ -200,9 +200,8 @@ def _by_ops(x: Tensor, plan: Plan, keys: tuple[Key, Key], scale: Tensor | None) 
     else:
         found = plan.round_by(values, noise, CAST[torch.float32](scale.detach()))
     found = CAST[x.dtype](found)
-    if type(x) not in PLAIN_TENSORS or found.stride() == x.stride():
-        return found.detach()
-    if x.is_contiguous() and found.is_contiguous():
+    is_laid_out = found.stride() == x.stride() or (x.is_contiguous() and found.is_contiguous())
+    if type(x) not in PLAIN_TENSORS or is_laid_out:
         return found.detach()
     # Not a view: autograd refuses writes to views made without it.
     return EMPTY_LIKE(x).copy_(found)

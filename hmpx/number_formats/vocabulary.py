@@ -36,9 +36,8 @@ _PREFIXES: Final = ("torch.", "ml_dtypes.", "numpy.", "np.", "jnp.", "tl.")
 
 def is_format(value: object) -> TypeGuard[Format]:
     """Whether ``value`` is a number format of any family; imports none of them."""
-    families: Any = sys.modules.get(
-        f"{__package__}.families"
-    )  # a format exists only if they are imported
+    # A format exists only if they are imported.
+    families: Any = sys.modules.get(f"{__package__}.families")
     classes = getattr(families, "FORMATS", None)
     return classes is not None and is_a(value, classes)
 

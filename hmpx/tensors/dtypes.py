@@ -121,7 +121,7 @@ def is_present(device_type: str) -> bool:
     except (
         RuntimeError,
         AttributeError,
-    ):  # torch has no module for it, or that has no `is_available`
+    ):  # torch has no module for it, or one without `is_available`
         return False
 
 

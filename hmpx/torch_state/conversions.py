@@ -64,16 +64,14 @@ def conversion_patches(
 
 # Below the dispatcher (in a decomposition, a meta function, a kernel written in Python) dtypes are
 # final. This private test is exact, and has existed since torch 2.0.
-_is_excluded, _SNAPSHOT = is_excluded, SNAPSHOT
 # Exceptions are decompositions that replace composite kernels while AOTAutograd and torch.export
 # trace: their state equals that of the user's own calls. Only their module distinguishes them.
-_is_included, _PYTHON = is_included, PYTHON
 _BETWEEN = (PACKAGE, *FUNCTION_MODULES)
 
 
 def is_below_dispatcher() -> bool:
     """Whether the call comes from torch itself, below the dispatcher, where nothing is cast."""
-    return _is_excluded(_SNAPSHOT) or (_is_included(_PYTHON) and _is_called_by_kernel())
+    return is_excluded(SNAPSHOT) or (is_included(PYTHON) and _is_called_by_kernel())
 
 
 def _is_called_by_kernel() -> bool:

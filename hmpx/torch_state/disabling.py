@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..torch_internals import DisableAutocast, disable_modes, is_any_autocast_enabled
-from .marks import ON, TO_LOW, is_every_marked, mark_every
 from .switch import (
     ALL,
+    ON,
+    TO_LOW,
     Region,
     close_region,
     innermost,
+    is_every_marked,
     last_region,
+    mark_every,
     note_traced_region,
     off,
     open_region,

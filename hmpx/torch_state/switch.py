@@ -17,18 +17,85 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from ..torch_internals import current_graph_task, run_when_traced
+from ..device_types import DEVICE_TYPES
+from ..torch_internals import OFF_MARK, current_graph_task, run_when_traced
 from . import conversions
 from .conversions import is_below_dispatcher  # noqa: F401  # for wrappers: these are their globals
-from .marks import EVERY, ON, TO_LOW, is_every_marked, mark, marked
+
+#: In a set of device types whose casts are off: stands for all of them.
+EVERY: Final = "*"
+#: In such a set: stands for casts to low precision.
+TO_LOW: Final = "to low precision"
+#: No casts are off.
+ON: Final[frozenset[str]] = frozenset()
+
+# The state is also marked in the autocast bits of device types that don't exist. torch.compile guards on
+# these bits and captures them, and autograd's backward threads inherit them. Neither is true of
+# thread-locals and context variables.
+_MARK = OFF_MARK
+#: Entry of such a set -> the device type whose bit marks it. It only grows: marks keep their meaning.
+_marks: dict[str, str] = {EVERY: _MARK}
+#: In the order of use.
+_SPARE: Final = tuple(
+    [
+        each.name
+        for each in sorted(DEVICE_TYPES, key=lambda each: each.spare or 0)
+        if each.spare is not None
+    ]
+)
+
+# Read now: a conversion replaces the first by a function that reflects casts.
+is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+AUTOCAST_STATE: Final = (torch.is_autocast_enabled, torch.get_autocast_dtype)
+
+
+def mark(off: frozenset[str]) -> None:
+    """Marks exactly what is off."""
+    for name, bit in list(_marks.items()):
+        set_enabled(bit, name in off)
+
+
+def marked() -> frozenset[str]:
+    """Returns the marked set."""
+    return frozenset([name for name, bit in list(_marks.items()) if is_enabled(bit)])
+
+
+def mark_every(is_off: bool) -> None:
+    """Marks whether all casts are off."""
+    set_enabled(_MARK, is_off)
+
+
+def is_every_marked() -> bool:
+    """Whether all casts are marked as off."""
+    return is_enabled(_MARK)
+
+
+def reserve_marks(device_types: frozenset[str]) -> None:
+    """Reserves a bit as a mark for each of ``device_types``, starting with those that are present.
+
+    As long as bits are left: autocast knows more device types than a machine has.
+    """
+    if device_types <= _marks.keys():
+        return
+    accelerator = torch.accelerator.current_accelerator()
+    here = {"cpu", "" if accelerator is None else accelerator.type}
+    free = [
+        bit
+        for bit in _SPARE
+        if bit not in here and bit not in device_types and bit not in _marks.values()
+    ]
+    for name in sorted(device_types - _marks.keys(), key=lambda name: (name not in here, name)):
+        if free:
+            _marks[name] = free.pop(0)
+
+
+# --- regions -------------------------------------------------------------------------------------
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Whether casts may be off in some thread, or torch.autocast may be on. If False, calls don't check.
 _looks_closer = False
-_has_traced_regions = (
-    False  # torch.compile has put a region into a graph, which may run at any time
-)
+_has_traced_regions = False  # torch.compile has put one into a graph, which may run at any time
 #: Open regions of all threads: `Region`s, and torch.autocast's with their counts.
 _open: dict[Any, int] = {}
 _gate_lock = threading.RLock()  # a signal handler may reenter

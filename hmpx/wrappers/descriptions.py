@@ -141,7 +141,7 @@ def describe(
         input_dtypes,
         after,
         device_type,
-        plan.emulation.format if plan.emulation and is_rounded else dtype,
+        plan.emulation.formats.result if plan.emulation and is_rounded else dtype,
         cast_policy,
         reason,
         casts=tuple(casts),

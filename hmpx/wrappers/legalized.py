@@ -314,8 +314,8 @@ class Legalization:
         # In training, sums must match those with gradients; modes may keep tensors in reused memory.
         if not (kwargs or is_training() or dispatch_modes()):
             result = None
-            if is_convolution and convolutions.is_any_prepared() and not traced():
-                result = convolutions.with_prepared(op, function, args, dtype)
+            if is_convolution:
+                result = None if traced() else convolutions.with_prepared(op, function, args, dtype)
             elif op in linears.BLOCKED:
                 result = linears.in_blocks(op, args, dtype)
             if result is not None:

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import Policy, torch_state
-from hmpx.torch_state import marks as torch_marks
 from hmpx.torch_state import switch
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -70,7 +69,7 @@ def dtypes() -> set[torch.dtype]:
 
 
 def is_clean() -> bool:
-    return not switch._open and not torch_marks.marked() and not switch.off()
+    return not switch._open and not switch.marked() and not switch.off()
 
 
 # --- spellings ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import nn
 
 import hmpx
 from hmpx import Policy, formats, rules
-from hmpx.torch_state import marks, switch
+from hmpx.torch_state import switch
 from tests.conftest import differences, namespaces
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -272,7 +272,7 @@ class History:
         assert [*map(torch.equal, self.model.parameters(), self.weights)] == [True] * 2
         hmpx.convert(policy=POLICIES[0][0], legalize="never", device_types={"cpu"}).revert()
         assert not switch._open
-        assert not marks.marked()
+        assert not switch.marked()
         assert rules.all_rules() == ()
 
 

@@ -79,7 +79,7 @@ def compute(
     if x.dtype is torch.float32:
         low = CAST[dtype](x)
         x, kept = (low, None) if rounds_inputs else (x, low)
-    apply: Callable[..., Tensor] = Convolution.apply
+    apply: Callable[..., Tensor] = _Convolution.apply
     return apply(x, kept, weight, bias, function, settings, Rounding(dtype, rounds_inputs))
 
 
@@ -96,7 +96,7 @@ def _settings(dimensions: int, given: Args) -> ConvolutionSettings | None:
     return ConvolutionSettings(padding, strides, dilation, groups)
 
 
-class Convolution(torch.autograd.Function):
+class _Convolution(torch.autograd.Function):
     """The convolution of a batch."""
 
     drawn_as = "convolution"
@@ -112,7 +112,6 @@ class Convolution(torch.autograd.Function):
         settings: ConvolutionSettings,
         rounding: Rounding,
     ) -> Tensor:
-        """Returns the convolution in low precision."""
         ctx.save_for_backward(x if kept is None else kept, weight)
         ctx.settings, ctx.rounding = settings, rounding
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -125,7 +124,6 @@ class Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of `forward`'s inputs."""
         x, weight = ctx.saved_tensors
         settings, rounding = ctx.settings, ctx.rounding
         x_learns, _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
@@ -283,11 +281,6 @@ def _may_be_prepared(weight: Tensor) -> bool:
         return False
     is_known = weight.dim() > 2 and _numel(weight) >= _LEAST_PREPARED and is_in_memory(weight)
     return is_known and not weight.is_inference()  # it does not count writes
-
-
-def is_any_prepared() -> bool:
-    """Whether values of any weight are cached, or will be."""
-    return bool(_prepared)
 
 
 def prepared(weight: Any) -> Prepared | None:

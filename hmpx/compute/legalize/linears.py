@@ -82,7 +82,7 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
         x, kept = (CAST[dtype](x), None) if rounds_inputs else (x, CAST[dtype](x.detach()))
     # The source is not an input of the function: its gradient flows through the weight's cast.
     rounding = Rounding(dtype, rounds_inputs)
-    apply: Callable[..., Tensor] = Linear.apply
+    apply: Callable[..., Tensor] = _Linear.apply
     return apply(x, weight, bias, kept, (source,), rounding)
 
 
@@ -103,7 +103,7 @@ def _layer(args: Args, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | Non
     return None if has_tangents() or is_seen() else (x, weight, bias)
 
 
-class Linear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     """x @ weight.T + bias."""
 
     drawn_as = "linear"
@@ -118,7 +118,6 @@ class Linear(torch.autograd.Function):
         sources: tuple[Tensor],  # rounded in the backward, instead of keeping the weight
         rounding: Rounding,
     ) -> Tensor:
-        """Returns the output in low precision: [..., n]."""
         ctx.save_for_backward(x if kept is None else kept, *sources)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.rounding = rounding
@@ -126,7 +125,6 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of `forward`'s inputs."""
         x, source = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.dtypes
         rounding: Rounding = ctx.rounding

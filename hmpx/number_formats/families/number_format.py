@@ -225,11 +225,6 @@ class MeasuredFormat(NumberFormat):
         """The smallest positive number."""
         return self._figures.smallest_subnormal
 
-    @property
-    def code_bits(self) -> int:
-        """Bits of a code; with shared scales, of an element's code."""
-        raise NotImplementedError
-
     def encoded(
         self, values: Tensor, rounded: Tensor, binary: Binary
     ) -> Tensor | tuple[Tensor, ...]:
@@ -253,10 +248,6 @@ class CodedFormat(MeasuredFormat):
         @property
         def bits(self) -> int:
             """Bits of a code."""
-
-    @property
-    def code_bits(self) -> int:
-        return self.bits
 
     @property
     def is_exact_in_float32(self) -> bool:

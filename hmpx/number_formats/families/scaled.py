@@ -302,10 +302,6 @@ class SharedScales(MeasuredFormat):
         def layout(self) -> Layout:
             """The values that share scales."""
 
-    @property
-    def code_bits(self) -> int:
-        return self.element.bits
-
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the scales of values of a shape, without the tensor's."""
         return self.layout.scales_shape(shape)

@@ -270,9 +270,7 @@ class Takum(Tapered):
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TakumPlan:
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
         last = binary.infinity - (overflow != "saturate")
-        parity = (
-            1 << binary.mantissa
-        )  # the parity of a characteristic's end, which is that of c + 1
+        parity = 1 << binary.mantissa  # that of a characteristic's end, which is that of c + 1
         return TakumPlan(binary, mode, self.bits, *limits, last, parity)
 
     def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:

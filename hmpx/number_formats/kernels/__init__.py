@@ -102,8 +102,11 @@ def _warn_once(fault: str) -> None:
     )
 
 
-#: (source address, target address, elements, key, key, threads, grid, the tensor's given scale or None).
-#: Encoders also take the width of a code in bytes, and the addresses of scales to write.
+#: Source address, target address, elements, key, key, threads.
+Place: TypeAlias = tuple[int, int, int, int, int, int]
+
+#: (`Place`, grid, the tensor's given scale or None). Encoders also take the width of a code in bytes, and the
+#: addresses of scales to write.
 Kernel: TypeAlias = Callable[..., None]
 
 #: (source address, elements, target address, threads): writes two numbers of float32, the smallest and
@@ -162,29 +165,19 @@ def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
         return None
     spec_of = functools.lru_cache(_MOST_GRIDS)(plan.kernel_spec)
     name, kind = plan.symbol, "round"
-    codes: tuple[Any, ...] = ()
     if coding is not None:
-        name, codes = f"encode_{name}", (ctypes.byref(coding.spec),)
+        name = f"encode_{name}"
         kind = "encode" if plan.layout is None else f"encode_{coding.kernel}"
     function = _function(known, name, kind)
 
-    def run(  # noqa: PLR0917  # as the C function
-        source: int,
-        target: int,
-        count: int,
-        key0: int,
-        key1: int,
-        threads: int,
-        grid: Grid,
-        scale: float | None = None,
-        *rest: int,
-        _keep: Any = coding,
-    ) -> None:
+    def run(place: Place, grid: Grid, scale: float | None = None, *rest: int) -> None:
+        source, target, count, *others = place
         spec = spec_of(grid) if only is None else only
         if scale is not None:  # for this call only
             spec = type(spec).from_buffer_copy(spec)
             spec.is_given, spec.given = True, scale
-        function(source, target, count, ctypes.byref(spec), key0, key1, threads, *codes, *rest)
+        codes = () if coding is None else (ctypes.byref(coding.spec),)
+        function(source, target, count, ctypes.byref(spec), *others, *codes, *rest)
 
     return run
 
