@@ -40,17 +40,12 @@ from .legalize import capability
 from .legalize.capability import PRODUCTS
 from .saved_tensors import Precision, keeping_low
 
-_REDUCED_REDUCTION: Final = {
-    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
-    torch.float16: "allow_fp16_reduced_precision_reduction",
-}
-
 
 def _keeps_sums_fp32(dtype: torch.dtype) -> bool:
     flags = torch.backends.cuda.matmul
-    if dtype is torch.float16 and flags.allow_fp16_accumulation:
-        return False
-    return not getattr(flags, _REDUCED_REDUCTION[dtype])
+    if dtype is torch.bfloat16:
+        return not flags.allow_bf16_reduced_precision_reduction
+    return not (flags.allow_fp16_accumulation or flags.allow_fp16_reduced_precision_reduction)
 
 
 run_when_traced(_keeps_sums_fp32)
@@ -113,7 +108,7 @@ class Accumulation:
             return output is dtype
         if inputs.first.device.type != "cuda" or self.kind != "gemm" or output is not dtype:
             return False
-        if self.accumulate_dtype is not torch.float32 or dtype not in _REDUCED_REDUCTION:
+        if self.accumulate_dtype is not torch.float32 or dtype not in LOW_DTYPES:
             return False
         return _keeps_sums_fp32(dtype)
 

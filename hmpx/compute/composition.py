@@ -42,6 +42,7 @@ from ..torch_state import is_below_dispatcher, is_off
 
 # Read before anything is patched: op lists may name any of them.
 widen = CAST[torch.float32]
+_add, _sub, _gt, _ne, _where = torch.add, torch.sub, torch.gt, torch.ne, torch.where
 _to, _transpose = Tensor.to, Tensor.transpose
 _STRIDED = torch.strided
 _widen = widen  # for functions with an argument of this name
@@ -186,10 +187,6 @@ def rounding_last(
         return CAST[dtype](result)
 
     return rounded_last
-
-
-# Read before anything is patched: op lists may name any of them.
-_add, _sub, _gt, _ne, _where = torch.add, torch.sub, torch.gt, torch.ne, torch.where
 
 
 def traced() -> str:

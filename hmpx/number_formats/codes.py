@@ -184,16 +184,13 @@ def _decoded(parts: Sequence[Any], format: Coded) -> Tensor | None:
     if decoder is None:
         return None
     codes, count = CONTIGUOUS(parts[0]), parts[0].numel()
-    values = EMPTY_LIKE(codes, dtype=torch.float32 if _is_narrow(format) else torch.float64)
+    values = EMPTY_LIKE(codes, dtype=torch.float32 if format.is_exact_in_float32 else torch.float64)
     options = codes.element_size(), kernels.threads_for(count)
     if shared is None or plan is None:
         decoder(codes.data_ptr(), values.data_ptr(), count, *options)
         return values
-    axis, dim = shared.block_axis, max(codes.dim(), 1)
-    shape = (
-        None if axis is not None and not -dim <= axis < dim else shared.scales_shape(codes.shape)
-    )
-    if tuple(parts[1].shape) != shape or (len(parts) == 3 and parts[2].dim()):
+    is_right = tuple(parts[1].shape) == shared.scales_shape(codes.shape)
+    if not is_right or (len(parts) == 3 and parts[2].dim()):
         return None
     scales = CONTIGUOUS(parts[1])
     addresses = codes.data_ptr(), scales.data_ptr(), values.data_ptr()
@@ -211,13 +208,9 @@ def _is_readable(part: Any, dtype: torch.dtype) -> bool:
     return isinstance(part, Tensor) and part.dtype is dtype and has_own_memory(part)
 
 
-def _is_narrow(format: Coded) -> bool:
-    return isinstance(format, SharedScales) or format.is_exact_in_float32
-
-
 def _decoder(format: Coded) -> Any:
     if "decoder" not in format.derived:
-        binary, make_spec = FP32 if _is_narrow(format) else FP64, None
+        binary, make_spec = FP32 if format.is_exact_in_float32 else FP64, None
         coding = format.coding(binary)
         if isinstance(format, SharedScales):
             make_spec = functools.partial(ScaledPlan.kernel_spec, format.exact_plan(torch.float32))
