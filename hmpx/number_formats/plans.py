@@ -68,12 +68,12 @@ class Layout:
         if not shape:
             return NO_GRID
         axis, length = self.axis % len(shape), shape[self.axis]
-        before, after = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
         if self.kind == "rows":
             if is_in_memory and length == 1:
                 return Grid(1, 1, x.numel(), True)
-            stride = x.stride(axis) if is_in_memory else after
+            stride = x.stride(axis) if is_in_memory else math.prod(shape[axis + 1 :])
             return Grid(1, 1, length, False) if stride == 1 else Grid(length, 1, stride, True)
+        before, after = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
         if self.kind == "columns" and after == 1:
             return Grid(before, 1, length, True)
         if self.kind == "columns":
