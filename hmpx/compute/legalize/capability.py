@@ -105,6 +105,7 @@ def reported(device: str, dtype: torch.dtype) -> bool | None:
     return True  # accelerators are built for low precision
 
 
+@functools.cache
 def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
     """Returns the capability for ops of ``kind``, measured on first use, once per process.
 
@@ -114,11 +115,9 @@ def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
     Raises:
         Capturing: A measurement is needed, but must not run now.
     """
+    if device != "cpu" and reported(device, dtype) is not False:
+        return Capability(reported(device, dtype))
     question = kind, device, dtype
-    if question not in _known and device != "cpu" and reported(device, dtype) is not False:
-        _known[question] = Capability(reported(device, dtype))
-    if question in _known:
-        return _known[question]
     if _running is threading.current_thread():
         raise Capturing
     with _lock:
@@ -143,6 +142,7 @@ def forget() -> None:
     """Discards all measurements, so that they are repeated."""
     with _lock:
         _known.clear()
+        capability.cache_clear()
 
 
 _known: Final[dict[tuple[str, str, torch.dtype], Capability]] = {}
