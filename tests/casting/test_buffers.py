@@ -21,7 +21,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 import hmpx
 from hmpx import CastPolicy, Decision, Policy, ops
 from hmpx.ops import schemas as op_schemas
-from hmpx.ops.sites import NAMESPACES
+from tests.conftest import NAMESPACES
 from tests.samples import sample_inputs
 from tests.values import mapped, tensors
 

@@ -63,9 +63,9 @@ def test_a_program_is_run_as_by_python(
 #: Counts what hmpx left in torch, threads, and modules that only other libraries' programs need.
 LEFT = """
 import sys, threading, torch
-from hmpx import torch_state
-from hmpx.ops.sites import NAMESPACES
-slots = [slot for owner in NAMESPACES.values() for slot in list(vars(owner).values())]
+from hmpx import ops, torch_state
+owners = {site.owner for op in ops.table().values() for site in op.sites}
+slots = [slot for owner in owners for slot in list(vars(owner).values())]
 print(len(slots) > 1000, sum("__hmpx_site__" in getattr(slot, "__dict__", ()) for slot in slots))
 print(torch_state.in_force(), threading.active_count(), torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype)
 print([name for name in sys.modules if name.startswith("hmpx.integrations")])

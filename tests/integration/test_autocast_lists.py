@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
 import hmpx
-from hmpx.ops.sites import NAMESPACES
-from hmpx.policy import lists as oplists
+from tests.conftest import NAMESPACES
 from tests.values import tensors
 
-LISTS = oplists.directory()
+LISTS = Path(__file__).parents[2] / "lists"
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
 #: torch.autocast grows from release to release: the lists hold what this one has.

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
-from hmpx import ops
-from hmpx.compute import missing_kernels
-from hmpx.compute.legalize import capability
+from hmpx import compute, ops
 from tests.integration.test_no_less_right import less_right
 from tests.integration.test_opinfo_conformance import INFOS, LEFT_OUT, current
 
@@ -265,7 +263,7 @@ def test_no_kernel_is_missing_that_is_not_known(dtype: torch.dtype) -> None:
     missing = []
     for info in op_db:
         name = ops.resolve(info.name)
-        lacking = missing_kernels.lacking_kernels().get(name) if name is not None else None
+        lacking = compute.lacking_kernels().get(name) if name is not None else None
         is_known = lacking is not None and ("cuda", dtype) in lacking.always
         if dtype not in info.supported_dtypes("cuda") or is_known or info.name == "sparse.mm":
             continue  # sparse.mm has kernels for some layouts, and is tried
@@ -436,7 +434,7 @@ def test_the_card_is_measured_once_and_not_legalized(
     """A card with bf16 units runs products as they are."""
     with hmpx.convert():
         F.linear(torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda"))
-    known = capability.capability("linear", "cuda:0", BF16)
+    known = compute.capability("linear", "cuda:0", BF16)
     record_property("figure", f"reported: {known.reported}, bf16 over fp32: {known.inference}")
     if torch.cuda.is_bf16_supported(including_emulation=False):
         assert known.reported

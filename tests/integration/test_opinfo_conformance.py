@@ -17,9 +17,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx import CastPolicy, Policy, ops
-from hmpx.compute import missing_kernels
-from hmpx.ops.sites import NAMESPACES
+from hmpx import CastPolicy, Policy, compute, ops
+from tests.conftest import NAMESPACES
 from tests.samples import sample_inputs, spread
 from tests.values import mapped, tensors
 
@@ -212,7 +211,7 @@ def has_fp32_statistics(call: tuple[Any, ...]) -> bool:
 
 def lacks_kernel(name: str, call: tuple[Any, ...], how: str = "always") -> bool:
     """Whether such a call in low precision has no kernel on the CPU, or none that gives right numbers."""
-    lacking = missing_kernels.lacking_kernels().get(name, missing_kernels.Lacking())
+    lacking = compute.lacking_kernels().get(name, compute.Lacking())
     low = next((t.dtype for t in tensors(call) if t.dtype in FLOATS[1:]), None)
     options = [v for v in (*call[1], *call[2].values()) if isinstance(v, (bool, str))]
     if lacking.only and (*lacking.only[1:], True)[0] not in options:
@@ -238,7 +237,7 @@ def expected_outcome(
     found = outcome(lambda *c: function(*cast(*c)), call, backward=backward)
     if low is None:
         return found
-    lacking = missing_kernels.lacking_kernels().get(name, missing_kernels.Lacking())
+    lacking = compute.lacking_kernels().get(name, compute.Lacking())
     may_fail = is_low or before != after or ("cpu", low) in lacking.sometimes | lacking.backward
     may_fail |= any(site.is_python for site in ops.table()[name].sites)  # it calls others that lack
     if lacks_kernel(name, cast(*call)) or (isinstance(found[0], type) and may_fail):

@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hmpx
-from hmpx.torch_state import phases
+from hmpx.torch_state import is_training
 from tests.speeds import Capability, known_as
 from tests.values import same_or_nan
 
@@ -180,12 +180,12 @@ def test_a_forward_that_fails_leaves_the_thread_as_it_was() -> None:
         thread = threading.Thread(target=lambda: seen.append(_without_gradients()))
         thread.start()
         thread.join()
-        seen.append(phases.is_training())
+        seen.append(is_training())
         raise ZeroDivisionError
 
     def _without_gradients() -> bool:
         with torch.no_grad():
-            return phases.is_training()
+            return is_training()
 
     with hmpx.convert(device_types={"cpu"}):
         with pytest.raises(ZeroDivisionError):
