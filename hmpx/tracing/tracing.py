@@ -27,13 +27,14 @@ from .writing import Writer
 class trace:  # noqa: N801  # a context manager, like torch.no_grad
     """Writes numbers of each call of the block to a file; `diff_runs` compares two of them.
 
-    Works with and without a conversion, also over torch.autocast; changes no result. For each call: op, module,
+    Works with and without a conversion, also over torch.autocast; changes no result of uncompiled code. For each call: op, module,
     line, dtypes, decision and arguments; of each tensor that it takes and returns, and of each gradient that
     comes into it, a hash of the bits, norm, range, count of non-finite values and 40 random projections; and by
     how much it amplifies rounding, from a repetition of the call with inputs moved by bfloat16's rounding. The gradients of parameters are written where an optimizer steps, which ends a step.
 
     Each step is in the file when it ends. Several processes of torch.distributed write ``PATH.rank1`` and so
-    on. Of compiled functions it traces the calls that their graphs make.
+    on. Of compiled functions it traces the calls of their graphs, through an operator behind each: what is fused
+    may change, and rounding with it.
 
     Args:
         path: The file; an earlier one is replaced.
