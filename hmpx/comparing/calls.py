@@ -31,7 +31,7 @@ from ..tensors import (
     tensors_in,
 )
 from ..torch_internals import behind_transform, is_of_transform
-from .measures import effect, largest, limits, measured, sample
+from .measures import Measured, effect, largest, limits, measured, sample
 
 if TYPE_CHECKING:
     from ..number_formats import Format
@@ -132,7 +132,7 @@ class Kept:
     low: LowCall  # the first of its calls in the low-precision run
     order: int  # its position among the sites
     calls: int = 0
-    measured: list[Tensor] = field(default_factory=list)  # `Measured.numbers` of each result
+    measured: list[Measured] = field(default_factory=list)  # of each result
     effects: list[Tensor] = field(default_factory=list)  # of each result and each backward
     arrivals: list[Arrival] = field(default_factory=list)  # of each compared call
     propagated: list[Tensor] = field(default_factory=list)  # samples' norms: difference, reference
@@ -240,11 +240,12 @@ class ShadowRun:
             differing = measured(reference, other, within)
             if not is_again:
                 arrival.places.append(len(kept.measured))
-                kept.measured.append(differing.numbers)
+                kept.measured.append(differing._replace(difference=None))
             if self._draws_gradients and not result.requires_grad and result.is_leaf:
                 self._drawn.append(weakref.ref(result.requires_grad_()))
             if result.requires_grad:
                 node_of(result)  # which `register_hook` has Python see
+                assert differing.difference is not None
                 hook = functools.partial(_keep_effect, kept, arrival, differing.difference)
                 self._hooks.append(result.register_hook(hook))
 

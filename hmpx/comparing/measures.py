@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 #: Number of values sampled where reading all would be too slow.
 SAMPLE: Final = 4096
 
+#: Binary exponents with their own count; others count as the nearest of them.
+EXPONENTS: Final = range(-64, 64)
+
 
 class Limits(NamedTuple):
     """The range of a low-precision type: largest number, smallest normal number, significand bits."""
@@ -44,7 +47,10 @@ class Measured(NamedTuple):
     """Measurements of one result, in float32 on its device."""
 
     numbers: Tensor  # those of `Sums`
-    difference: Tensor  # low result minus reference, in bfloat16; 0 where either is not finite
+    exponents: Tensor  # number of sampled values with each binary exponent of `EXPONENTS`
+    difference: (
+        Tensor | None
+    )  # low result minus reference, in bfloat16; 0 where either is not finite
 
 
 class Sums(NamedTuple):
@@ -106,6 +112,7 @@ def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
     values, rounded = sample(reference), sample(low)
     magnitudes = values.abs()
     is_value = magnitudes > 0
+    exponents = torch.frexp(magnitudes).exponent - 1
     numbers = torch.stack(
         [
             norm,
@@ -115,12 +122,14 @@ def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
             largest(reference),
             torch.where(is_value, magnitudes, math.inf).min(),
             lost,
-            _ulp(values, rounded, within),
+            _ulp(values, rounded, exponents, within),
             is_value.sum().to(norm.dtype),
             (is_value & (rounded == 0)).sum().to(norm.dtype),
         ]
     ).float()
-    return Measured(numbers, difference.bfloat16())
+    places = exponents.clamp(EXPONENTS.start, EXPONENTS.stop - 1) - EXPONENTS.start
+    counts = torch.bincount(places.long(), is_value.float(), minlength=len(EXPONENTS))
+    return Measured(numbers, counts.float(), difference.bfloat16())
 
 
 def largest(tensor: Tensor) -> Tensor:
@@ -129,13 +138,12 @@ def largest(tensor: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
-def _ulp(values: Tensor, rounded: Tensor, within: Limits | None) -> Tensor:
+def _ulp(values: Tensor, rounded: Tensor, exponents: Tensor, within: Limits | None) -> Tensor:
     """Returns the mean error in units in the last place of the low-precision type."""
     if within is None:
         return values.new_full((), math.nan)
     least = math.frexp(within.smallest_normal)[1] - 1
-    exponents = (torch.frexp(values.abs()).exponent - 1).clamp(min=least)
-    ulps = torch.ldexp(torch.ones_like(values), exponents - (within.bits - 1))
+    ulps = torch.ldexp(torch.ones_like(values), exponents.clamp(min=least) - (within.bits - 1))
     return ((rounded - values).abs() / ulps).mean()
 
 

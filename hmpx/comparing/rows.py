@@ -62,6 +62,7 @@ class ComparedSite:
         flips: Share of integer results, such as indices, that differ; NaN if there are none.
         flops: Floating-point operations of the forward in low precision.
         bytes: Bytes of inputs and results in low precision.
+        exponents: Number of sampled reference values with each binary exponent, from -64 on.
         order: Position of the first call among the model's calls.
         unseen: Number of calls that round but whose results get no gradient; ``effect`` does not include
             them.
@@ -88,6 +89,7 @@ class ComparedSite:
     flips: float
     flops: int
     bytes: int
+    exponents: tuple[int, ...]
     order: int
     unseen: int = 0
 
@@ -125,7 +127,8 @@ def compared_sites(
         tensor
         for found in kept.values()
         for several in (
-            *(found.measured, found.effects, found.propagated, found.inputs),
+            *((each.numbers, each.exponents) for each in found.measured),
+            *(found.effects, found.propagated, found.inputs),
             [count for count, _ in found.flips],
         )
         for tensor in several
@@ -182,7 +185,7 @@ def _site(
         return [numbers[id(each)] for each in tensors]
 
     call, low_type = kept.low.call, kept.low.low_type
-    results = [Sums(*each) for each in of(kept.measured)]
+    results = [Sums(*each) for each in of(each.numbers for each in kept.measured)]
     sums = functools.reduce(Sums.plus, results, Sums())
     propagated = [math.hypot(*each) for each in zip(*of(kept.propagated), strict=True)]
     within = limits(low_type)
@@ -218,6 +221,12 @@ def _site(
         flips=_ratio(flips, sum(size for _, size in kept.flips)) if kept.flips else _NAN,
         flops=costs[0],
         bytes=costs[1],
+        exponents=tuple(
+            [
+                int(sum(each))
+                for each in zip(*of(each.exponents for each in kept.measured), strict=True)
+            ]
+        ),
         order=kept.order,
         unseen=sum(
             not each.is_seen and any(results[place].difference != 0 for place in each.places)

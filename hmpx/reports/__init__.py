@@ -15,12 +15,16 @@ from .cells import wrapped as wrapped
 from .groups import Group as Group
 from .groups import Groups as Groups
 from .groups import grouped as grouped
+from .pages import CHART_WIDTH as CHART_WIDTH
 from .pages import Written as Written
 from .pages import by_depth as by_depth
 from .pages import chart_section as chart_section
 from .pages import page as page
 from .pages import paragraphs as paragraphs
 from .pages import section as section
+from .pages import svg_chart as svg_chart
+from .pages import svg_text as svg_text
+from .pages import svg_title as svg_title
 from .pages import table_section as table_section
 from .pages import write as write
 from .pages import written as written

@@ -204,10 +204,10 @@ def _content_hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-# --- charts of errors along a model, for `compare` and `diff_runs` ----------------------------------
+# --- charts: errors along a model, for `compare` and `diff_runs`; the parts of others ---------------
 
 #: The width of a chart, in pixels.
-_WIDTH: Final = 960
+CHART_WIDTH: Final = 960
 
 #: The kind of a point, its place among the calls, its value, and what it is of.
 Point = tuple[str, int, float, str]
@@ -247,27 +247,39 @@ def by_depth(
     parts = []
     for power in range(low, high + 1, max(1, (high - low) // 8)):
         parts.append(_line("grid", left, y(10.0**power)))
-        parts.append(_text(left - 6, y(10.0**power) + 4, f"1e{power}", "end"))
+        parts.append(svg_text(left - 6, y(10.0**power) + 4, f"1e{power}", "end"))
     for name, roundoff in roundoffs.items():
         parts.append(_line("unit", left, y(roundoff)))
-        parts.append(_text(_WIDTH - 4, y(roundoff) - 4, f"unit roundoff of {name}", "end"))
+        parts.append(svg_text(CHART_WIDTH - 4, y(roundoff) - 4, f"unit roundoff of {name}", "end"))
     for kind, index, value, said in shown:
         x = left + (index + 0.5) * (right - left) / count
-        inside = f"<title>{html.escape(said)}: {exponential(value)}</title>"
+        inside = svg_title(f"{said}: {exponential(value)}")
         parts.append(
             f'<circle class="{kind}" cx="{x:.1f}" cy="{y(value):.1f}" r="3">{inside}</circle>'
         )
-    parts.append(_text(left, bottom + 22, "first call"))
-    parts.append(_text(_WIDTH - 4, bottom + 22, "last", "end"))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {bottom + 30}" role="img" '
-        f'aria-label="{label}">{"".join(parts)}</svg>'
-    )
+    parts.append(svg_text(left, bottom + 22, "first call"))
+    parts.append(svg_text(CHART_WIDTH - 4, bottom + 22, "last", "end"))
+    return svg_chart(bottom + 30, label, parts)
 
 
 def _line(kind: str, left: float, y: float) -> str:
-    return f'<line class="{kind}" x1="{left}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    """Returns a horizontal line to the right end."""
+    return f'<line class="{kind}" x1="{left}" x2="{CHART_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
 
-def _text(x: float, y: float, said: str, anchor: str = "start") -> str:
+def svg_text(x: float, y: float, said: str, anchor: str = "start") -> str:
+    """Returns text at a point."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(said)}</text>'
+
+
+def svg_title(said: str) -> str:
+    """Returns the text that is shown over an element."""
+    return f"<title>{html.escape(said)}</title>"
+
+
+def svg_chart(height: int, label: str, parts: Iterable[str]) -> str:
+    """Returns a chart of its parts."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {CHART_WIDTH} {height}" role="img" '
+        f'aria-label="{label}">{"".join(parts)}</svg>'
+    )
