@@ -34,7 +34,7 @@ def results() -> Iterator[Any]:
         hmpx.convert(device_types={"cpu"}) as session,
         hmpx.attach(lambda *call: calls.append(call), tensors=True),
         hmpx.record(memory=True, times=True) as rec,
-        hmpx.watch("collect") as watched,
+        hmpx.watch("collect", underflow=True) as watched,
         hmpx.lint(every=1) as found,
     ):
         loss_of(model(x)).backward()
@@ -87,7 +87,7 @@ def test_each_object_of_the_api_is_shown_in_three_lines() -> None:
     ours = [value for value in seen.values() if is_ours(value)]
     kinds = {type(value).__name__ for value in ours}
     rows = {"Row", "Waste", "OpCall", "CallTensors", "Group", "ComparedSite", "ComparedGradient"}
-    rows |= {"Offence", "Memory", "Finding", "Weight", "Run", "PerRank", "Candidate"}
+    rows |= {"Offence", "Underflow", "Memory", "Finding", "Weight", "Run", "PerRank", "Candidate"}
     rows |= {"Evaluation", "Node", "Edge", "Section", "Decision", "ErrorStatistics", "Column"}
     assert rows <= kinds, rows - kinds
     # The repr of a number format is its definition.

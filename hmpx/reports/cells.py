@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable
 from decimal import Decimal
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -128,3 +128,12 @@ def wrapped(text: str, indent: str = "", columns: int = WIDTH) -> list[str]:
         replace_whitespace=False,
         expand_tabs=False,
     )
+
+
+def plain(value: Any) -> Any:
+    """Returns a JSON value; non-finite numbers become ``"nan"`` or ``"inf"``."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import OptionError, said_by, short
-from .cells import exponential
+from .cells import exponential, plain
 from .table import Table
 
 
@@ -98,15 +98,6 @@ class Written:
             OptionError: The file can't be written.
         """
         return written(self._page(), path)
-
-
-def plain(value: Any) -> Any:
-    """Returns a JSON value; non-finite numbers become ``"nan"`` or ``"inf"``."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 # --- pages ------------------------------------------------------------------------------------------

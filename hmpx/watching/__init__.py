@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .culprit import EarlierCall, Offence, Range
+from .underflow import Underflow
 from .watcher import Watch, watch
 
-__all__ = ["EarlierCall", "Offence", "Range", "Watch", "watch"]
+__all__ = ["EarlierCall", "Offence", "Range", "Underflow", "Watch", "watch"]

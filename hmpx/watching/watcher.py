@@ -25,6 +25,7 @@ from ..torch_state import state_of_random_numbers
 from .culprit import Judge, Offence, offence_of
 from .notes import Notes, sources_of
 from .slots import Slots
+from .underflow import Underflow, UnderflowCounts
 
 Mode = Literal["raise", "log", "collect"]
 
@@ -58,11 +59,12 @@ class Watch:
         every: int,
         step: Callable[..., Any] | None,
         steps: tuple[int, float],
+        underflow: float,
     ) -> None:
         self.offences: list[Offence] = []
         self._mode, self._every, self._closure, self._window = mode, every, step, steps
         self._notes, self._judge = Notes(), Judge()
-        self._scaling = _LossScaling()
+        self._scaling, self._underflow = _LossScaling(), UnderflowCounts(underflow)
         self._block: Generator[None, None, None] | None = None
         self._attached: Attached | None = None
         self._number = 0
@@ -73,6 +75,11 @@ class Watch:
     def first(self) -> Offence | None:
         """The first offence, or None."""
         return self.offences[0] if self.offences else None
+
+    @property
+    def underflow(self) -> list[Underflow]:
+        """Values that casts to low precision made zero or subnormal, most first; needs ``underflow=``."""
+        return self._underflow.rows()
 
     def __repr__(self) -> str:
         state = "closed" if self._attached is None else f"open, in step {self._number}"
@@ -250,6 +257,7 @@ class Watch:
         ):
             self._close_skipped()
         notes.add_call(call, inputs, args, kwargs, result)
+        self._underflow.add(call, inputs)
 
     def _close_skipped(self) -> None:
         """Ends a step that may have ended without an optimizer's: skipped by a loss scaler, or done by hand."""
@@ -366,6 +374,7 @@ def watch(
     every: int = 1,
     step: Callable[..., Any] | None = None,
     steps: range | tuple[int, int] | None = None,
+    underflow: bool | float = False,
 ) -> Watch:
     """Returns a context manager that reports the first op that makes finite values NaN or infinite.
 
@@ -381,6 +390,8 @@ def watch(
         step: One step as a function, without the optimizer's, for `Watch.step` to run. Only its result and
             gradients are checked; if they are not finite, it runs again with every op watched.
         steps: The first step to watch, and the one to stop before: a range or a pair.
+        underflow: Also samples values that casts to low precision make zero or subnormal: True, or the
+            share of calls to sample.
 
     Raises:
         OptionError: An argument has an invalid value.
@@ -395,4 +406,6 @@ def watch(
     arguments.whole("every", every, 1)
     if step is not None and not callable(step):
         raise OptionError(f"step must be a function that runs one step, not {shown(step)}")
-    return Watch(mode, every, step, arguments.first_and_end("steps", steps))
+    if not (isinstance(underflow, (bool, int, float)) and 0 <= underflow <= 1):
+        raise OptionError(f"underflow must be a bool or a share of calls, not {shown(underflow)}")
+    return Watch(mode, every, step, arguments.first_and_end("steps", steps), float(underflow))

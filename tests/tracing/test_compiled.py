@@ -23,9 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("low", ["", "hmpx"])
-def test_compiled_runs_are_compared_with_eager(
-    low: str, tmp_path: Path
-) -> None:
+def test_compiled_runs_are_compared_with_eager(low: str, tmp_path: Path) -> None:
     plain = run(None, Net.compile, low=low)  # type: ignore[arg-type]
     torch.compiler.reset()
     traced = run(tmp_path / "compiled", Net.compile, low=low)

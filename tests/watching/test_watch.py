@@ -175,7 +175,7 @@ def test_results_gradients_random_numbers_and_versions_are_the_same(legalize: st
 
     with convert(legalize=legalize):
         expected = outcome()
-        with hmpx.watch() as w:
+        with hmpx.watch(underflow=True) as w:
             actual = outcome()
     assert w.first is None
     for a, b in zip(actual, expected, strict=True):
@@ -213,6 +213,7 @@ def test_compiled_models_run_eagerly() -> None:
     "options",
     [
         {"mode": "warn"}, {"every": 0}, {"every": 1.5}, {"step": 3}, {"steps": (3, 3)}, {"steps": 7},
+        {"underflow": 2.0}, {"underflow": "yes"},
     ],
 )  # fmt: skip
 def test_wrong_options(options: dict[str, Any]) -> None:
@@ -220,7 +221,7 @@ def test_wrong_options(options: dict[str, Any]) -> None:
         hmpx.watch(**options)
 
 
-# --- loss scaling ------------------------------------------------------------------------------
+# --- loss scaling and underflow ----------------------------------------------------------------
 
 
 def scaled_steps(w: hmpx.Watch, count: int, factor: float) -> torch.amp.GradScaler:
@@ -256,6 +257,26 @@ def test_a_loss_scale_that_falls_for_ever_is_one() -> None:
             scaler.update()
     assert w.first is not None and (w.first.kind, w.first.op) == ("scale", "sqrt")
     assert w.first.step == 10
+
+
+def test_underflow_is_sampled() -> None:
+    tiny = x(200, 100).mul(1e-6)
+    policy = hmpx.Policy.from_ops(low=["mm"], low_precision_type=FP16)
+    with convert(policy=policy), hmpx.watch(underflow=True) as w:
+        torch.mm(tiny, x(100, 2))
+    (row,) = w.underflow
+    assert (row.op, row.module) == ("mm", "")
+    assert 3000 < row.samples < 3 * 4096
+    assert 0.01 < row.share_zero < 0.06 and row.share_subnormal > 0.5
+    assert 0 < row.error < 0.01
+
+
+def test_underflow_of_a_number_format() -> None:
+    with convert(low_precision_type="float8_e4m3fn"), hmpx.watch(underflow=0.5) as w:
+        for _ in range(4):
+            torch.mm(torch.full((4, 4), 2.0**-12), torch.full((4, 4), 2.0**-8))
+    (row,) = w.underflow
+    assert (row.share_zero, row.share_subnormal, row.samples) == (0.5, 0.5, 64)
 
 
 # --- the command line --------------------------------------------------------------------------
