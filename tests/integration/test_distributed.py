@@ -150,6 +150,7 @@ def test_no_cast_of_a_parameter_is_kept(reports: Reports, case: str) -> None:
         assert report[f"{case} casting again"]["low matrices saved"] == 0
 
 
+@pytest.mark.sampled(2)
 @needs_distributed
 def test_fsdps_own_mixed_precision(reports: Reports) -> None:
     """Weights come gathered in bf16, and the ops follow (pytorch #102731, #105348)."""

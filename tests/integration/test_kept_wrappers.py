@@ -42,6 +42,7 @@ def kept_over(conversion: str) -> dict[int, Callable[..., Any]]:
         return wrappers()
 
 
+@pytest.mark.sampled(2)
 def test_each_does_what_torchs_function_does(pytestconfig: pytest.Config) -> None:
     """On a sample of torch's own, in every spelling: results and failures."""
     kept = {name: kept_over(name) for name in CONVERSIONS}

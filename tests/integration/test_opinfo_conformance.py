@@ -345,7 +345,7 @@ def is_mixed(call: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.native
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
 def test_each_sample_equals_the_call_with_inputs_cast_by_hand(
     info: OpInfo, pytestconfig: pytest.Config
@@ -418,7 +418,7 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("info", PUBLIC, ids=lambda info: info.formatted_name)
 def test_what_refuses_mixed_inputs_runs_under_every_shipped_set(info: OpInfo) -> None:
     """An op before it may be low there: a program that runs in float32 does not stop for that."""
@@ -462,7 +462,7 @@ def spelled(kind: str, variant: str, info: OpInfo) -> Callable[..., Any]:
 
 
 @pytest.mark.native
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("info", "kind", "variant"),
     VARIANTS,

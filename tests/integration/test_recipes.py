@@ -51,6 +51,7 @@ def test_compiled_models_learn_the_same(recipe: str) -> None:
 @pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch was built without distributed"
 )
+@pytest.mark.sampled(2)
 def test_processes_learn_together(tmp_path: Path) -> None:
     """DDP on two: their weights are the same afterwards, bit for bit, and losses fall."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}

@@ -41,7 +41,7 @@ def test_each_entry_of_the_menu_has_an_example() -> None:
     assert len(MENU) > 30
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MENU)
 @pytest.mark.usefixtures("has_low_precision")
 def test_examples_show_what_happens(

@@ -16,12 +16,10 @@ nbformat = pytest.importorskip("nbformat")
 NOTEBOOK = EXAMPLES / "hmpx.ipynb"
 
 
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def ran(folder: Path) -> list[Any]:
     """Returns its cells of code after running all, in a process of their own."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
-    folder: Path = tmp_path_factory.mktemp("notebook")
     client = nbclient.NotebookClient(
         notebook, timeout=120, resources={"metadata": {"path": str(folder)}}, kernel_name="python3"
     )
@@ -37,20 +35,22 @@ def shown(cells: list[Any], source: str, kind: str) -> str:
     )
 
 
+#: The end of a cell -> words that it shows: policy, record, comparison and the result of `tune`.
+SHOWN = {
+    'fp32=["softmax"])': ["<pre>", "linear", "LOW"],
+    "rec": ["<table", "linear", "FLOPs"],
+    "comparison": ["<table", "effect"],
+    "best": ["evaluations"],
+}
+
+
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore")  # of zmq and of IPython
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ('fp32=["softmax"])', ["<pre>", "linear", "LOW"]),
-        ("rec", ["<table", "linear", "FLOPs"]),
-        ("comparison", ["<table", "effect"]),
-        ("best", ["evaluations"]),
-    ],
-)
-def test_objects_show_themselves_as_tables(cells: list[Any], source: str, words: list[str]) -> None:
-    """Policy, record, comparison and what tune finds."""
-    html = shown(cells, source, "text/html")
-    assert [word for word in words if word not in html] == []
+def test_objects_show_themselves_as_tables(tmp_path: Path) -> None:
+    cells = ran(tmp_path)
+    for source, words in SHOWN.items():
+        html = shown(cells, source, "text/html")
+        assert [word for word in words if word not in html] == [], source
 
 
 def test_it_is_kept_without_outputs() -> None:

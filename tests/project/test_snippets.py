@@ -82,7 +82,7 @@ def assert_alike(actual: str, expected: str, tolerance: float | None) -> None:
     assert numbers[0] == pytest.approx(numbers[1], rel=tolerance)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "document", [each for each in DOCUMENTS if python(each)], ids=markdown.name
 )

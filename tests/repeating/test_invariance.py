@@ -298,6 +298,7 @@ def test_the_remedy_gives_equal_bits_for_each_size_of_the_batch() -> None:
             assert torch.equal(model(x[:size].clone()), full[:size]), size
 
 
+@pytest.mark.sampled(3)
 @torch.no_grad()
 def test_the_remedy_gives_equal_texts() -> None:
     model, words = GPT().eval(), torch.randint(0, 97, (64, 6))

@@ -212,6 +212,7 @@ def casts_on_cuda() -> list[int]:
     return counts
 
 
+@pytest.mark.sampled(2)
 def test_on_cuda_the_weights_take_one_cast(on_fake_cuda: Callable[..., Any]) -> None:
     """Where ``flatten_parameters`` has put them into a chunk, rather than eight."""
     assert on_fake_cuda(casts_on_cuda) == [8, 1, 8, 1]
