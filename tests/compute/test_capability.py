@@ -52,22 +52,6 @@ def test_the_cpu_is_measured(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_it_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process, however often it is asked."""
-    measured = []
-
-    def measure(*args: object) -> Capability:
-        measured.append(args[:3])
-        return Capability(None, 1.0, 1.0)
-
-    measured_by(monkeypatch, measure)
-    for _ in range(3):
-        capability.capability("gemm", "cpu", BF16)
-        capability.capability("gemm", "cpu", FP16)
-    assert measured == [("gemm", "cpu", BF16), ("gemm", "cpu", FP16)]
-
-
-@pytest.mark.usefixtures("forgotten")
 def test_an_op_without_kernel_is_infinitely_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it is computed in fp32."""
 

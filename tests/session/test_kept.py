@@ -129,15 +129,6 @@ def test_modules_and_rules_that_come_between_blocks_count(module: Any) -> None:
         assert F.linear(X, X).dtype is BF16
 
 
-def test_revert_lets_the_prepared_conversion_go() -> None:
-    with block():
-        assert hmpx.is_converted()
-    assert sessions._left is not None
-    hmpx.revert()
-    assert sessions._left is None
-    assert not hmpx.is_converted()
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_graphs_stay_with_the_conversion_that_they_were_traced_in() -> None:
     counter = CompileCounter()
