@@ -187,8 +187,12 @@ class _Diff:
         if outputs.is_same:
             return outputs, _Verdict("equal")
         inputs = self._difference(first.inputs, second.inputs)
-        cause = self._cause(first, second, inputs, outputs)
-        if cause:
+        gain = max(first.gain, second.gain, self._norm_ratio(first)) or _UNKNOWN_GAIN
+        if len(first.inputs) != len(second.inputs) and outputs.is_compared:
+            found = _judge(outputs, self._roundoff(first, second), gain, inputs.total, _MARGIN)
+            if found.verdict != "unexplained":  # a mask for what a flag says
+                return outputs, found
+        if cause := self._cause(first, second, inputs, outputs):
             return outputs, _Verdict("unexplained", cause)
         if not (inputs.is_compared and outputs.is_compared):
             return outputs, _Verdict("not compared")
@@ -199,7 +203,6 @@ class _Diff:
         is_exact = decided and inputs.is_same and self._is_same_machine and not is_compiled
         rounding = 0.0 if is_exact else self._roundoff(first, second)
         self._coarsest = max(self._coarsest, rounding)
-        gain = max(first.gain, second.gain, self._norm_ratio(first)) or _UNKNOWN_GAIN
         found = _judge(outputs, rounding, gain, inputs.total, _MARGIN)
         is_drawn = (
             first.site.op in facts("random") and first.site.is_compiled != second.site.is_compiled

@@ -281,6 +281,18 @@ def test_what_low_precision_does_not_explain(low: str, tmp_path: Path) -> None:
     assert (first.op, first.module) == ("layer_norm", "norm")
 
 
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_mask_and_a_flag_that_say_the_same_are_explained(window: int, tmp_path: Path) -> None:
+    q, k, v = torch.rand(3, 1, 1, 8, 4)
+    causal = torch.ones(8, 8, dtype=torch.bool).tril()
+    mask = causal.triu(-window) if window else causal
+    for name, options in (("a", {"is_causal": True}), ("b", {"attn_mask": mask})):
+        with hmpx.trace(tmp_path / name):
+            F.scaled_dot_product_attention(q, k, v, **options)  # type: ignore[arg-type]
+    first = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").first
+    assert (first and first.cause) == ("tensors: 3 in a, 4 in b" if window else None)
+
+
 def test_a_wrong_backward_is_named(tmp_path: Path) -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod
