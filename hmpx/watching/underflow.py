@@ -108,7 +108,5 @@ def _sample(tensor: Tensor) -> Tensor:
 
 def _least_normal(target: Any) -> float:
     """Returns the smallest normal number of a format; 0 if it has no subnormals."""
-    if not (isinstance(target, Float) and target.subnormals):
-        return 0.0
-    bias = 2 ** (target.exponent_bits - 1) - 1 if target.bias is None else target.bias
-    return 2.0 ** (1 - bias)
+    has_subnormals = isinstance(target, Float) and target.subnormals
+    return target.smallest_normal if has_subnormals else 0.0

@@ -279,6 +279,12 @@ def test_underflow_of_a_number_format() -> None:
     assert (row.share_zero, row.share_subnormal, row.samples) == (0.5, 0.5, 64)
 
 
+def test_least_normal_numbers_of_a_format_with_another_bias_are_not_subnormal() -> None:
+    with convert(low_precision_type="float8_e4m3fnuz"), hmpx.watch(underflow=True) as w:
+        torch.mm(torch.full((4, 4), 2.0**-7), torch.full((4, 4), 2.0**-8))
+    assert [row.share_subnormal for row in w.underflow] == [0.5]
+
+
 # --- the command line --------------------------------------------------------------------------
 
 
