@@ -56,7 +56,9 @@ def put_in_graph(number: int, args: Args, kwargs: Kwargs, writes: bool, result: 
     """Puts the operator behind a call."""
     given, ints, floats = list[Tensor](), list[int](), list[float]()
     text = json.dumps(_emptied([args, kwargs], given, ints, floats))
-    _CALL(number, text, given, ints, floats, tensors_in([result]), writes)
+    results = tensors_in([result])
+    if all(not each.is_nested for each in (*given, *results)):  # no kernel takes these
+        _CALL(number, text, given, ints, floats, results, writes)
 
 
 def _tell(  # noqa: PLR0917  # as its signature
@@ -74,15 +76,15 @@ def _tell(  # noqa: PLR0917  # as its signature
         if call is None or each in PAUSED:  # not of an earlier observer, whose graph lives on
             continue
         args, kwargs = _filled(json.loads(text), iter(given), iter(ints), iter(floats))
-        args, run = tuple(args), functools.partial(_run, call)
+        run = functools.partial(_run, call, is_whole='"other"' not in text)
         tensors = CallTensors(args, kwargs, args, kwargs, run, run, results, writes, in_graph=True)
         with apart():
             each.tell(call, tensors)
 
 
-def _run(call: OpCall, /, *args: Any, **kwargs: Any) -> Any:
-    if call.op in facts("random"):
-        raise ValueError(f"{call.op} in a compiled graph can't draw the same random numbers again")
+def _run(call: OpCall, /, *args: Any, is_whole: bool, **kwargs: Any) -> Any:
+    if not is_whole or call.op in facts("random"):
+        raise ValueError(f"{call.op} in a compiled graph can't be repeated with the same arguments")
     with apart():
         return call.function(*args, **kwargs)
 
@@ -102,7 +104,8 @@ def _emptied(value: Any, given: list[Tensor], ints: list[Any], floats: list[floa
         given.append(value)
         return {"tensor": 0}
     if isinstance(value, SEQUENCES):
-        return [_emptied(each, given, ints, floats) for each in value]
+        items = [_emptied(each, given, ints, floats) for each in value]
+        return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, dict):
         return {"dict": {k: _emptied(v, given, ints, floats) for k, v in value.items()}}
     if value is None or isinstance(value, (bool, str)):
@@ -124,6 +127,8 @@ def _filled(
     if not isinstance(value, dict):
         return value
     kind, inner = next(iter(value.items()))
+    if kind == "tuple":
+        return tuple([_filled(each, given, ints, floats) for each in inner])
     if kind == "dict":
         return {name: _filled(each, given, ints, floats) for name, each in inner.items()}
     if kind == "dtype":

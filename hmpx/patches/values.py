@@ -24,7 +24,7 @@ from .. import torch_state
 from ..compute import held, widen
 from ..patching import Draft, Patch
 from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, is_low, widened, with_items
-from ..torch_internals import NAMING_GETTERS, device_constructors
+from ..torch_internals import NAMING_GETTERS, device_constructors, leave_to_callees
 from ..torch_state import in_force, is_off, without_low_casts
 from .compiled import unwrapped
 
@@ -50,7 +50,10 @@ def value_patches(draft: Draft) -> Iterator[Patch]:
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         yield draft.around(Tensor, name, _register)
     yield draft.around(BackwardHook, "__init__", _collect)
-    yield draft.around(Tensor, "numpy", _numpy)
+    numpy_patch = draft.around(Tensor, "numpy", _numpy)
+    for each in (numpy_patch.value, _numpy):  # graphs of their own would call them for their arrays
+        leave_to_callees(each)
+    yield numpy_patch
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "from_dlpack"):
         yield draft.around(numpy, "from_dlpack", _from_dlpack)

@@ -117,20 +117,19 @@ def run_when_traced(function: _F) -> _F:
 run_when_traced(is_transformed)
 
 
-def leave_to_callees(function: Any, *, without: bool = False) -> None:
+def leave_to_callees(function: Any) -> None:
     """Makes torch.compile start its graphs in the callees of ``function``, as for Module's own functions.
 
     For code that all modules share: torch.compile compiles one code object only a few times. Inside a
-    graph, it traces through ``function``. With ``without`` it starts none in the callees, either, as for
-    torch's functions.
+    graph, it traces through ``function``.
     """
     code, eval_frame = function.__code__, _eval_frame
-    if hasattr(eval_frame, "set_code_exec_strategy"):
-        action = eval_frame._FrameAction
-        callees = action.SKIP if without else action.DEFAULT
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, callees))
-    elif hasattr(eval_frame, "skip_code"):
+    if hasattr(eval_frame, "skip_code"):
         eval_frame.skip_code(code)
+    elif hasattr(eval_frame, "set_code_exec_strategy"):
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        eval_frame.set_code_exec_strategy(code, strategy)
 
 
 _eval_frame = rely_on("torch.compile in the middle of calls", instead=(None,))

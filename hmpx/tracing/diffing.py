@@ -271,6 +271,12 @@ class _Diff:
                 self._has_other_types = True
             if is_rounded and self._has_other_types:
                 continue
+            if (
+                not is_made
+                and maker != other_maker
+                and self._is_compiled[0] != self._is_compiled[1]
+            ):
+                continue  # a call that the graph leaves out made it
             low = second.contents or first.contents
             values = (
                 f": {low} values in {'b' if second.contents else 'a'}" if is_low and low else ""

@@ -25,7 +25,7 @@ from ..errors import OptionError, short
 from .sketches import Sketch
 
 #: The version of the file.
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 #: The op of the gradients of parameters, which are calls without inputs.
 PARAMETER: Final = "gradient"

@@ -159,7 +159,9 @@ def _digest(values: Tensor) -> int:
     bits = values.view({1: torch.uint8, 2: torch.int16}.get(values.element_size(), torch.int32))
     total, weights = len(bits), _weights(str(bits.device))
     for part in _parts(bits):
-        for weighted in (part * weights[: part.shape[1]]).sum(1).tolist():
+        # Times an odd number, the highest bit is the same but for its sign: flips of signs would cancel.
+        mixed = part ^ (part >> 15) if part.dtype is torch.int32 else part
+        for weighted in (mixed * weights[: part.shape[1]]).sum(1).tolist():
             total = (total * _MULTIPLIER + weighted) % _MODULUS
     return total
 

@@ -135,13 +135,15 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
                 self._writer.call(call, tensors)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_traced():
+        if not torch.compiler.is_dynamo_compiling() and self._is_traced():
             for group in optimizer.param_groups:
                 for each in group["params"]:
                     if each.grad is not None:
                         self._writer.parameter_gradient(each, each.grad)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
         if self._is_traced():
             self._writer.step(self._step)
         self._step, self._model = self._step + 1, None

@@ -108,6 +108,8 @@ class Writer:
 
     def _follow_gradients(self, call: int, results: list[Tensor]) -> None:
         def note(gradients: tuple[Tensor | None, ...]) -> None:
+            if torch.compiler.is_dynamo_compiling():  # a compiled backward
+                return
             with self._lock, without_casts(), torch.no_grad():
                 for number, each in enumerate(gradients):
                     if each is not None and self._is_open:

@@ -122,9 +122,11 @@ def _observed(
             found = describe(plan, before, args, kwargs, is_on=is_on)
             given = _given(plan, args, kwargs) if in_graphs else None
             result = inner(*args, **kwargs)
-            tell(found, _dtypes_of(result), 0, None, None, None, is_on, False, ())
+            types = found.input_dtypes, found.cast_dtypes, found.device_type, found.dtype
+            fields = (*types, found.cast_policy, found.reason)  # as constants
+            number = tell_traced(fields, _dtypes_of(result), is_on)
             if given:
-                put_in_graph(numbered(found, _dtypes_of(result)), *given, result)
+                put_in_graph(number, *given, result)
             return result
         known = descriptions.find(args, kwargs, is_on=is_on)
         # Conversions during a call are hmpx's own, which a mode passes to their names.
@@ -234,12 +236,16 @@ def _observed(
                 for each in others:
                     each.tell(call, tensors if tensors is None else _own(tensors))
 
-    @run_when_traced
     def numbered(found: Description, outputs: tuple[torch.dtype, ...]) -> int:
         call = called(found, outputs, 0, None, is_legalized=False, kernels=())
         return number_in_graphs(call, attached)
 
-    run_when_traced(tell)
+    @run_when_traced
+    def tell_traced(fields: tuple[Any, ...], outputs: tuple[torch.dtype, ...], is_on: bool) -> int:
+        found = Description(*fields)
+        tell(found, outputs, 0, None, None, None, is_on, False, ())
+        return numbered(found, outputs) if in_graphs else -1
+
     narrowed = narrower(original, plan, lambda others: _observed(original, others, attached))
     inner = make_wrapper(original, plan) or complete
     cast_here = functools.partial(_amid_call, cast_where_on, plan)

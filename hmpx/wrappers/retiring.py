@@ -15,7 +15,6 @@ from typing import Any, Final
 from .. import patches
 from ..casting import CallPlan
 from ..patching import Patch
-from ..torch_internals import leave_to_callees
 
 #: Dotted name of a slot -> the wrapper in it, and the wrapped function.
 _in_force: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -43,7 +42,6 @@ def named_after(
     original: Callable[..., Any], wrapper: Callable[..., Any], site: str, control: Control
 ) -> Callable[..., Any]:
     """Gives ``wrapper`` an importable name, so that it can be pickled."""
-    leave_to_callees(wrapper, without=True)
     module, _, name = site.rpartition(".")
     if module == "torch.Tensor":
         module, name = "torch", f"Tensor.{name}"

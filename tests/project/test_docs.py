@@ -1,4 +1,4 @@
-"""The tables of what hmpx does and works with: each line names a test that exists. Links lead somewhere."""
+"""The tables of what hmpx does and works with: each line names a test that exists. Links lead somewhere. The wording."""
 
 from __future__ import annotations
 
@@ -98,3 +98,27 @@ def test_every_page_is_in_the_menu_of_the_site() -> None:
         "contributing.md",
         "changelog.md",
     }
+
+
+#: The wording that CONTRIBUTING.md asks for, as far as a search can check it.
+WORDED = [*(ROOT / "hmpx").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
+WORDED += [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\bReturns what\b",
+        r"\bsuch that\b",
+        r"\bby way of\b",
+        r"\bthere and back\b",
+        r"Knows neither",
+        r"\banew\b",
+        r"(?<![Tt]here )\b(?:is|are) no (?!longer|faster|slower|more|less|worse|better|such)",
+    ],
+)
+def test_a_construction_is_not_used(pattern: str) -> None:
+    """Each has a plainer word; a subject stands where "what" would."""
+    found = [path for path in WORDED if re.search(pattern, path.read_text("utf-8"))]
+    assert len(WORDED) > 100
+    assert [path.relative_to(ROOT).as_posix() for path in found] == []

@@ -281,6 +281,18 @@ def test_what_low_precision_does_not_explain(low: str, tmp_path: Path) -> None:
     assert (first.op, first.module) == ("layer_norm", "norm")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_flipped_signs_are_no_equal_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(size, dtype=dtype) for size in (1, 2, 3, 4, 8, 64) for _ in range(10)]
+    for name, sign in (("a", 1.0), ("b", -1.0)):
+        with hmpx.trace(tmp_path / name):
+            for each in tensors:
+                torch.mul(each, sign)
+    found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
+    assert found.counts == {"unexplained": len(tensors)}
+
+
 @pytest.mark.parametrize("window", [0, 3])
 def test_a_mask_and_a_flag_that_say_the_same_are_explained(window: int, tmp_path: Path) -> None:
     q, k, v = torch.rand(3, 1, 1, 8, 4)
@@ -480,7 +492,7 @@ def test_a_killed_run_has_the_steps_that_ended(tmp_path: Path) -> None:
     [
         ("", "b is not a trace; hmpx.trace() and hmpx run --trace write them"),
         ("import torch\n", "b is not a trace; hmpx.trace() and hmpx run --trace write them"),
-        ('{"trace": {"format": 9}}\n', "b has format 9, this hmpx reads 1; trace it again"),
+        ('{"trace": {"format": 9}}\n', "b has format 9, this hmpx reads 2; trace it again"),
     ],
 )
 def test_files_that_are_not_traces(
