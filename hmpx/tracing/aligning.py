@@ -69,18 +69,21 @@ def aligned(
         {i: _key(calls[i].site) for i in found} for calls, found in ((calls_a, a), (calls_b, b))
     ]
     pairs = [*_in_order(a, b, *keys)]
-    moved: dict[Any, list[int]] = {}  # only in b so far
+    moved: dict[Any, list[int]] = {}
     for i, j in pairs:
         if i is None and j is not None:
             moved.setdefault(keys[1][j], []).append(j)
-    found = set[int]()
+    partners = {
+        i: moved[key].pop(0)
+        for i, j in pairs
+        if i is not None and j is None and moved.get(key := keys[0][i])
+    }
+    taken = {*partners.values()}
     for i, j in pairs:
-        if i is not None and j is None and (others := moved.get(keys[0][i])):
-            found.add(j := others.pop(0))
-            yield i, j
-        elif i is not None:
-            yield i, j
-    yield from ((None, j) for i, j in pairs if i is None and j not in found)
+        if i is not None:
+            yield i, partners.get(i, j)
+        elif j not in taken:
+            yield None, j
 
 
 def _key(site: Site) -> tuple[str, str, str]:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-def _loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "scripts" / "figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-documents = _loaded()
+documents = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "figures.py")))
 DOCUMENTS: list[Path] = documents.DOCUMENTS
 SOURCES = sorted((ROOT / "hmpx").rglob("*.py"))
 

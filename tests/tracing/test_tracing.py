@@ -281,6 +281,15 @@ def test_what_low_precision_does_not_explain(low: str, tmp_path: Path) -> None:
     assert (first.op, first.module) == ("layer_norm", "norm")
 
 
+def test_a_call_that_only_one_run_makes_stays_in_its_place(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with hmpx.trace(tmp_path / name):
+            x = torch.exp(torch.ones(4))
+            torch.sin(torch.tanh(x) if name == "b" else x)
+    rows = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").rows
+    assert [(row.op, row.verdict) for row in rows][:2] == [("exp", "equal"), ("tanh", "only in b")]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_flipped_signs_are_no_equal_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
