@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -146,6 +147,10 @@ def forget_traced(*, keeps_graphs: bool = False) -> None:
             dynamo.reset()
     if hasattr(dynamo.trace_rules, "clear_lru_cache"):
         dynamo.trace_rules.clear_lru_cache()
+    functions = vars(sys.modules.get("torch._dynamo.variables.torch", types))
+    known: Any = getattr(functions.get("TorchInGraphFunctionVariable"), "_get_handlers", None)
+    if hasattr(known, "cache_clear"):  # a table of torch's functions as they were at its first use
+        known.cache_clear()
 
 
 #: Makes torch count CUDA devices through their management library, without touching the driver.

@@ -402,7 +402,8 @@ def watch(
         >>> w.first.op, w.first.kind
         ('exp', 'inf')
     """
-    arguments.choice("mode", mode, ("raise", "log", "collect"))
+    if mode not in ("raise", "log", "collect"):
+        raise OptionError(f'mode must be "raise", "log" or "collect", not {shown(mode)}')
     arguments.whole("every", every, 1)
     if step is not None and not callable(step):
         raise OptionError(f"step must be a function that runs one step, not {shown(step)}")

@@ -100,7 +100,6 @@ def test_every_page_is_in_the_menu_of_the_site() -> None:
     }
 
 
-#: The wording that CONTRIBUTING.md asks for, as far as a search can check it.
 WORDED = [*(ROOT / "hmpx").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
 WORDED += [ROOT / "README.md", ROOT / "CHANGELOG.md"]
 
