@@ -18,7 +18,7 @@ from ..torch_state import without_casts
 
 #: Values in a row. All rows are OR-ed into one that stays in the cache, so that memory is read once.
 _ROW: Final = 1 << 15
-#: On a device, where each row takes calls of kernels.
+#: The same on a device, where each row costs several kernels.
 _DEVICE_ROW: Final = 1 << 24
 
 #: Values of the sample that tells rounded values from integers and small sets.

@@ -28,7 +28,7 @@ PROJECTIONS: Final = 40
 #: The number of values in a row, and of rows that are read at a time.
 _COLUMNS: Final = 1024
 _ROWS: Final = 256
-#: On a device so many such parts, since each takes calls of kernels.
+#: Parts that are read at a time on a device, where each part costs several kernels.
 _PARTS: Final = 64
 
 #: The variance of a projection's rounding to float32, for a norm of 1.

@@ -30,7 +30,7 @@ from .sketches import low_contents, sketch
 #: than `_FEW`, all by the same.
 NOISE: Final = 2.0**-8
 _FEW: Final = 16
-#: The moves repeat after so many values.
+#: The number of moves; they repeat in larger tensors.
 _FACTORS: Final = 1 << 20
 
 #: Tensors of a step whose values are known by their digest.
