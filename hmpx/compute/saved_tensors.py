@@ -425,4 +425,5 @@ def _cast_again(dtype: torch.dtype, identity: int | None, parameter: Tensor) -> 
             f"torch.utils.swap_tensors: [{parameter.dtype}, {list(parameter.shape)}]; swap after the "
             "backward, or convert with keep_weight_casts=True"
         )
-    return CAST[dtype](_detach(parameter))
+    # Without a view where none is needed: modes that count memory would count the parameter's.
+    return CAST[dtype](_detach(parameter) if torch.is_grad_enabled() else parameter)
