@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
-from .errors import OptionError, said_by, shown, suggestion
+from .errors import OptionError, raised_here, said_by, shown, suggestion
 
 #: A policy file that overrides the lists of ``hmpx run``: the one that ``hmpx tune`` tries.
 POLICY_VARIABLE: Final = "HMPX_POLICY"
@@ -112,7 +112,7 @@ def path(name: str, value: object) -> str:
     if not is_a(value, (str, bytes)) and hasattr(type(value), "__fspath__"):
         try:
             found = os.fspath(value)  # type: ignore[call-overload]
-        except Exception as error:
+        except raised_here(Exception) as error:
             raise OptionError(f"{name} has no path: {said_by(error)}") from error
     if isinstance(found, str):
         return str.__str__(found)
@@ -124,11 +124,11 @@ def items(name: str, value: object, what: str) -> list[Any]:
     """Returns the items of the collection ``value``."""
     try:
         iterator = iter(value)  # type: ignore[call-overload]
-    except Exception:
+    except raised_here(Exception):
         raise OptionError(f"{name} must be {what}, not {shown(value)}") from None
     try:
         found = list(itertools.islice(iterator, _MOST_ITEMS + 1))
-    except Exception as error:
+    except raised_here(Exception) as error:
         raise OptionError(f"{name} can't be iterated: {said_by(error)}") from error
     if len(found) > _MOST_ITEMS:
         raise OptionError(f"{name} holds more than {_MOST_ITEMS:,} items; give {what}")
@@ -148,7 +148,7 @@ def mapping(name: str, value: object, what: str = "a dict") -> dict[Any, Any]:
         raise OptionError(f"{name} must be {what}, not {shown(value)}")
     try:
         return dict(value)  # type: ignore[call-overload, no-any-return]
-    except Exception as error:
+    except raised_here(Exception) as error:
         raise OptionError(f"{name} can't be read: {said_by(error)}") from error
 
 

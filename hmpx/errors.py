@@ -5,13 +5,17 @@ Each message has three parts: what is wrong, where, and the remedy.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
+import opcode
 import reprlib
+import signal
 import sys
+import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
@@ -103,6 +107,60 @@ def warn(message: str) -> None:
     warnings.warn(message, HmpxWarning, stacklevel=level)
 
 
+# --- whose errors are caught ---------------------------------------------------------------------
+
+
+def raised_here(*kinds: type[_Error]) -> tuple[type[_Error], ...]:
+    """Returns ``kinds``, for an ``except`` clause, unless a signal handler or a mode of the program has raised the error."""
+    entry, frames, is_raised = sys.exc_info()[2], [], False
+    while entry and (entry := entry.tb_next):  # the first one is of the code itself
+        frames.append(entry.tb_frame)
+        code = entry.tb_frame.f_code
+        is_raised = opcode.opname[code.co_code[entry.tb_lasti]] == "RAISE_VARARGS"  # not in C++
+    handlers = _handlers() if frames else ()
+    if any(frame.f_code in handlers for frame in frames):
+        return ()
+    is_foreign = is_raised and not is_own(frames[-1]) and any(map(_is_of_mode, frames))
+    return () if is_foreign else kinds
+
+
+def is_own(frame: types.FrameType, *packages: str) -> bool:
+    """Whether a frame's code is that of hmpx, torch, Python or ``packages``, rather than the program's.
+
+    Checkpoints, and data loaders, whose signal handler raises errors, count as the program's.
+    """
+    module = str(frame.f_globals.get("__name__"))
+    is_known = module.partition(".")[0] in {*_OWN, *packages} and not module.startswith(_TOOLS)
+    return is_known and frame.f_code not in _handlers()
+
+
+_OWN: Final = {str(__package__), "torch", *sys.stdlib_module_names}
+_TOOLS: Final = ("torch.utils.checkpoint", "torch.utils.data")
+
+
+def _handlers() -> set[object]:
+    """Returns the code of the program's signal handlers: functions, partials, and objects with ``__call__``."""
+    found = [signal.getsignal(number) for number in signal.valid_signals()]
+    found += [getattr(each, "func", None) or vars(type(each)).get("__call__") for each in found]
+    return {getattr(each, "__code__", None) for each in found}
+
+
+def _is_of_mode(frame: types.FrameType) -> bool:
+    """Whether a mode of the program's sees a call in it; the methods of tensors' classes get the class."""
+    if frame.f_code.co_name not in {"__torch_dispatch__", "__torch_function__"}:
+        return False
+    return not isinstance(next(iter(frame.f_locals.values()), None), type) and not is_own(frame)
+
+
+@contextlib.contextmanager
+def passing_over(*kinds: type[BaseException]) -> Iterator[None]:
+    """Ends its block at an error of these kinds, if it was `raised_here`."""
+    try:
+        yield
+    except raised_here(*kinds):
+        return
+
+
 # --- values in messages ------------------------------------------------------------------------
 
 
@@ -138,7 +196,7 @@ def shown(value: object) -> str:
     """Returns ``repr(value)`` on one short line, even where that would raise."""
     try:
         return cut(_repr.repr(value))
-    except Exception:  # raised by the value's own class: not the mistake to report
+    except raised_here(Exception):  # raised by the value's own class: not the mistake to report
         return f"<{type(value).__name__} object>"
 
 
@@ -152,7 +210,7 @@ def said_by(error: BaseException) -> str:
     """Returns an error's class and its message, on one short line: ``"ValueError: no such thing"``."""
     try:
         message = cut(str(error))
-    except Exception:  # an error of the user's own class
+    except raised_here(Exception):  # an error of the user's own class
         message = ""
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 

@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .forks import new_lock
+
 
 def shown_later(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """Returns the ``__getattr__`` of a package, most of whose names few programs need.
@@ -24,10 +26,10 @@ def shown_later(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     own = {module.partition(".")[0] for module in names}
 
     def getattr_(name: str) -> Any:
-        if name in modules:
-            value = getattr(importlib.import_module(f".{modules[name]}", package), name)
-        elif name in own:
-            value = importlib.import_module(f".{name}", package)
+        if name in modules or name in own:
+            with new_lock():  # for which a fork waits
+                module = importlib.import_module(f".{modules.get(name, name)}", package)
+            value = getattr(module, name) if name in modules else module
         else:
             message = f"module {package!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=sys.modules[package])  # with Python's hint

@@ -16,6 +16,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from .errors import raised_here
+
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
 
@@ -116,7 +118,7 @@ class ItemPatch(Patch):
         """Returns the item; `ABSENT` if there is none."""
         try:
             return self.owner[self.attribute]
-        except (KeyError, IndexError):
+        except raised_here(KeyError, IndexError):
             return ABSENT
 
     def write(self, value: Any) -> None:
@@ -318,7 +320,7 @@ class Draft:
 def _write(patch: Patch, value: Any) -> None:
     try:
         patch.write(value)
-    except Exception:  # a user's module may reject the value
+    except raised_here(Exception):  # a user's module may reject the value
         if not patch.is_foreign:
             raise
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
+
+from .errors import passing_over
 
 PACKAGE: Final = str(__package__)
 DIRECTORY: Final = Path(__file__).parent
@@ -27,7 +28,7 @@ def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 def located(location: str) -> str:
     """Returns ``"path:line"``, relative to the current directory or to where packages are installed."""
-    with contextlib.suppress(OSError):  # the directory may be gone
+    with passing_over(OSError):  # the directory may be gone
         location = location.removeprefix(f"{Path.cwd()}{os.sep}")
     for directory in ("site-packages", "dist-packages"):
         location = location.rpartition(f"{os.sep}{directory}{os.sep}")[2]

@@ -7,30 +7,22 @@ and hold `LOCK` too.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Final, Generic, ParamSpec, TypeVar
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+from .forks import holding, new_lock
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 #: Held while anything process-wide changes.
-LOCK: Final = threading.RLock()
+LOCK: Final = new_lock()
+exclusive: Final = holding(LOCK)
 
 #: How long `eventually` waits. Changes take less time, unless users' code in them takes more.
 _PATIENCE_S: Final = 2.0
-
-
-def exclusive(function: _F) -> _F:
-    """Wraps ``function`` so that its thread holds `LOCK` while it runs."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # On one line, so that no interruption comes between the call and the release.
-        with LOCK: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
-
-    return wrapper  # type: ignore[return-value]
 
 
 def eventually(function: Callable[_P, None]) -> Callable[_P, None]:
@@ -38,7 +30,6 @@ def eventually(function: Callable[_P, None]) -> Callable[_P, None]:
 
     For calls during an import or a compilation: the thread that holds `LOCK` may wait for their locks.
     """
-    held = exclusive(function)
 
     @functools.wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -48,9 +39,28 @@ def eventually(function: Callable[_P, None]) -> Callable[_P, None]:
             finally:
                 LOCK.release()
         else:
-            threading.Thread(target=held, args=args, kwargs=kwargs, daemon=True).start()
+            _late.append(functools.partial(function, *args, **kwargs))
+            _start_late()
 
     return wrapper
+
+
+_late: Final[list[Callable[[], None]]] = []  # calls that wait for `LOCK`, each in a thread
+
+
+@exclusive
+def _run_late() -> None:
+    if _late:
+        _late.pop(0)()
+
+
+def _start_late() -> None:
+    for _ in _late:
+        threading.Thread(target=_run_late, daemon=True).start()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_late)  # the threads are missing there
 
 
 class Registry(Generic[_T]):

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import OptionError, raised_here
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import is_graph_made, is_jit_tracing, transforms
 from ..torch_state import without_casts
@@ -104,7 +104,7 @@ def _has_storage(tensor: Tensor) -> bool:
     # FSDP frees storages; kernels crash on these.
     try:
         return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
-    except RuntimeError:  # a wrapper of torch.func
+    except raised_here(RuntimeError):  # a wrapper of torch.func
         return False
 
 

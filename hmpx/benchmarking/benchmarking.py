@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from .. import arguments, compute, observers, session
-from ..errors import BenchError, HmpxError, OptionError, said_by, shown, suggestion
+from ..errors import (
+    BenchError,
+    HmpxError,
+    OptionError,
+    passing_over,
+    raised_here,
+    said_by,
+    shown,
+    suggestion,
+)
 from ..places import located
 from ..recording import raised_at
 from ..tensors import default_device_types, is_present, parse_device_type
@@ -125,7 +134,7 @@ def bench(
         device = conditions.device_type
         low_op = ""
         if not is_interrupted:
-            with contextlib.suppress(*_FAILURES):  # the step has run so far, but may refuse modes
+            with passing_over(*_FAILURES):  # the step has run so far, but may refuse modes
                 low_op = runners[0].low_op()
         return Bench(
             f"cuda ({torch.cuda.get_device_name()})" if device == "cuda" else device,
@@ -218,7 +227,7 @@ def _runners(
                 step, model, given = made(make, inputs, [each.model for each in runners])
         except HmpxError:
             raise
-        except _FAILURES as error:
+        except raised_here(*_FAILURES) as error:
             raise BenchError(f"the step can't be made: {_told(error)}") from error
         if session.is_converted():
             session.revert()
@@ -301,7 +310,7 @@ def _tried(runner: Runner, part: Callable[[], None]) -> None:
         return
     try:
         part()
-    except _FAILURES as error:
+    except raised_here(*_FAILURES) as error:
         runner.error = error
     if runner.variant.name != BASE:
         return

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from .. import arguments, freezing, session
-from ..errors import BenchError, shown
+from ..errors import BenchError, passing_over, raised_here, shown
 from ..observers import user_location
 from ..places import located
 from ..tensors import LOW_DTYPES, floats_of
@@ -322,12 +322,12 @@ def peak_bytes(step: Callable[[], Any], device_type: str) -> int | None:
 
 
 def _resident_bytes(step: Callable[[], Any]) -> int | None:
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+    with passing_over(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
     try:
         before = _status_bytes("RssAnon")
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
-    except (OSError, StopIteration):
+    except raised_here(OSError, StopIteration):
         return None
     step()
     return max(0, _status_bytes("VmHWM") - _status_bytes("RssFile") - before)

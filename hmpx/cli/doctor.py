@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from .. import compute, number_formats, session, torch_internals
-from ..errors import said_by, shown
+from ..errors import raised_here, said_by, shown
 from ..version import TESTED_TORCH, __version__
 from . import functions, output
 from .options import list_options
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             with functions.as_program(name):
                 importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # the module may raise anything
+        except raised_here(Exception, SystemExit) as error:  # the module may raise anything
             reason = str(error) if isinstance(error, ImportError) else said_by(error)
             output.complain(f"can't import {shown(name)}: {reason}")
             return 2

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import HmpxError, said_by, suggestion
+from ..errors import HmpxError, raised_here, said_by, suggestion
 from ..places import located
 from . import scripts
 
@@ -73,9 +73,9 @@ def imported(source: str, *, again: bool = False) -> types.ModuleType:
         return _executed(spec, source) if again and spec is not None else module
     except HmpxError:
         raise
-    except (SyntaxError, ModuleNotFoundError, FileNotFoundError) as error:
+    except raised_here(SyntaxError, ModuleNotFoundError, FileNotFoundError) as error:
         raise FunctionError(f"{source} can't be imported: {said_by(error)}") from error
-    except (Exception, SystemExit) as error:
+    except raised_here(Exception, SystemExit) as error:
         from ..recording import raised_at  # slow to import
 
         where = raised_at(error)

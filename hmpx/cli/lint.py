@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from .. import linting
-from ..errors import OptionError, short
+from ..errors import OptionError, raised_here, short
 from . import output, scripts
 
 _FORMATS: Final = {
@@ -93,7 +93,7 @@ def _known(options: argparse.Namespace) -> frozenset[str]:
         return frozenset()
     try:
         return frozenset(Path(options.baseline).read_text("utf-8").splitlines())
-    except OSError as error:
+    except raised_here(OSError) as error:
         raise OptionError(
             f"--baseline {short(options.baseline)}: {error.strerror}; make it with --write-baseline"
         ) from None

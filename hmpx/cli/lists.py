@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from .. import policy
-from ..errors import OptionError, short
+from ..errors import OptionError, raised_here, short
 from . import output
 
 TEXT: Final = """\
@@ -56,7 +56,7 @@ def _copied(name: str, folder: Path) -> Iterator[str]:
     files = _files(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except raised_here(OSError) as error:
         where = f"--copy {short(str(folder))}"
         raise OptionError(f"{where}: can't make the directory: {error}") from None
     for path in files:

@@ -7,7 +7,6 @@ the effect of every call's rounding.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Container, Mapping
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import number_formats, ops
+from ..forks import new_lock
 from ..observers import CallTensors, OpCall
 from ..tensors import (
     CAST,
@@ -71,7 +71,7 @@ class LowRun:
 
     def __init__(self) -> None:
         self.calls: dict[Site, list[LowCall]] = defaultdict(list)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __call__(self, call: OpCall, tensors: CallTensors | None) -> None:
         """Records one call."""
@@ -167,7 +167,7 @@ class ShadowRun:
         self._draws_gradients = draws_gradients
         self._drawn: list[weakref.ref[Tensor]] = []
         self._hooks: list[Any] = []
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __call__(self, call: OpCall, tensors: CallTensors | None) -> None:
         """Compares one call."""

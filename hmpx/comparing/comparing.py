@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import arguments
-from ..errors import FreezeError, OptionError, noted, said_by, shown
+from ..errors import FreezeError, OptionError, noted, raised_here, said_by, shown
 from ..freezing import is_sealed
 from ..session import check_names, convert, current, refuse_where_off
 from ..torch_internals import DisableAutocast, uncompiled
@@ -130,7 +130,7 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
     try:
         kept, first = exact_runs(draws_gradients=True)
         fails = first[0].error is not None
-    except RuntimeError:
+    except raised_here(RuntimeError):
         fails = True
     if fails:
         kept, first = exact_runs(draws_gradients=False)
@@ -156,13 +156,13 @@ def _low(runs: Runs) -> tuple[LowRun, Done, dict[str, Tensor]]:
     run = LowRun()
     try:
         return (run, *runs.low(run))
-    except RuntimeError as error:
+    except raised_here(RuntimeError) as error:
         if not runs.is_calling:
             raise
         run, runs.gradients_error = LowRun(), said_by(error)
         try:
             return (run, *runs.low(run))
-        except RuntimeError:
+        except raised_here(RuntimeError):
             note = (
                 "If the model runs without hmpx, keep the op that fails in fp32, by a list or a policy, "
                 "and compare again"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import arguments
-from ..errors import OptionError, said_by, shown
+from ..errors import OptionError, raised_here, said_by, shown
 from ..freezing import is_layer_cast
 from ..observers import Attached, CallTensors, OpCall, attach
 from ..recording import Recorder
@@ -209,7 +209,7 @@ class Runs:
                     scalar.backward(  # type: ignore[no-untyped-call]
                         retain_graph=keep or index + 1 < len(scalars)
                     )
-                except RuntimeError as error:
+                except raised_here(RuntimeError) as error:
                     if self._loss_fn is not None:
                         raise
                     return said_by(error)

@@ -9,9 +9,7 @@ with new amaxes advance.
 from __future__ import annotations
 
 import math
-import os
 import sys
-import threading
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError, shown
+from ..forks import new_lock
 from ..number_formats import MOST_STEPS, is_format
 from ..patching import Patch, unpatched
 from ..torch_internals import is_replica
@@ -127,13 +126,8 @@ class History:
         self._rescale()
 
 
-#: Held while histories change. A fork waits for it, so that it is free in the child.
-_LOCK: Final = threading.Lock()
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
-    )
+#: Held while histories change.
+_LOCK: Final = new_lock()
 
 
 class Histories:

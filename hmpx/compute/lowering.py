@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import arguments, number_formats, ops, tensors
-from ..errors import OptionError, said_by, shown
+from ..errors import OptionError, raised_here, said_by, shown
 from ..number_formats import Custom, Format, Scaled, decode, encode, get
 from ..registry import change_together, exclusive
 from ..tensors import SEQUENCES, Args, Kwargs, map_tensors
@@ -246,7 +246,9 @@ def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
         module, _, name = function.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)
-        except Exception as error:  # importing runs the module, which may raise anything
+        except raised_here(
+            Exception
+        ) as error:  # importing runs the module, which may raise anything
             raise OptionError(
                 f"no function {shown(function)} (package.module:function): {said_by(error)}"
             ) from error

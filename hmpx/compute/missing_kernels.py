@@ -25,8 +25,9 @@ from torch import Tensor
 
 from ..data_files import read_sections
 from ..device_types import DEVICE_TYPES
+from ..errors import is_own
 from ..ops import parameter_named
-from ..places import PACKAGE, with_callers
+from ..places import with_callers
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name, tensors_in
 from ..torch_internals import (
     data_of,
@@ -71,7 +72,7 @@ class Lacking:
     #: only; ``uncoalesced`` for calls on sparse tensors with equal indices.
     only: tuple[str, ...] = ()
 
-    @functools.cached_property
+    @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """The dtypes with a missing kernel on some device type."""
         return frozenset(dtype for _, dtype in self.always | self.sometimes | self.backward)
@@ -208,9 +209,7 @@ def is_refusal(error: Exception, library: str = "torch") -> bool:
     """Whether torch's function, or another ``library``'s, itself raised ``error`` because of dtypes."""
     if type(error) not in _REFUSALS or not _REFUSING.search(str(error)):
         return False
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
-    return packages <= {PACKAGE, "torch", library}
+    return all(is_own(frame, library) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def may_run_again(error: Exception, library: str = "torch") -> bool:

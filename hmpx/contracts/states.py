@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..accuracy import contents, is_readable
-from ..errors import OptionError, short
+from ..errors import OptionError, raised_here, short
 from ..tensors import long_name
 
 
@@ -33,7 +33,7 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         return dict(load_file(plain))
     try:
         found = torch.load(plain, map_location="cpu", weights_only=True)
-    except Exception as error:  # of pickle, zip or torch
+    except raised_here(Exception) as error:  # of pickle, zip or torch
         raise OptionError(f"{short(plain)}: not a state dict: {error}") from error
     tensors = dict(_tensors_in("", found))
     if not tensors:

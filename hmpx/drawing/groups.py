@@ -50,7 +50,7 @@ class Grouping:
         self._sources = [self._source(at) for at in range(len(steps))]
         self.groups: list[Group] = []
         self._group_of: dict[int, int] = {}
-        by_call: dict[int, int] = {}
+        expected: dict[int, int] = {}
         results: dict[int, int] = {}  # the steps that made the calls' results, views among them
         for at, step in enumerate(steps):
             call = self._calls[at]
@@ -60,13 +60,13 @@ class Grouping:
                 continue
             if call is None or step.kind == "leaf" or self._is_policys_cast(at):
                 self._add(at)
-            elif call in by_call:
-                group = self.groups[by_call[call]]
+            elif call in expected:
+                group = self.groups[expected[call]]
                 group.steps.append(at)
-                self._group_of[at] = by_call[call]
+                self._group_of[at] = expected[call]
                 _mark_legalized(group, step)
             else:
-                by_call[call] = len(self.groups)
+                expected[call] = len(self.groups)
                 self._add(at)
                 self.groups[-1].result = results[call]
         self._connect()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import arguments, torch_state
 from ..compute import saved_by
-from ..errors import OptionError, shown
+from ..errors import OptionError, raised_here, shown
 from ..tensors import node_of
 from ..torch_internals import TELLS_SAVED
 from .autograd import Names, Observation, Step, observed, short, walk
@@ -97,7 +97,7 @@ def _named(params: Any) -> dict[str, Tensor]:
         found: dict[Any, Any] = dict(params or ())
         if all(isinstance(n, str) and isinstance(each, Tensor) for n, each in found.items()):
             return found
-    except (TypeError, ValueError):
+    except raised_here(TypeError, ValueError):
         pass
     raise OptionError(f"params must be a dict of names to tensors, not {shown(params)}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import arguments, casting, compute, ops, rules, session
-from ..errors import OptionError, shown, suggestion
+from ..errors import OptionError, raised_here, shown, suggestion
 from ..number_formats import Format
 from ..policy import (
     RELATIVE,
@@ -285,7 +285,7 @@ def _legalized(op: str, dtype: torch.dtype, device_type: str, legalize: str) -> 
         return f'{how}: legalize is "always"'
     try:
         known = compute.capability(ops.kind(op)[0], device_type, dtype)
-    except Exception:  # a CUDA graph is being captured, or there is no such device
+    except raised_here(Exception):  # a CUDA graph is being captured, or there is no such device
         return "not measured yet: whether calls are legalized"
     slow = [known.slow_in_inference, known.slow_in_training]
     if not any(slow):

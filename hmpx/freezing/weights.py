@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compute, number_formats, session, torch_state
-from ..errors import lined, noted, printable
+from ..errors import lined, noted, printable, raised_here
 from ..policy import LowType
 from ..reports import Table
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, short_name
@@ -110,7 +110,7 @@ def _place(tensor: Tensor) -> Place | None:
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return None
         storage = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError, ValueError):  # a subclass without a storage
+    except raised_here(RuntimeError, ValueError):  # a subclass without a storage
         return None
     last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
     item_bytes = tensor.element_size()

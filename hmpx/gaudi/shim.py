@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from .. import ops, patching
 from ..data_files import read_sections
+from ..errors import raised_here
 from . import devices, hmp, hpex, hpu, optimizers
 
 _LOGGER: Final = logging.getLogger("hmpx")
@@ -206,6 +207,6 @@ def _is_importable(name: str) -> bool:
         return True
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
+    except raised_here(ImportError, ValueError):
         return False
     return spec is not None and spec.origin is not None

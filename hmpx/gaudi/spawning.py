@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import patching, session
+from ..errors import raised_here
 from ..patching import Patch
 from . import shim
 
@@ -70,7 +71,7 @@ def _state() -> bytes | None:
     try:
         state = pickle.dumps((stand_in, conversion))
         why = "the policy holds a function of the main module" if _MAIN in state else ""
-    except Exception as error:  # a format's functions may raise anything
+    except raised_here(Exception) as error:  # a format's functions may raise anything
         state, why = b"", str(error)
     if not why:
         return state

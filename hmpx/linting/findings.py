@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import fielded
+from ..errors import fielded, raised_here
 from ..places import located
 from ..version import __version__
 
@@ -112,7 +112,7 @@ def is_ignored(finding: Finding) -> bool:
 def _lines(path: str) -> tuple[str, ...]:
     try:
         return tuple(Path(path).read_text("utf-8", "replace").splitlines())
-    except OSError:  # typed code, or a file that is gone
+    except raised_here(OSError):  # typed code, or a file that is gone
         return ()
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from ..errors import raised_here
 from ..torch_internals import outside_batches, transforms
 from .unpatched import AND, EMPTY, EMPTY_LIKE, GE, LEFT, LT, MUL, OR, RANDINT, RIGHT, XOR
 
@@ -104,7 +105,7 @@ def draw_keys(generator: torch.Generator | None) -> tuple[int, int]:
     drawn = EMPTY(1, dtype=torch.int64, device=device)
     try:
         key = int(drawn.random_(generator=generator).item())
-    except RuntimeError:  # in a batch of gradients
+    except raised_here(RuntimeError):  # in a batch of gradients
         with outside_batches():
             key = int(drawn.random_(generator=generator).item())
     return key & 0xFFFFFFFF, key >> 32

@@ -6,7 +6,6 @@ Layouts say which values of a tensor are rounded together.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 from ..errors import OptionError
+from ..forks import CachedProperty
 from . import kernels
 from .bits import FP32, FP64, Binary
 from .unpatched import PAD, PERMUTE
@@ -229,7 +229,7 @@ class Plan:
         values = [getattr(self, name) for name in self.kernel_fields.split()]
         return [self.binary.bits_of(v) if isinstance(v, float) else int(v) for v in values]
 
-    @functools.cached_property
+    @CachedProperty
     def compiled(self) -> kernels.Kernel | None:
         """The kernel that rounds, or None."""
         return kernels.kernel(self)

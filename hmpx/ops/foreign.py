@@ -6,7 +6,6 @@ the dicts of modules and classes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import keyword
@@ -19,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from ..errors import shown, suggestion
+from ..errors import passing_over, shown, suggestion
 from ..patching import names_of
 from ..torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
 
@@ -225,7 +224,7 @@ def missing(name: str) -> str:
     top = name.partition(".")[0]
     if name.startswith(f"{OPERATORS}.") or top in sys.modules:
         return ""
-    with contextlib.suppress(ImportError, ValueError):
+    with passing_over(ImportError, ValueError):
         if importlib.util.find_spec(top) is not None:
             return ""
     return f"no library {shown(top)} is installed, for {shown(name)}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from ..errors import raised_here
 from ..torch_internals import VF_NAMESPACE, has_kernel, schemas_of
 from .known_facts import facts, renamings
 from .sites import QUALIFIED_ONLY, Site, operator_in, plain_operator
@@ -209,7 +210,7 @@ def python_parameters(function: Callable[..., Any]) -> Parameters:
     """Returns the parameters of a function without a schema: each may hold tensors, also nested."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # no signature: each call's own arguments decide
+    except raised_here(TypeError, ValueError):  # no signature: each call's own arguments decide
         return Parameters((), {}, 0, frozenset())
     names = tuple(
         p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD

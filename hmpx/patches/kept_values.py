@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..compute import widen
-from ..errors import warn
+from ..errors import raised_here, warn
 from ..patching import Draft, ItemPatch, Patch, entries
 from ..places import is_ours
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, short_name
@@ -127,7 +127,7 @@ def _add(tensor: Tensor) -> None:
     global _most
     try:
         storage = _untyped_storage(tensor)
-    except RuntimeError:  # it has no memory of its own: a transform's, or sparse
+    except raised_here(RuntimeError):  # it has no memory of its own: a transform's, or sparse
         return
     _asked_for[id(storage)] = weakref.ref(storage)
     if len(_asked_for) > _most:
@@ -140,7 +140,7 @@ def _add(tensor: Tensor) -> None:
 def _is_asked_for(tensor: Tensor) -> bool:
     try:
         storage = _untyped_storage(tensor)
-    except RuntimeError:
+    except raised_here(RuntimeError):
         return False
     noted = _asked_for.get(id(storage))
     return noted is not None and noted() is storage

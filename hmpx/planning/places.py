@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import PlanError, said_by
+from ..errors import PlanError, raised_here, said_by
 from ..patching import Patch, apply, undo, unpatched
 from ..tensors import ELIGIBLE, LOW_DTYPES, is_present, map_all, stored_parameters
 from ..torch_internals import (
@@ -108,7 +108,7 @@ class Place:
             return model
         try:
             return copy.deepcopy(model, memo)
-        except Exception as error:  # of the model's own attributes
+        except raised_here(Exception) as error:  # of the model's own attributes
             raise PlanError(
                 f"{type(model).__name__} has weights of its own, and can't be copied without them: "
                 f"{said_by(error)}; give a function that builds it: hmpx.plan(lambda: Model(), ...)"
@@ -243,7 +243,7 @@ class _Values:
                 real_kwargs["device"] = torch.device("cpu")
             with disable_modes(), torch.no_grad():
                 values = func(*real_args, **real_kwargs)
-        except (_Unknown, RuntimeError, NotImplementedError, TypeError, ValueError):
+        except raised_here(_Unknown, RuntimeError, TypeError, ValueError):
             self._known.pop(_view(result), None)
             return
         if isinstance(values, Tensor) and values.shape == result.shape:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import arguments
-from ..errors import OptionError, PlanError, noted, said_by, shown, suggestion
+from ..errors import OptionError, PlanError, noted, raised_here, said_by, shown, suggestion
 from ..freezing import freeze
 from ..observers import Attached
 from ..recording import Ledger, Recorder, raised_at
@@ -213,7 +213,7 @@ def _frozen(program: _Program, options: Mapping[str, Any]) -> tuple[int | None, 
     try:
         with convert(**options), torch.no_grad():
             frozen = freeze(model, *args, keep_fp32=False, **kwargs)
-    except Exception as error:  # hmpx's, or the model's own
+    except raised_here(Exception) as error:  # hmpx's, or the model's own
         return None, (f"hmpx.freeze can't freeze it: {said_by(error)}",)
     return sum(weight.stored_bytes for weight in frozen.weights), ()
 
@@ -379,7 +379,7 @@ def _named(text: str) -> tuple[str, Callable[[list[nn.Parameter]], Any]]:
     try:
         pairs = [option.split("=", 1) for option in options]
         arguments = {key: ast.literal_eval(value) for key, value in pairs}
-    except (ValueError, SyntaxError):
+    except raised_here(ValueError, SyntaxError):
         raise OptionError(
             f'optimizer {shown(text)}: options are given as in "SGD momentum=0.9"'
         ) from None

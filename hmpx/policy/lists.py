@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from .. import arguments, number_formats, ops
-from ..errors import HmpxError, OpListError, OptionError, short, shown, suggestion
+from ..errors import HmpxError, OpListError, OptionError, raised_here, short, shown, suggestion
 from ..places import DIRECTORY
 from ..torch_internals import torch_version
 from .decisions import LINE_OPTIONS, OF_ALL_LINES, SHIPPED, CastPolicy, LowType
@@ -222,7 +222,7 @@ def read_text(path: str, what: str, error: type[HmpxError]) -> str:
             f"{where}: not UTF-8 text (byte {fault.start}: {fault.object[fault.start]:#04x}); "
             "save it as UTF-8"
         ) from None
-    except (OSError, ValueError) as fault:
+    except raised_here(OSError, ValueError) as fault:
         reason = getattr(fault, "strerror", None) or fault
         raise error(f"{where}: can't be read: {reason}") from fault
 

@@ -14,7 +14,7 @@ import yaml
 
 from .. import tensors
 from ..arguments import is_a
-from ..errors import OptionError, PolicyFileError, cut, shown, suggestion
+from ..errors import OptionError, PolicyFileError, cut, raised_here, shown, suggestion
 from ..number_formats import is_format
 from .sections import regex_of
 
@@ -41,7 +41,9 @@ def of_yaml(text: str, source: str) -> yaml.Node | None:
         raise PolicyFileError(f"{where}: not valid YAML: {problem}{hint}") from None
     except RecursionError:
         raise _too_deep(source) from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # from \\U escapes, a version
+    except raised_here(
+        yaml.YAMLError, ValueError, OverflowError
+    ) as error:  # \\U escapes, a version
         raise PolicyFileError(f"{source}: not valid YAML: {cut(str(error))}") from None
 
 
@@ -186,7 +188,9 @@ class Reader:
         """Returns the result of ``parse`` for a text; ``name`` prefixes its errors."""
         try:
             return parse(self.text(key, node))
-        except (OptionError, ValueError, re.error, OverflowError, RecursionError) as error:
+        except raised_here(
+            OptionError, ValueError, re.error, OverflowError, RecursionError
+        ) as error:
             raise self.error(node, f"{name}{error}") from None
 
     def choice(self, key: str, node: yaml.Node, known: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..errors import raised_here
 from ..reports import Memory, Moment
 from ..tensors import tensors_of
 from ..torch_internals import (
@@ -153,7 +154,7 @@ class Ledger:
         """Returns the record of a tensor's memory; None if it has none of its own."""
         try:
             storage = storage_of(tensor)
-        except (NotImplementedError, RuntimeError):  # sparse, or of another library
+        except raised_here(RuntimeError):  # sparse, or of another library
             return None
         key = storage._cdata
         stored = self._stored.get(key)

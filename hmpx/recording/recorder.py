@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..errors import raised_here
+from ..forks import in_own_thread, new_lock
 from ..number_formats import is_format
 from ..observers import OpCall
 from ..reports import Row, Waste, add_up, added, added_waste
@@ -21,8 +21,6 @@ from ..torch_internals import disable_modes, is_jit_tracing, is_noted_in_graph
 from ..torch_state import without_casts
 from .casts import Casts
 from .signatures import Shape, Signature, rebuilt, shapes, signature, tensors_of
-
-_T = TypeVar("_T")
 
 _CONVERTING: Final = ops.facts("converting").keys()
 
@@ -59,13 +57,13 @@ class Recorder:
         self.is_on = True
         self._entries: dict[object, Entry] = {}
         self._gradients: dict[int, Entry] = {}
+        self._lock = new_lock()
         self.forget()
 
     def forget(self) -> None:
-        """Drops all calls. Makes a new lock, since a thread of the parent may hold the old one after a fork."""
+        """Drops all calls."""
         for entry in [*self._entries.values(), *self._gradients.values()]:
             entry.backward = 0  # gradients may be computed later
-        self._lock = threading.RLock()
         self._entries = {}
         self._gradients = {}  # those with gradients computed, in order
         self._sums: dict[Row, Row] = {}
@@ -144,7 +142,10 @@ class Recorder:
             calls = [forward_row(entry, is_timed=self._is_timed) for entry in forward]
             return [*calls, *map(backward_row, backward)]
 
-        found = _in_own_thread(rows)
+        try:
+            found = in_own_thread(rows, "hmpx-report")
+        except raised_here(RuntimeError):  # no thread can start while the interpreter shuts down
+            found = rows()
         with self._lock:
             add_up(self._sums, found)
 
@@ -160,20 +161,6 @@ class Recorder:
         """Returns unnecessary casts."""
         with self._lock:
             return added_waste(self._casts.waste())
-
-
-def _in_own_thread(function: Callable[[], _T]) -> _T:
-    """Runs ``function`` in its own thread and returns its result.
-
-    torch's state is the default there, so none of the program's modes, such as inference mode, transforms or
-    hooks for saved tensors, sees or changes the computation.
-    """
-    with ThreadPoolExecutor(1, "hmpx-report") as pool:
-        try:
-            running = pool.submit(function)
-        except RuntimeError:  # no thread can start while the interpreter shuts down
-            return function()
-        return running.result()
 
 
 def _bytes_cast(inputs: tuple[Shape, ...], call: OpCall) -> int:
@@ -365,5 +352,5 @@ def _flops_of(function: Callable[..., Any], found: Signature) -> Flops:
             with FlopCounterMode(display=False) as counter:
                 torch.autograd.grad(results, learning, gradients, allow_unused=True)
             return Flops(forward, counter.get_total_flops())
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        except raised_here(RuntimeError, TypeError, ValueError):
             return Flops()  # its shapes depend on values, or it has no kernel without memory

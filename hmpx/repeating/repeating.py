@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import arguments
-from ..errors import OptionError, noted, said_by
+from ..errors import OptionError, noted, raised_here, said_by
 from ..observers import Attached, CallTensors, OpCall
 from ..session import is_converted, observable
 from ..tensors import CAST, LOW_DTYPES, copied, map_all, tensors_in, tensors_of
@@ -184,7 +184,7 @@ class _Repeats:
         )
         try:
             found = self._repeated(call, tensors)
-        except Exception as error:  # the program must go on
+        except raised_here(Exception) as error:  # the program must go on
             found = None
             self._skipped[f"an error in the repeated call: {said_by(error)}"] += 1
         finally:
@@ -290,7 +290,7 @@ class _Repeats:
             try:
                 expected = other(given)
                 differ = any(each.differs(other, expected, where) for each in failed)
-            except (RuntimeError, TypeError, ValueError):  # no such kernel
+            except raised_here(RuntimeError, TypeError, ValueError):  # no such kernel
                 continue
             found[line] = math.nan if differ else _seconds(lambda: other(given)) / own  # noqa: B023
         if batched is not None and not {"threads", "repeated"} & {each.kind for each in failed}:

@@ -7,7 +7,6 @@ no loading.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import html
 import importlib.resources
@@ -20,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import OptionError, said_by, short
+from ..errors import OptionError, passing_over, raised_here, said_by, short
 from .cells import exponential, plain
 from .table import Table
 
@@ -48,7 +47,7 @@ def write(data: bytes, path: str | os.PathLike[str]) -> None:
             target.write_bytes(data)  # a device or a pipe has no earlier content to lose
         else:
             _replace(data, target)
-    except (OSError, ValueError) as error:
+    except raised_here(OSError, ValueError) as error:
         # Its text may name the temporary file.
         why = (isinstance(error, OSError) and error.strerror) or said_by(error)
         raise OptionError(f"can't write {short(os.fspath(path))}: {why}") from error
@@ -66,7 +65,7 @@ def _replace(data: bytes, target: Path) -> None:
             os.fsync(file.fileno())
         unfinished.replace(target)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with passing_over(OSError):
             unfinished.unlink()
         raise
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from ..errors import OptionError, brief, said_by
+from ..errors import OptionError, brief, raised_here, said_by
 from . import report_page, text
 from .groups import Groups, grouped
 from .pages import Written, written
@@ -117,7 +116,7 @@ class Report(Views):
         """Returns this report."""
         return self
 
-    @functools.cached_property
+    @property
     def totals(self) -> Totals:
         """Sums over all rows."""
         return totals(self.rows)
@@ -159,9 +158,9 @@ def read_json(path: str | os.PathLike[str]) -> Report:
     name = os.fspath(path)
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
+    except raised_here(OSError) as error:
         raise OptionError(f"{name}: {error.strerror or said_by(error)}") from error
-    except (ValueError, RecursionError) as error:
+    except raised_here(ValueError, RecursionError) as error:
         raise OptionError(f"{name} is not JSON, or was cut short: {said_by(error)}") from error
     if not isinstance(found, dict) or found.get("hmpx_report") != SCHEMA:
         raise OptionError(
@@ -176,7 +175,7 @@ def read_json(path: str | os.PathLike[str]) -> Report:
             found["error"],
             found.get("error_location", ""),
         )
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except raised_here(TypeError, ValueError, KeyError, AttributeError) as error:
         raise OptionError(f"{name} is damaged: {said_by(error)}; write the report again") from error
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from ..errors import passing_over
 from .cells import clean, count, dtypes, short_dtype, size
 from .pages import filled, page, page_file, paragraphs
 from .rows import Row, Totals, totals
@@ -168,7 +168,7 @@ def _file(path: str, by_number: Mapping[int, Sequence[Row]], most: int) -> File:
     if path.startswith(("//", r"\\")):
         return File(path, (), "not shown: it is on another machine")
     source: list[str] = []
-    with contextlib.suppress(OSError, ValueError):
+    with passing_over(OSError, ValueError):
         if Path(path).exists():  # the cells of a notebook don't, but are in the cache
             linecache.checkcache(path)
         source = linecache.getlines(path)

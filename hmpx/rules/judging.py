@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..compute import DECIDING_WATCHERS, note_deciding
-from ..errors import RuleError, shown
+from ..errors import RuleError, raised_here, shown
 from ..ops import Parameters, parameter_named
 from ..policy import FIELDS, Call, CastPolicy, Decision, LowType, Rule, settled_dtype
 from ..tensors import LOW_DTYPES, SEQUENCES
@@ -54,7 +54,7 @@ class Judge(Generic[_T]):
             return self._ask(args, kwargs)
         try:
             return known[self._key(fields, args, kwargs)]
-        except (KeyError, TypeError):  # sizes that are symbols have no hash
+        except raised_here(KeyError, TypeError):  # sizes that are symbols have no hash
             return self._ask(args, kwargs)
 
     def _key(

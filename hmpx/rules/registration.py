@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import arguments, ops
 from ..arguments import is_a
-from ..errors import OptionError, RuleError, said_by, shown
+from ..errors import OptionError, RuleError, raised_here, said_by, shown
 from ..policy import Call, Verdict
 from ..registry import Registry, exclusive
 
@@ -30,7 +30,7 @@ class Registered:
         """Returns the verdict of the user's function."""
         try:
             return self.function(call)
-        except Exception as error:
+        except raised_here(Exception) as error:
             raise RuleError(f"{self} for {call.op} raised {said_by(error)}") from error
 
     def names_modules(self) -> bool:

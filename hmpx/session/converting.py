@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..number_formats import Format
 
 
+@exclusive
 def convert(
     bf16_file_path: str | os.PathLike[str] = "",
     fp32_file_path: str | os.PathLike[str] = "",
@@ -236,6 +237,7 @@ convert.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 
 
+@exclusive
 def restore(
     policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
 ) -> Session:
@@ -244,7 +246,6 @@ def restore(
     return _put_in_force(policy, device_types, options, verbose)
 
 
-@exclusive
 def _put_in_force(
     policy: Policy,
     device_types: frozenset[str],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import arguments
 from ..device_types import DEVICE_TYPES
-from ..errors import OptionError, shown, suggestion
+from ..errors import OptionError, raised_here, shown, suggestion
 
 #: Tensors of these dtypes may be cast; float64, complex, integer and bool never are.
 ELIGIBLE: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -118,10 +118,7 @@ def is_present(device_type: str) -> bool:
     """Whether tensors can be on devices of this type here."""
     try:
         return device_type == "meta" or is_available(device_type)
-    except (
-        RuntimeError,
-        AttributeError,
-    ):  # torch has no module for it, or one without `is_available`
+    except raised_here(RuntimeError, AttributeError):  # torch has no module, or no `is_available`
         return False
 
 
@@ -140,7 +137,7 @@ def parse_device_type(argument: str, value: object) -> str:
     name = arguments.text(argument, value, 'a device type such as "cuda"')
     try:
         parsed = torch.device(name).type
-    except (RuntimeError, ValueError):  # for a bad name, and for a bad number after it
+    except raised_here(RuntimeError, ValueError):  # for a bad name, and for a bad number after it
         parsed = None
     if parsed != name:
         known = tuple([each.name for each in DEVICE_TYPES if each.is_suggested])

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import raised_here
 from ..torch_internals import dispatch_modes, is_graph_made, is_jit_tracing, transforms
 
 Args = tuple[Any, ...]
@@ -118,7 +119,7 @@ def node_of(tensor: Tensor) -> Any:
     """
     try:
         node = tensor.grad_fn
-    except RuntimeError:
+    except raised_here(RuntimeError):
         return None
     if node is not None:
         edges_of(node)
@@ -141,7 +142,7 @@ def is_leaf(tensor: Tensor) -> bool:
     """Whether no operation known to autograd created a tensor; False for a view without this information."""
     try:
         return tensor.is_leaf
-    except RuntimeError:
+    except raised_here(RuntimeError):
         return False
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import shown
+from ..errors import raised_here, shown
 from .dtypes import LOW_DTYPES
 from .nested import SEQUENCES, with_items
 
@@ -199,7 +199,7 @@ def _parts_of_tensor(tensor: Tensor, where: str) -> Iterator[Part]:
         return
     try:
         dense = _dense(tensor)
-    except RuntimeError:  # also NotImplementedError: torch can't convert it
+    except raised_here(RuntimeError):  # also NotImplementedError: torch can't convert it
         dense = None
     if dense is None:
         yield Part(where, Opaque(f"a tensor of {tensor.dtype} on {tensor.device}"))
@@ -225,7 +225,7 @@ def _parts_of_array(array: Any, where: str) -> Iterator[Part]:
     numpy: Any = sys.modules.get("numpy")
     try:
         found = torch.from_numpy(numpy.array(array))
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # objects, texts, or no numpy
+    except raised_here(AttributeError, TypeError, ValueError, RuntimeError):  # objects, no numpy
         yield Part(where, Opaque(shown(array)))
         return
     if found.dim() or not isinstance(array, numpy.generic):

@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from ..errors import raised_here
 from .modes import is_batch, transforms
 from .torch_part import do_nothing, one, rely_on
 
@@ -86,7 +87,7 @@ def outputs_of(node: Any) -> list[tuple[torch.dtype | None, tuple[int, ...] | No
     for known in node._input_metadata:
         try:
             shape = tuple([int(size) for size in known.shape])
-        except Exception:  # nested tensors have none; no guards on symbols
+        except raised_here(Exception):  # nested tensors have none; no guards on symbols
             shape = None
         found.append((getattr(known, "dtype", None), shape))
     return found

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import raised_here
 from .torch_part import rely_on
 
 _lay_out_2d, _lay_out_3d, _convolve = rely_on(
@@ -45,7 +46,7 @@ def _is_as_expected(dimensions: int) -> bool:
         try:
             weight = laid_out(factors.view(2, 1, *one), settings, x.shape)
             result = convolved(x, weight, bias, settings)
-        except (RuntimeError, TypeError):  # another version of torch
+        except raised_here(RuntimeError, TypeError):  # another version of torch
             return False
     return result.shape == (1, 2, *one) and result.flatten().tolist() == [1.5, -2 * count - 1.75]
 

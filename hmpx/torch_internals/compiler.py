@@ -12,7 +12,6 @@ import functools
 import importlib
 import os
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 
 from ..data_files import read_sections
 from ..errors import said_by
+from ..forks import new_lock
 from ..later import AfterImport
 from .modes import is_transformed
 from .torch_part import Part, refuse, rely_on, warn_once
@@ -209,7 +209,7 @@ def is_in_subgraph() -> bool:
 
 # --- compiled functions that run uncompiled --------------------------------------------------------
 
-_stance_lock: Final = threading.RLock()
+_stance_lock: Final = new_lock()
 #: The open blocks: torch has one stance for the whole process, which lasts from the first to the last.
 _asking: Final[set[object]] = set()
 _stance: Final = contextlib.ExitStack()

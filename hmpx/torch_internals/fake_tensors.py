@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ..errors import passing_over
 from .autograd import storage_of
 from .modes import FakeTensor, has_fake_tensors
 
@@ -184,7 +185,7 @@ def standing_in(device_type: str) -> Iterator[None]:
 def here(value: Any, device_type: str) -> Any:
     """Returns an argument for stand-ins: a device of this type becomes their device."""
     if isinstance(value, (str, torch.device)) and not isinstance(value, torch.dtype):
-        with contextlib.suppress(RuntimeError):
+        with passing_over(RuntimeError):
             return HERE if torch.device(value).type == device_type else value
     return value
 

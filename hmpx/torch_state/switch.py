@@ -8,16 +8,15 @@ Every wrapper's globals are this module's, so that reading `_looks_closer` is on
 from __future__ import annotations
 
 import contextvars
-import functools
-import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable
-from typing import Any, Final, TypeVar
+from collections.abc import Hashable
+from typing import Any, Final
 
 import torch
 
 from ..device_types import DEVICE_TYPES
+from ..forks import holding, new_lock
 from ..torch_internals import OFF_MARK, current_graph_task, run_when_traced
 from . import conversions
 from .conversions import is_below_dispatcher  # noqa: F401  # for wrappers: these are their globals
@@ -91,25 +90,12 @@ def reserve_marks(device_types: frozenset[str]) -> None:
 
 # --- regions -------------------------------------------------------------------------------------
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
 #: Whether casts may be off in some thread, or torch.autocast may be on. If False, calls don't check.
 _looks_closer = False
 _has_traced_regions = False  # torch.compile has put one into a graph, which may run at any time
 #: Open regions of all threads: `Region`s, and torch.autocast's with their counts.
 _open: dict[Any, int] = {}
-_gate_lock = threading.RLock()  # a signal handler may reenter
-
-
-def _gated(function: _F) -> _F:
-    """Runs ``function`` and all other gated ones in one thread at a time."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # On one line, so that no signal comes between the call and the release.
-        with _gate_lock: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
-
-    return wrapper  # type: ignore[return-value]
+_gated: Final = holding(new_lock())
 
 
 class Region:
@@ -322,15 +308,6 @@ def last_region(opener: object) -> Region | None:
         return region
     opened = [r for r in list(_open) if isinstance(r, Region) and r.is_opened_by(opener)]
     return next((r for r in reversed(opened) if not r.is_over()), None)
-
-
-def _renew_lock() -> None:
-    global _gate_lock
-    _gate_lock = threading.RLock()  # another thread may have held the old one
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _set_gate() -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import OptionError, short
+from ..errors import OptionError, raised_here, short
 from .sketches import Sketch
 
 #: The version of the file.
@@ -109,7 +109,7 @@ def read(path: str | os.PathLike[str]) -> Run:
     name = short(os.fspath(path))
     try:
         lines = Path(path).read_text("utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
+    except raised_here(OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise OptionError(f"can't read the trace {name}: {why}") from None
     try:
@@ -119,7 +119,7 @@ def read(path: str | os.PathLike[str]) -> Run:
                 f"{name} has format {header['format']}, this hmpx reads {FORMAT}; trace it again"
             )
         return _run(header, _ended(lines[1:]))
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except raised_here(ValueError, KeyError, IndexError, TypeError) as error:
         raise OptionError(
             f"{name} is not a trace; hmpx.trace() and hmpx run --trace write them"
         ) from error

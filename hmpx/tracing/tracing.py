@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from .. import arguments, session
 from ..accuracy import may_read
-from ..errors import OptionError, short, shown, warn
+from ..errors import OptionError, raised_here, short, shown, warn
 from ..observers import Attached, CallTensors, OpCall
 from ..policy import load_policy, matches
 from ..torch_state import spot, without_casts
@@ -86,7 +86,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
         with contextlib.ExitStack() as block:
             try:
                 file = block.enter_context(path.open("w", encoding="utf-8", buffering=1 << 20))
-            except OSError as error:
+            except raised_here(OSError) as error:
                 raise OptionError(f"can't write {short(str(path))}: {error.strerror}") from error
             self._writer = Writer(file)
             self._attached = Attached(self._observe, tensors=True, every_op=True, graphs=True)

@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import sys
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TextIO
 
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..accuracy import has_values
+from ..errors import raised_here
+from ..forks import new_lock
 from ..observers import CallTensors, OpCall
 from ..tensors import long_name, map_tensors, node_of, tensors_in
 from ..torch_state import named_tensors, without_casts
@@ -53,7 +54,7 @@ class Writer:
         self._names: Any = WeakTensorKeyDictionary()
         self._tensors = self.calls = 0
         self._is_open = True
-        self._lock = threading.RLock()  # threads, and autograd's
+        self._lock = new_lock()  # threads, and autograd's
         self._write("trace", _header())
 
     def _write(self, kind: str, values: Any) -> None:
@@ -174,7 +175,7 @@ class Writer:
         kwargs = {name: map_tensors(value, moved) for name, value in tensors.given_kwargs.items()}
         try:
             again = tensors_in([tensors.run(*map_tensors(tensors.given, moved), **kwargs)])
-        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        except raised_here(RuntimeError, ValueError, TypeError):
             return 0.0  # arguments that must keep their values: probabilities, indices
         change = norm = 0.0
         for old, new in zip(results, again, strict=False):

@@ -15,7 +15,7 @@ from typing import Any, Final
 import yaml
 
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
-from ..errors import OptionError, said_by
+from ..errors import OptionError, raised_here, said_by
 from ..reports import merged, read_json, written
 from ..version import __version__
 from .candidates import Candidate, Costs, Kept, Outcome, assigned, by_module, by_op, policy_source
@@ -68,7 +68,7 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
     try:
         check.directory.mkdir(parents=True, exist_ok=True)
         return _tuned(check, low_type, is_shown=is_shown)
-    except OSError as error:
+    except raised_here(OSError) as error:
         raise OptionError(f"can't write {check.directory}: {said_by(error)}") from error
 
 
@@ -204,7 +204,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         process.poll()  # reaps finished processes
         try:
             os.killpg(process.pid, number)
-        except (ProcessLookupError, PermissionError):
+        except raised_here(ProcessLookupError, PermissionError):
             return
         number = 0
         time.sleep(_PAUSE_S)

@@ -6,14 +6,14 @@ import contextlib
 import copy
 import functools
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from .. import arguments, session
-from ..errors import OptionError, short, shown
+from ..errors import OptionError, raised_here, short, shown
+from ..forks import in_own_thread
 from ..observers import LOGGER, OpCall, attach
 from ..policy import Policy
 from ..reports import clean
@@ -69,7 +69,7 @@ class Task:
         ):
             try:
                 found = self._outputs(inputs)
-            except (RuntimeError, ValueError, ArithmeticError) as error:
+            except raised_here(RuntimeError, ValueError, ArithmeticError) as error:
                 if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error):
                     raise
                 return Outcome(math.inf)  # the model branches on values that are off
@@ -110,9 +110,8 @@ class Task:
             )
         if torch.get_num_threads() > 1:
             found = self._outputs_of_threads(1)
-        else:  # in a thread, whose pool ends with it: in a forked child the pool's threads would be missing
-            with ThreadPoolExecutor(1) as pool:
-                found = pool.submit(self._outputs_of_threads, 2).result()
+        else:  # in a thread, whose OpenMP pool ends with it: a forked child would lack the pool's threads
+            found = in_own_thread(functools.partial(self._outputs_of_threads, 2), "hmpx-tune")
         noise = max(self._errors(found, expected, TUNING))
         if not self.request.tolerance > LEAST_OVER_NOISE * noise:
             raise OptionError(

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, noted, shown
+from ..errors import OptionError, noted, raised_here, shown
 from ..tensors import Opaque, floating_parts, parts_of
 
 #: Metrics with a name.
@@ -64,7 +64,7 @@ def number(name: str, function: Callable[..., Any], *args: Any) -> float:
         raise
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except raised_here(TypeError, ValueError, RuntimeError):
         raise OptionError(
             f"{name} must return a number or a tensor with one element, not {shown(value)}"
         ) from None

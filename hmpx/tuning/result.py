@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import html
 import json
 import math
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 import yaml
 
-from ..errors import OptionError, brief, cut, lined, said_by
+from ..errors import OptionError, brief, cut, lined, raised_here, said_by
 from ..policy import FILE_NAMES, Policy, of_libraries
 from ..reports import Table, page, paragraphs, section, written
 from ..tensors import long_name
@@ -115,7 +114,7 @@ class Tuned:
         low = dict.fromkeys((each.name for each in self.candidates), self.low_precision_type)
         return low | {name: other or FP32 for name, other in map(parted, self.kept)}
 
-    @functools.cached_property
+    @property
     def policy(self) -> Policy:
         """The policy that keeps these in fp32; ops that the model does not call keep their default."""
         types = assigned(self.candidates, self.kept, self.low_precision_type)
@@ -174,7 +173,7 @@ class Tuned:
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:
+        except raised_here(OSError, ValueError) as error:
             raise OptionError(f"can't write {folder}: {said_by(error)}") from error
         for name, content in files.items():
             written(content, folder / name)

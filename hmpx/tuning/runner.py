@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import HmpxError, OptionError, said_by, short
+from ..errors import HmpxError, OptionError, raised_here, said_by, short
 from ..observers import LOGGER
 from .candidates import COST_OF_A_LINE, Candidate, Evaluation, Kept, Outcome, Seen, bare, low_parts
 from .evaluating import LEAST_OVER_NOISE
@@ -188,7 +188,7 @@ class Journal:
         wanted = {"hmpx journal": _VERSION, **json.loads(json.dumps(header))}
         try:
             content = Path(path).read_bytes() if Path(path).exists() else b""
-        except (OSError, ValueError) as error:
+        except raised_here(OSError, ValueError) as error:
             raise OptionError(
                 f"the journal {short(path)} can't be read: {said_by(error)}"
             ) from error
@@ -207,7 +207,7 @@ class Journal:
                         f"the journal {short(path)} belongs to another search: {', '.join(differing)} "
                         f"differ{'s' if len(differing) == 1 else ''}; give another path, or delete the file"
                     )
-            except (ValueError, TypeError, KeyError) as error:
+            except raised_here(ValueError, TypeError, KeyError) as error:
                 raise OptionError(
                     f"{short(path)}:{number}: the journal is damaged ({said_by(error)}); delete the lines "
                     "from there on, or the file"
@@ -243,7 +243,7 @@ class Journal:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        except (OSError, ValueError) as error:
+        except raised_here(OSError, ValueError) as error:
             raise OptionError(
                 f"the journal {short(self._path)} can't be written: {said_by(error)}"
             ) from error

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor
 
+from ..forks import new_lock
 from ..observers import OpCall
 from ..tensors import edges_of, is_leaf, node_of, tensors_in
 from ..torch_state import running_module
@@ -60,7 +60,7 @@ class Notes:
         self._known = KnownTensors()
         self._leaves: dict[int, Leaf] = {}
         self._owners: dict[int, Leaf] | None = None  # of gradients
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     @property
     def is_full(self) -> bool:

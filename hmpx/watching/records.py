@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
+from ..errors import raised_here
 from ..observers import OpCall
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import (
@@ -206,7 +207,7 @@ def version_of(tensor: Tensor) -> int:
     """Returns a tensor's version; -1 for inference tensors, which have none."""
     try:
         return tensor._version
-    except RuntimeError:
+    except raised_here(RuntimeError):
         return -1
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..errors import passing_over
 from ..observers import OpCall
 from ..ops import facts
 from ..tensors import (
@@ -148,7 +149,7 @@ def _where(
 ) -> str:
     """Returns the input values at the first non-finite element; ``""`` if these alone don't determine it."""
     position = int((~torch.isfinite(bad)).flatten().nonzero()[0])
-    with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+    with passing_over(RuntimeError, TypeError, ValueError, IndexError):
         values = [each.expand_as(bad).flatten()[position].item() for each in inputs]
         given = gradients and {
             number: each.expand_as(bad).flatten()[position] for number, each in gradients.items()
@@ -215,7 +216,7 @@ def _aside(values: Iterable[Any]) -> Iterator[None]:
     is_strict = torch.is_anomaly_enabled()
     try:
         with (
-            contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError),
+            passing_over(RuntimeError, TypeError, ValueError, IndexError),
             apart(),
             torch.inference_mode(False),
             torch.no_grad(),

@@ -48,6 +48,7 @@ from ..compute import (
     widen,
     widen_matrices,
 )
+from ..errors import raised_here
 from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import dispatch_modes, hooks_refused, is_jit_tracing, transforms
 from ..torch_state import is_below_dispatcher, is_training
@@ -129,7 +130,7 @@ class Legalization:
                 return True  # torch.jit.trace has tensors as sizes, graphs have symbols
             if size * b.numel() <= SMALL_PRODUCT * columns:
                 return not self._rounds_inputs and is_watched()
-        except (AttributeError, IndexError, RuntimeError):
+        except raised_here(AttributeError, IndexError, RuntimeError):
             return True  # not matrices; nested tensors have no sizes
         if size > linears.FEW_ROWS * columns or not self._is_left("gemv", b) or traced():
             return True
@@ -335,7 +336,7 @@ def _is_large(x: Any, weight: Any) -> bool:
     try:
         n, k = weight.shape
         return bool(k and _numel(x) // k * (n if n > k else k) >= linears.LEAST)
-    except (TypeError, ValueError, AttributeError):  # they are not a tensor and a matrix
+    except raised_here(TypeError, ValueError, AttributeError):  # they are not a tensor and a matrix
         return False
 
 

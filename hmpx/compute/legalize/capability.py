@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ...errors import raised_here
+from ...forks import in_own_thread, new_lock
 from ...tensors import CAST
 from ...torch_internals import VF, run_when_traced
 from ...torch_state import without_casts
@@ -118,7 +119,7 @@ def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
     if device != "cpu" and reported(device, dtype) is not False:
         return Capability(reported(device, dtype))
     question = kind, device, dtype
-    if _running is threading.current_thread():
+    if hasattr(_here, "is_measuring"):
         raise Capturing
     with _lock:
         if question not in _known:
@@ -146,56 +147,33 @@ def forget() -> None:
 
 
 _known: Final[dict[tuple[str, str, torch.dtype], Capability]] = {}
-_running: threading.Thread | None = None
-_lock: Final = threading.RLock()
-
-
-def _prepare_fork() -> None:
-    """Waits for a running measurement: a child would have its held locks without its thread."""
-    _lock.acquire()
-    if _running is not None:
-        _running.join()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_prepare_fork, after_in_parent=_lock.release, after_in_child=_lock.release
-    )
+_here: Final = threading.local()  # .is_measuring
+_lock: Final = new_lock()
 
 
 def _measured_apart(kind: str, device: str, dtype: torch.dtype) -> Capability:
     """Measures in a separate thread, free of modes, transforms, autocast regions and hooks."""
-    global _running
-    found: list[Capability] = []
-    failures: list[Exception] = []
 
-    def run() -> None:
+    def run() -> Capability:
+        _here.is_measuring = True
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # in this thread: with more, short times vary
         try:
             with without_casts(), _chosen(device):
-                found.append(_measured(kind, device, dtype))
-        except Exception as error:
-            failures.append(error)
+                return _measured(kind, device, dtype)
         finally:
             torch.set_num_threads(threads)
 
-    _running = threading.Thread(target=run, name="hmpx-capability")
     try:
-        _running.start()
-        _running.join()
-    except RuntimeError as error:  # too many threads, or interpreter shutdown
-        failures.append(error)
-    finally:
-        _running = None
-    if found:
-        return found[0]
+        return in_own_thread(run, "hmpx-capability")
+    except raised_here(Exception) as error:  # also: too many threads, or interpreter shutdown
+        failure = error
     LOGGER.warning(
         "the speed of %s in %s on %s can't be measured, so torch's kernels compute it: %r",
         kind,
         str(dtype).removeprefix("torch."),
         device,
-        *failures,
+        failure,
     )
     with without_casts():
         return Capability(reported(device, dtype))
@@ -234,7 +212,7 @@ def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
         backward = _least_times([_backward(function, low), _backward(legalized, low)], device)
     except torch.OutOfMemoryError:  # unrelated to kernels
         raise
-    except RuntimeError:
+    except raised_here(RuntimeError):
         _backward(legalized, [tensor.requires_grad_() for tensor in low])()
         return Capability(said, float("inf"), float("inf"))  # there is no kernel
     native, by_fp32 = map(sum, zip(forward, backward, strict=True))

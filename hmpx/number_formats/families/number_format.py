@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -13,6 +12,7 @@ from torch import Tensor
 from ... import arguments
 from ...arguments import is_a
 from ...errors import OptionError, shown, suggestion
+from ...forks import CachedProperty
 from ...tensors import CAST, PLAIN_TENSORS, Constant
 from ..bits import FP32, FP64, Binary
 from ..plans import Coding, Layout, Plan
@@ -36,7 +36,7 @@ class NumberFormat:
 
     name: str
 
-    @functools.cached_property
+    @CachedProperty
     def derived(self) -> dict[Any, Any]:
         """Cached objects of other modules for this format: freed with it, and not copied."""
         return {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import arguments
-from ...errors import OptionError, shown
+from ...errors import OptionError, raised_here, shown
 from ...tensors import Constant
 from ..bits import FP32, FP64, Binary, to_float32, uniform
 from ..plans import NO_GRID, Coding, Grid, Plan, struct
@@ -128,7 +128,7 @@ class Table(CodedFormat):
         given = arguments.items(what, self.values, "a sequence of numbers")
         try:
             values = tuple([float(value) for value in given])
-        except Exception:  # raised by a number-like object
+        except raised_here(Exception):  # raised by a number-like object
             raise OptionError(f"{what} must be numbers, not {shown(self.values)}") from None
         if not 2 <= len(values) <= _MOST_VALUES:
             raise OptionError(

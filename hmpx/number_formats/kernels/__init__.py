@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ...errors import OptionError, printable, suggestion
+from ...errors import OptionError, printable, raised_here, suggestion
 from ...tensors import is_in_memory
 from .sources import digest
 
@@ -85,7 +85,7 @@ def _loaded(path: Path) -> Kernels:
     try:
         loaded = ctypes.CDLL(str(path))
         version = ctypes.c_char_p.in_dll(loaded, "source_digest").value
-    except (OSError, ValueError) as error:  # ValueError: a missing symbol
+    except raised_here(OSError, ValueError) as error:  # ValueError: a missing symbol
         return Kernels(fault=printable(str(error)))
     if version != digest().encode():
         fault = f"{path} was compiled from other sources than those of this version of hmpx"
