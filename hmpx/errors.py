@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import itertools
 import opcode
+import os
 import reprlib
 import signal
 import sys
@@ -242,9 +243,28 @@ def noted(error: _Error, note: str) -> _Error:
     return error
 
 
+def _directory() -> str:
+    try:
+        return os.path.join(os.getcwd(), "")  # noqa: PTH109, PTH118  # slow
+    except OSError:  # it is gone
+        return os.sep
+
+
+#: The directory in which the program was started.
+_START: Final = _directory()
+
+
+def relative(path: str) -> str:
+    """Returns a path relative to the directory in which the program was started, or is now, if it is inside."""
+    for directory in (_START, _directory()):
+        if path.startswith(directory) and directory != os.sep:
+            return path[len(directory) :]
+    return path
+
+
 def short(path: str) -> str:
-    """Returns a path as messages show it: unchanged, unless it is longer than any real path."""
-    most = 2 * _MOST_CHARACTERS
+    """Returns a path as messages show it: `relative`, and cut if it is longer than any real path."""
+    path, most = relative(path), 2 * _MOST_CHARACTERS
     return path if len(path) <= most else f"{path[:most]}... ({len(path):,} characters)"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
-from .errors import passing_over
+from .errors import relative
 
 PACKAGE: Final = str(__package__)
 DIRECTORY: Final = Path(__file__).parent
@@ -27,9 +27,8 @@ def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def located(location: str) -> str:
-    """Returns ``"path:line"``, relative to the current directory or to where packages are installed."""
-    with passing_over(OSError):  # the directory may be gone
-        location = location.removeprefix(f"{Path.cwd()}{os.sep}")
+    """Returns ``"path:line"``, relative to the program's directory or to where packages are installed."""
+    location = relative(location)
     for directory in ("site-packages", "dist-packages"):
         location = location.rpartition(f"{os.sep}{directory}{os.sep}")[2]
     return location

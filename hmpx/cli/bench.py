@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..arguments import has_run
+from ..errors import short
 from ..torch_state import seed_all
 from . import functions, output
 from .options import list_options
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 def _inputs(source: str, name: str | None) -> Any:
     if name is None and not hasattr(functions.imported(source), "inputs"):
         raise functions.FunctionError(
-            f"{source} has no function `inputs`, which returns the model's inputs; write "
+            f"{short(source)} has no function `inputs`, which returns the model's inputs; write "
             "it, or name another with --inputs"
         )
     return functions.found(*functions.split(name or "inputs", source))()
@@ -111,7 +112,7 @@ def _maker(source: str, name: str, *, has_inputs: bool) -> Callable[[], Any]:
         module = functions.imported(source, again=True)
         function = functions.function_of(module, source, name)
         if not callable(function):
-            raise functions.FunctionError(f"{source}:{name} is not a function")
+            raise functions.FunctionError(f"{short(source)}:{name} is not a function")
         return module, function
 
     def make() -> Any:
@@ -119,7 +120,7 @@ def _maker(source: str, name: str, *, has_inputs: bool) -> Callable[[], Any]:
         if not is_step:
             seed = torch.initial_seed()
             module, function = made_again()
-            made = has_run(f"{source}:{name}", function())
+            made = has_run(f"{short(source)}:{name}", function())
             if isinstance(made, nn.Module):
                 return made
             if has_inputs:

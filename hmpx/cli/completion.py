@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from . import output
-
-#: Metavars of arguments that name files or directories.
-_PATHS: Final = {"DIR", "FILE", "FILE_OR_DIR", "NAME_OR_DIR", "OUT", "PATH"}
-
+from .options import PATHS
 
 TEXT: Final = """\
 print a script for shell completion
@@ -44,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
     whole = parser()
     for action in _actions(whole):
-        if action.metavar in _PATHS or action.nargs == argparse.REMAINDER:
+        if action.metavar in PATHS or action.nargs == argparse.REMAINDER:
             action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
     return output.show(shtab.complete(whole, options.shell).splitlines())
 

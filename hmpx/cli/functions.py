@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import HmpxError, raised_here, said_by, suggestion
+from ..errors import HmpxError, raised_here, said_by, short, suggestion
 from ..places import located
 from . import scripts
 
@@ -21,10 +22,12 @@ class FunctionError(HmpxError):
 
 
 def split(text: str, default: str = "") -> tuple[str, str]:
-    """Returns the file or module, by default ``default``, and the function."""
+    """Returns the absolute path or the module, by default ``default``, and the function."""
     source, colon, name = text.rpartition(":")
     if not colon:
         source = default
+    elif source and _is_file(source):
+        source = os.path.abspath(source)  # noqa: PTH100  # any text; the program may change its directory
     if not source or not name:
         raise FunctionError(
             f"{text!r}: name a file and a function in it, as in train.py:build_model"
@@ -36,7 +39,7 @@ def split(text: str, default: str = "") -> tuple[str, str]:
 def as_program(source: str) -> Iterator[None]:
     """Makes a file or module see itself as the program, without arguments, inside the block."""
     before = sys.argv
-    sys.argv = [source]
+    sys.argv = [short(source)]
     try:
         yield
     finally:
@@ -55,16 +58,15 @@ def function_of(module: types.ModuleType, source: str, name: str) -> Any:
         function = getattr(function, part, None)
     if function is None:
         raise FunctionError(
-            f"{source} has no {name!r}{suggestion(name, vars(module)) or ': give the name of a function'}"
+            f"{short(source)} has no {name!r}{suggestion(name, vars(module)) or ': give the name of a function'}"
         )
     return function
 
 
 def imported(source: str, *, again: bool = False) -> types.ModuleType:
     """Imports a file, or a module of a package; ``again`` runs its code again, in a new module."""
-    is_file = source.endswith(".py") or scripts.exists(source)
     try:
-        if is_file:
+        if _is_file(source):
             return _of_file(source, again)
         if str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))
@@ -74,16 +76,20 @@ def imported(source: str, *, again: bool = False) -> types.ModuleType:
     except HmpxError:
         raise
     except raised_here(SyntaxError, ModuleNotFoundError, FileNotFoundError) as error:
-        raise FunctionError(f"{source} can't be imported: {said_by(error)}") from error
+        raise FunctionError(f"{short(source)} can't be imported: {said_by(error)}") from error
     except raised_here(Exception, SystemExit) as error:
         from ..recording import raised_at  # slow to import
 
         where = raised_at(error)
         at = f", at {located(where)}" if where else ""
         raise FunctionError(
-            f"{source} can't be imported: {said_by(error)}{at}; its training belongs under "
+            f"{short(source)} can't be imported: {said_by(error)}{at}; its training belongs under "
             '`if __name__ == "__main__":`'
         ) from error
+
+
+def _is_file(source: str) -> bool:
+    return source.endswith(".py") or scripts.exists(source)
 
 
 def _of_file(source: str, again: bool) -> types.ModuleType:
@@ -98,7 +104,9 @@ def _of_file(source: str, again: bool) -> types.ModuleType:
 
 def _executed(spec: importlib.machinery.ModuleSpec | None, source: str) -> types.ModuleType:
     if spec is None or spec.loader is None:
-        raise FunctionError(f"{source}: not a Python file; name one that ends in .py, or a module")
+        raise FunctionError(
+            f"{short(source)}: not a Python file; name one that ends in .py, or a module"
+        )
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(spec.name)
     sys.modules[spec.name] = module

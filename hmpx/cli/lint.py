@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Final
 
-from .. import linting
-from ..errors import OptionError, raised_here, short
+from .. import files, linting
+from ..errors import short
 from . import output, scripts
 
 _FORMATS: Final = {
@@ -80,8 +79,10 @@ def run(options: argparse.Namespace) -> int:
     found = [each for each in checked if each.key not in known]
     if options.write_baseline:
         lines = sorted({each.key for each in checked})
-        Path(options.baseline).write_text("".join(f"{line}\n" for line in lines), "utf-8")
-        return output.show([f"wrote {output.counted(len(lines), 'finding')} to {options.baseline}"])
+        files.write("".join(f"{line}\n" for line in lines).encode(), options.baseline)
+        return output.show(
+            [f"wrote {output.counted(len(lines), 'finding')} to {short(options.baseline)}"]
+        )
     lines = [_FORMATS[options.output_format](found)]
     if options.output_format == "text":
         lines.append(output.counted(len(found), "finding"))
@@ -91,9 +92,4 @@ def run(options: argparse.Namespace) -> int:
 def _known(options: argparse.Namespace) -> frozenset[str]:
     if not options.baseline or options.write_baseline:
         return frozenset()
-    try:
-        return frozenset(Path(options.baseline).read_text("utf-8").splitlines())
-    except raised_here(OSError) as error:
-        raise OptionError(
-            f"--baseline {short(options.baseline)}: {error.strerror}; make it with --write-baseline"
-        ) from None
+    return frozenset(files.read_text(options.baseline, files.BASELINE).splitlines())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from .. import policy
-from ..errors import OptionError, raised_here, short
+from ..errors import OptionError, short
+from ..files import make_directory, write
 from . import output
 
 TEXT: Final = """\
@@ -54,13 +54,12 @@ def _lines(name: str | None) -> Iterator[str]:
 
 def _copied(name: str, folder: Path) -> Iterator[str]:
     files = _files(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except raised_here(OSError) as error:
-        where = f"--copy {short(str(folder))}"
-        raise OptionError(f"{where}: can't make the directory: {error}") from None
+    make_directory(folder)
     for path in files:
         if (folder / path.name).exists():
-            raise OptionError(f"{folder / path.name} is there already; name another directory")
+            raise OptionError(
+                f"{short(str(folder / path.name))} is there already; name another directory"
+            )
     for path in files:
-        yield f"wrote {shutil.copyfile(path, folder / path.name)}"
+        write(path.read_bytes(), folder / path.name)
+        yield f"wrote {short(str(folder / path.name))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import types
 from collections.abc import Mapping
@@ -35,7 +36,26 @@ def add_command(commands: Any, name: str, module: Any) -> None:
     add_options(parser, options, getattr(module, "SETTINGS", {}))
 
 
-_TYPES: Final = {"N": int, "SECONDS": float}
+#: Metavars of arguments that name files or directories.
+PATHS: Final = ("DIR", "FILE", "FILE_OR_DIR", "NAME_OR_DIR", "OUT")
+
+
+def _path(name: str) -> str:
+    """Returns a path that holds after the program has changed its directory."""
+    return os.path.abspath(name) if name else ""  # noqa: PTH100  # any text
+
+
+def _set_or_path(name: str) -> str:
+    is_path = os.path.isdir(name) and name not in policy.set_names()  # noqa: PTH112  # any text
+    return _path(name) if is_path else name
+
+
+_TYPES: Final[dict[str, Any]] = {
+    **dict.fromkeys(PATHS, _path),
+    "NAME_OR_DIR": _set_or_path,
+    "N": int,
+    "SECONDS": float,
+}
 
 
 def add_options(

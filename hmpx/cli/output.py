@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import warnings
@@ -48,13 +49,14 @@ def written(options: argparse.Namespace, **writers: Callable[[str], object]) -> 
         path = getattr(options, name)
         if path:
             write(path)
-            yield f"wrote {path}"
+            yield f"wrote {short(path)}"
 
 
 def complain(message: str) -> None:
-    """Prints a message to stderr; each of its lines begins with ``hmpx:``."""
-    for line in message.splitlines():
-        print(f"hmpx: {printable(line)}", file=sys.stderr)
+    """Prints a message to stderr, if the program left it open; each of its lines begins with ``hmpx:``."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in message.splitlines():
+            print(f"hmpx: {printable(line)}", file=sys.stderr)
 
 
 def with_warnings_shown(function: Callable[..., Any], **arguments: Any) -> Any:

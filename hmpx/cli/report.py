@@ -35,6 +35,9 @@ examples:
   hmpx report merge rank0.json rank1.json -o all.json"""
 
 
+SETTINGS: Final = {"files": {"type": str}}  # one is a word
+
+
 def run(options: argparse.Namespace) -> int:
     """Prints the report, or writes it to the given path."""
     files: list[str] = options.files

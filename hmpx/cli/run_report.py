@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from .. import patching
 from ..errors import said_by, short
+from ..files import unwritable
 from ..patching import Patch
 from ..recording import record
 from ..reports import Report, merged, read_json, written
@@ -64,13 +65,20 @@ def recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
     recording, process = record(), os.getpid()
     is_taken = path.exists() and not replaces
     target = path.with_suffix(f".{process}{path.suffix}") if is_taken else path
-    folder = Path(tempfile.mkdtemp(prefix="hmpx-report-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="hmpx-report-"))
+    except OSError as error:
+        raise unwritable(tempfile.gettempdir(), error) from error
 
     def write(error: str | None = None) -> None:
-        if os.getpid() == process:
-            _write(recording, target, folder, error)
-        elif folder.exists():  # else the report has been written
-            _write_part(recording, folder, error)
+        # Without raising, since the program's exit status must not change.
+        try:
+            if os.getpid() == process:
+                _write(recording, target, folder, error)
+            elif folder.exists():  # else the report has been written
+                _write_part(recording, folder, error)
+        except Exception as failure:
+            output.complain(f"the report can't be written: {said_by(failure)}")
 
     def forget() -> None:
         if folder.exists():
@@ -134,18 +142,14 @@ def _write_part(recording: record, folder: Path, error: str | None) -> None:
 
 
 def _write(recording: record, path: Path, folder: Path, error: str | None) -> None:
-    """Writes the report. A failure only prints a message, since the program's exit status must not change."""
     try:
         report = _report(recording, error)
         if parts := [read_json(each) for each in sorted(folder.glob("*.json"))]:
             report = merged([report, *parts])
         _WRITERS[path.suffix.lower()](report, path)
         verdict = str(report).splitlines()[0]
-    except Exception as failure:
-        output.complain(f"the report can't be written: {said_by(failure)}")
-    else:
-        with contextlib.suppress(ValueError):  # the program may have closed it
-            sys.stdout.flush()
-        output.complain(f"{verdict}\nreport: {path}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(ValueError):  # the program may have closed it
+        sys.stdout.flush()
+    output.complain(f"{verdict}\nreport: {path}")

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Final
 
+from ..errors import short
 from . import output
 
 TEXT: Final = """\
@@ -64,7 +65,9 @@ def run(options: argparse.Namespace) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     paths = best.write(check.directory)
-    return output.show([*str(best).splitlines(), "", *(f"wrote {path}" for path in paths)])
+    return output.show(
+        [*str(best).splitlines(), "", *(f"wrote {short(str(path))}" for path in paths)]
+    )
 
 
 def _count(text: str) -> int:

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 import yaml
 
-from .. import ops
-from ..errors import PolicyFileError
+from .. import files, ops
+from ..errors import PolicyFileError, raised_here, short
 from ..policy import (
     CONDITIONS,
     DICT,
@@ -22,7 +22,6 @@ from ..policy import (
     matches,
     of_mapping,
     of_yaml,
-    read_text,
 )
 from ..tensors import long_name
 
@@ -98,9 +97,13 @@ class Line:
 def is_contract(path: str | os.PathLike[str]) -> bool:
     """Whether a file looks like a contract: YAML with a line that begins with ``expect:``."""
     name = os.fspath(path)
-    if not name.endswith((".yaml", ".yml")) or not os.path.isfile(name):  # noqa: PTH113  # any text
+    if not name.endswith((".yaml", ".yml")):
         return False
-    return any(line.startswith("expect:") for line in Path(name).read_text("utf-8").splitlines())
+    try:
+        text = files.read_text(name, files.CONTRACT)
+    except raised_here(PolicyFileError):  # reading it as a policy says why
+        return False
+    return any(line.startswith("expect:") for line in text.splitlines())
 
 
 def read(contract: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Line, ...]:
@@ -112,11 +115,11 @@ def read(contract: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Line, ..
     if isinstance(contract, Mapping):
         return _lines(Reader(DICT, Path()), of_mapping(contract))
     path = os.fspath(contract)
-    text = read_text(path, "a contract", PolicyFileError)
-    node = of_yaml(text, path)
+    name = short(path)
+    node = of_yaml(files.read_text(path, files.CONTRACT), name)
     if node is None:
-        raise PolicyFileError(f"{path}: empty; a contract has a list under 'expect:'")
-    return _lines(Reader(path, Path(path).parent), node)
+        raise PolicyFileError(f"{name}: empty; a contract has a list under 'expect:'")
+    return _lines(Reader(name, Path(path).parent), node)
 
 
 def _lines(reader: Reader, node: yaml.Node) -> tuple[Line, ...]:

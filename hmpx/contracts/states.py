@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..accuracy import contents, is_readable
-from ..errors import OptionError, raised_here, short
+from ..errors import OptionError, raised_here, said_by, short
+from ..files import STATE, opened
 from ..tensors import long_name
 
 
@@ -21,20 +22,19 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         OptionError: There is no such file, it holds no tensors, or safetensors is not installed.
     """
     plain = os.fspath(path)
-    if not os.path.isfile(plain):  # noqa: PTH113  # it takes any text
-        raise OptionError(f"{short(plain)}: no such file")
-    if plain.endswith(".safetensors"):
+    with opened(plain, STATE) as file:
         try:
-            from safetensors.torch import load_file
-        except ImportError:
+            if plain.endswith(".safetensors"):
+                from safetensors.torch import load_file
+
+                return dict(load_file(plain))
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        except raised_here(ImportError):
             raise OptionError(
                 f"{short(plain)}: reading it needs safetensors; pip install safetensors"
             ) from None
-        return dict(load_file(plain))
-    try:
-        found = torch.load(plain, map_location="cpu", weights_only=True)
-    except raised_here(Exception) as error:  # of pickle, zip or torch
-        raise OptionError(f"{short(plain)}: not a state dict: {error}") from error
+        except raised_here(Exception) as error:  # of pickle, zip, safetensors or torch
+            raise OptionError(f"{short(plain)}: not a state dict: {said_by(error)}") from error
     tensors = dict(_tensors_in("", found))
     if not tensors:
         raise OptionError(f"{short(plain)}: it holds no tensors")

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from .. import arguments
+from .. import arguments, files
 from ..errors import OptionError, said_by, shown
-from ..reports import write
 from .graph import LEAVES, Edge, Node, to_dot
 
 _INSTALL_PACKAGE: Final = "pip install 'hmpx[draw]'"
@@ -105,7 +104,7 @@ class Drawing:
         else:
             known = ", ".join((*_PICTURES, *_TEXT))
             raise OptionError(f"path must end in one of {known}, not {shown(str(file))}")
-        write(content, file)
+        files.write(content, file)
         return file
 
     def _repr_svg_(self) -> str | None:

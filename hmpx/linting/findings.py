@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import linecache
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from ..errors import fielded, raised_here
+from ..errors import fielded
 from ..places import located
 from ..version import __version__
 
@@ -100,20 +99,10 @@ _IGNORED: Final = re.compile(r"#\s*hmpx:\s*ignore(?:\[([A-Z0-9, ]+)\])?")
 def is_ignored(finding: Finding) -> bool:
     """Whether the program's line says ``# hmpx: ignore[HP103]``, or ``# hmpx: ignore`` for all codes."""
     path, _, line = finding.location.rpartition(":")
-    lines = _lines(path) if path else ()
-    text = lines[int(line) - 1] if line.isdigit() and int(line) <= len(lines) else ""
-    found = _IGNORED.search(text)
+    found = _IGNORED.search(linecache.getline(path, int(line)) if line.isdigit() else "")
     return found is not None and (
         found[1] is None or finding.code in [each.strip() for each in found[1].split(",")]
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _lines(path: str) -> tuple[str, ...]:
-    try:
-        return tuple(Path(path).read_text("utf-8", "replace").splitlines())
-    except raised_here(OSError):  # typed code, or a file that is gone
-        return ()
 
 
 def as_json(findings: Iterable[Finding]) -> str:

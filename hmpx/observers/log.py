@@ -5,6 +5,7 @@ These observers write to ``logging.getLogger("hmpx")``, or HMP's lines to stdout
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -131,7 +132,8 @@ def announce_conversion(opt_level: str) -> None:
 
 
 def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    with contextlib.suppress(ValueError):  # the program may have closed it
+        sys.stdout.write(f"{line}\n")
 
 
 class _StdoutHandler(logging.StreamHandler[TextIO]):
@@ -149,9 +151,11 @@ class _StdoutHandler(logging.StreamHandler[TextIO]):
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        """Raises a broken pipe; reports other errors as logging does."""
+        """Raises a broken pipe; reports other errors as logging does, unless the program has closed stdout."""
         if isinstance(error := sys.exc_info()[1], BrokenPipeError):
             raise error
+        if self.stream.closed:
+            return
         super().handleError(record)
 
 

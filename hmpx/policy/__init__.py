@@ -27,7 +27,6 @@ from .faults import check_files as check_files
 from .lists import directory as directory
 from .lists import of_libraries as of_libraries
 from .lists import read_list as read_list
-from .lists import read_text as read_text
 from .lists import set_names as set_names
 from .loading import load_policy as load_policy
 from .loading import made_policy as made_policy

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import yaml
 
-from .. import arguments
+from .. import arguments, files
 from ..errors import OpListError, OptionError, PolicyFileError, short, shown, suggestion
 from ..number_formats import OVERFLOWS, ROUNDING_MODES
 from . import nodes
 from .decisions import LowType, parse_format, parse_low_type
-from .lists import from_lines, read_text, set_names, shipped_set
+from .lists import from_lines, set_names, shipped_set
 from .op_lists import (
     DEFAULT_SET,
     KEYS,
@@ -39,7 +39,7 @@ def read_policy_file(
     name = short(plain)
     if not is_policy_file(plain):
         raise PolicyFileError(f"{name}: a policy file ends in {', '.join(POLICY_SUFFIXES)}")
-    text = read_text(plain, "a policy file", PolicyFileError)
+    text = files.read_text(plain, files.POLICY)
     reader = _PolicyReader(name, Path(plain).parent)
     if plain.endswith(".json"):
         source = reader.gaudi_config(nodes.of_json(text, name))

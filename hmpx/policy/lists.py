@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from .. import arguments, number_formats, ops
-from ..errors import HmpxError, OpListError, OptionError, raised_here, short, shown, suggestion
+from .. import arguments, files, number_formats, ops
+from ..errors import OpListError, OptionError, short, shown, suggestion
 from ..places import DIRECTORY
 from ..torch_internals import torch_version
 from .decisions import LINE_OPTIONS, OF_ALL_LINES, SHIPPED, CastPolicy, LowType
@@ -202,29 +202,7 @@ def read_list(
 ) -> OpList:
     """Returns the list in the file ``path``, of the named kind; ``faults`` as for `parse`."""
     plain = arguments.path("an op list's path", path)
-    text = read_text(plain, "an op list", OpListError)
-    if "\0" in text:
-        raise OpListError(f"{short(plain)}: a binary file, not an op list; give a text file's path")
-    return parse(text, short(plain), kind, faults=faults)
-
-
-def read_text(path: str, what: str, error: type[HmpxError]) -> str:
-    """Returns the text of a user's file, without a byte-order mark."""
-    where = short(path)
-    try:
-        if os.path.isdir(path):  # noqa: PTH112  # Path's raises for some texts
-            raise error(f"{where}: a directory, not {what}; give a file's path")
-        return Path(path).read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise error(f"{where}: no such file; give the path of {what}") from None
-    except UnicodeDecodeError as fault:
-        raise error(
-            f"{where}: not UTF-8 text (byte {fault.start}: {fault.object[fault.start]:#04x}); "
-            "save it as UTF-8"
-        ) from None
-    except raised_here(OSError, ValueError) as fault:
-        reason = getattr(fault, "strerror", None) or fault
-        raise error(f"{where}: can't be read: {reason}") from fault
+    return parse(files.read_text(plain, files.OP_LIST), short(plain), kind, faults=faults)
 
 
 #: A set that torch.autocast has had in some version of torch, and the versions that are known.

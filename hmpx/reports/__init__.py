@@ -26,7 +26,6 @@ from .pages import svg_chart as svg_chart
 from .pages import svg_text as svg_text
 from .pages import svg_title as svg_title
 from .pages import table_section as table_section
-from .pages import write as write
 from .pages import written as written
 from .report import Report as Report
 from .report import Views as Views

@@ -13,61 +13,20 @@ import importlib.resources
 import json
 import math
 import os
-import secrets
-import stat
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-from ..errors import OptionError, passing_over, raised_here, said_by, short
+from .. import files
 from .cells import exponential, plain
 from .table import Table
 
 
 def written(found: str, path: str | os.PathLike[str] | None) -> str:
-    """Returns text, and writes it to ``path`` if given, as `write` does."""
+    """Returns text, and writes it to ``path`` if given."""
     if path is not None:
         # File names may contain lone surrogates, which can't be encoded.
-        write(found.encode("utf-8", "backslashreplace"), path)
+        files.write(found.encode("utf-8", "backslashreplace"), path)
     return found
-
-
-def write(data: bytes, path: str | os.PathLike[str]) -> None:
-    """Writes a file completely or not at all. An error or a kill leaves the earlier file unchanged.
-
-    Devices and pipes, such as ``/dev/stdout``, are written in place. A symbolic link stays, and its target is
-    replaced.
-
-    Raises:
-        OptionError: The file can't be written.
-    """
-    try:
-        target = Path(os.path.realpath(path))
-        if target.exists() and not target.is_file():
-            target.write_bytes(data)  # a device or a pipe has no earlier content to lose
-        else:
-            _replace(data, target)
-    except raised_here(OSError, ValueError) as error:
-        # Its text may name the temporary file.
-        why = (isinstance(error, OSError) and error.strerror) or said_by(error)
-        raise OptionError(f"can't write {short(os.fspath(path))}: {why}") from error
-
-
-def _replace(data: bytes, target: Path) -> None:
-    """Writes a temporary file next to the target, then renames it. Keeps the target's permissions."""
-    unfinished = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
-    try:
-        with unfinished.open("xb") as file:
-            if target.is_file():
-                unfinished.chmod(stat.S_IMODE(target.stat().st_mode))
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(target)
-    except BaseException:
-        with passing_over(OSError):
-            unfinished.unlink()
-        raise
 
 
 class Written:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from ..errors import OptionError, brief, raised_here, said_by
+from .. import files
+from ..errors import brief, raised_here, short
 from . import report_page, text
 from .groups import Groups, grouped
 from .pages import Written, written
 from .rows import Row, Totals, Waste, added, added_waste, totals
 from .table import Table
-
-_T = TypeVar("_T", Row, Waste)
 
 #: The version of the JSON that `Report.to_json` writes.
 SCHEMA: Final = 1
@@ -155,33 +152,24 @@ def read_json(path: str | os.PathLike[str]) -> Report:
     Raises:
         OptionError: The file can't be read, or holds no report.
     """
-    name = os.fspath(path)
+    name = short(os.fspath(path))
+    found = files.parsed(files.read_text(path, files.REPORT), name, files.REPORT)
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except raised_here(OSError) as error:
-        raise OptionError(f"{name}: {error.strerror or said_by(error)}") from error
-    except raised_here(ValueError, RecursionError) as error:
-        raise OptionError(f"{name} is not JSON, or was cut short: {said_by(error)}") from error
-    if not isinstance(found, dict) or found.get("hmpx_report") != SCHEMA:
-        raise OptionError(
-            f"{name} is not a report of this version of hmpx; write one with "
-            "`hmpx run --report report.json script.py`"
-        )
-    try:
-        return Report(
-            _items(Row, found["rows"]),
-            _items(Waste, found["waste"]),
-            dict(found["about"]),
-            found["error"],
-            found.get("error_location", ""),
-        )
-    except raised_here(TypeError, ValueError, KeyError, AttributeError) as error:
-        raise OptionError(f"{name} is damaged: {said_by(error)}; write the report again") from error
+        if isinstance(found, dict) and found.get("hmpx_report") != SCHEMA:
+            raise ValueError(f"version {found.get('hmpx_report')}")
+        content = files.shaped(found, _Content)
+    except raised_here(ValueError) as error:
+        raise files.damaged(name, files.REPORT, error) from None
+    return Report(content.rows, content.waste, content.about, content.error, content.error_location)
 
 
-def _items(kind: type[_T], items: Iterable[Mapping[str, Any]]) -> tuple[_T, ...]:
-    make: Callable[..., _T] = kind
-    return tuple(
-        make(**{n: tuple(each) if isinstance(each, list) else each for n, each in item.items()})
-        for item in items
-    )
+@dataclass(frozen=True)
+class _Content:
+    """The content of a file."""
+
+    hmpx_report: int
+    rows: tuple[Row, ...]
+    waste: tuple[Waste, ...]
+    about: Mapping[str, str]
+    error: str | None
+    error_location: str = ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ..errors import passing_over
+from ..errors import HmpxError, passing_over
+from ..files import SOURCE, read
 from .cells import clean, count, dtypes, short_dtype, size
 from .pages import filled, page, page_file, paragraphs
 from .rows import Row, Totals, totals
@@ -168,10 +170,11 @@ def _file(path: str, by_number: Mapping[int, Sequence[Row]], most: int) -> File:
     if path.startswith(("//", r"\\")):
         return File(path, (), "not shown: it is on another machine")
     source: list[str] = []
-    with passing_over(OSError, ValueError):
-        if Path(path).exists():  # the cells of a notebook don't, but are in the cache
-            linecache.checkcache(path)
-        source = linecache.getlines(path)
+    with passing_over(HmpxError, SyntaxError, ValueError):
+        if Path(path).exists():
+            source = importlib.util.decode_source(read(path, SOURCE)).splitlines()
+        else:  # the cells of a notebook are in the cache
+            source = linecache.getlines(path)
     if not source:
         return File(path, (), "not shown: it can't be read here")
     shown = sorted(

@@ -33,7 +33,7 @@ class Side:
 
     def origin(self, tensor: int) -> tuple[int, int | None]:
         """Returns the tensor before views and conversions, and the call that made it."""
-        while True:
+        for _ in self.tensors:  # a damaged trace may go round in circles
             maker, base = self._makers.get(tensor), self.tensors[tensor].base
             if maker is not None:
                 call = self.calls[maker]
@@ -43,7 +43,8 @@ class Side:
             elif base >= 0:
                 tensor = base
             else:
-                return tensor, None
+                break
+        return tensor, None
 
     def type_of(self, call: TracedCall) -> str:
         """Returns the dtype that a call computed in: the decision's, or the first result's."""

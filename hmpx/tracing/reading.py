@@ -14,14 +14,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
-from ..errors import OptionError, raised_here, short
+from .. import files
+from ..errors import raised_here, short, shown
 from .sketches import Sketch
 
 #: The version of the file.
@@ -76,16 +77,16 @@ class TracedCall:
         inputs: Numbers of the tensors given, and
         outputs: of those returned.
         gain: By how much it amplifies relative changes of its inputs; 0 if unknown.
-        step: Number of the step.
         gradients: Result -> number of the gradient that came into it.
+        step: Number of the step.
     """
 
     site: Site
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     gain: float
+    gradients: dict[int, int]
     step: int
-    gradients: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,63 +101,91 @@ class Run:
         return f"<hmpx.tracing.Run of {self.header['program']}: {len(self.calls)} calls>"
 
 
+@dataclass(frozen=True)
+class Header:
+    """What a run depends on besides the program."""
+
+    format: int
+    hmpx: str
+    program: str
+    torch: str
+    machine: str
+    device: str
+    threads: int
+    processes: int
+
+
+#: Kind of line -> the type of its values.
+_LINES: Final[Mapping[str, Any]] = {
+    "trace": Header,
+    "site": Site,
+    "tensor": tuple[tuple[int, ...], str, str, int, str, str],
+    "call": tuple[int, tuple[int, ...], tuple[int, ...], float],
+    "gradient": tuple[int, int, int],
+    "parameter": tuple[str, int],
+    "step": int,
+    "end": int,
+}
+
+
 def read(path: str | os.PathLike[str]) -> Run:
     """Returns the trace in a file. Of a run that was killed, the steps that ended.
 
     Raises:
         OptionError: The file can't be read, or is not a trace.
     """
-    name = short(os.fspath(path))
+    where, kind, step = short(os.fspath(path)), "", 0
+    headers, sites, tensors = list[Header](), list[Site](), list[TracedTensor]()
+    calls, gradients = list[TracedCall](), list[dict[int, int]]()  # the latter of traced calls
+    last: list[Callable[[int], TracedCall]] = []  # calls of the step that has not ended
     try:
-        lines = Path(path).read_text("utf-8").splitlines(keepends=True)
-    except raised_here(OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise OptionError(f"can't read the trace {name}: {why}") from None
-    try:
-        header = json.loads(lines[0])["trace"]
-        if header["format"] != FORMAT:
-            raise OptionError(
-                f"{name} has format {header['format']}, this hmpx reads {FORMAT}; trace it again"
-            )
-        return _run(header, _ended(lines[1:]))
-    except raised_here(ValueError, KeyError, IndexError, TypeError) as error:
-        raise OptionError(
-            f"{name} is not a trace; hmpx.trace() and hmpx run --trace write them"
-        ) from error
+        for where, line in files.json_lines(path, files.TRACE):  # noqa: B007  # for the error
+            ((kind, found),) = files.shaped(line, Mapping[str, Any]).items()
+            if kind not in _LINES or (kind != "trace" and not headers):
+                raise ValueError(f"unexpected {shown(kind)}")
+            if kind == "trace" and isinstance(found, dict) and found.get("format") != FORMAT:
+                raise ValueError(f"it has format {found.get('format')}, this hmpx reads {FORMAT}")
+            values = files.shaped(found, _LINES[kind])
+            if kind == "trace":
+                headers.append(values)
+            elif kind == "site":
+                sites.append(values)
+            elif kind == "tensor":
+                shape, dtype, contents, base, name, text = values
+                if base != -1:
+                    _check(tensors, base)
+                sketch = Sketch.decoded(text) if text else None
+                tensors.append(TracedTensor(shape, dtype, contents, base, name, sketch))
+            elif kind == "call":
+                site, inputs, outputs, gain = values
+                _check(sites, site)
+                _check(tensors, *inputs, *outputs)
+                gradients.append({})
+                last.append(partial(TracedCall, sites[site], inputs, outputs, gain, gradients[-1]))
+            elif kind == "gradient":
+                call, result, tensor = values
+                _check(gradients, call)
+                _check(tensors, tensor)
+                gradients[call][result] = tensor
+            elif kind == "parameter":
+                name, tensor = values
+                _check(tensors, tensor)
+                site = Site(PARAMETER, name, "", "backward", "", "", "", "")
+                last.append(partial(TracedCall, site, (), (tensor,), 0.0, {}))
+            elif kind == "step":
+                calls += [each(values) for each in last]
+                last, step = [], values + 1
+        if not headers:
+            raise ValueError("it is empty")
+    except raised_here(ValueError, struct.error) as error:
+        raise files.damaged(where, files.TRACE, error) from None
+    if kind == "end" or not step:
+        calls += [each(step) for each in last]
+    return Run(asdict(headers[0]), tuple(calls), tuple(tensors))
 
 
-def _ended(lines: Iterable[str]) -> list[tuple[str, Any]]:
-    """Returns kinds and values up to the last step that ended; all, if the trace or no step did."""
-    found = [next(iter(json.loads(line).items())) for line in lines if line.endswith("\n")]
-    if found and found[-1][0] != "end":
-        steps = [index for index, (kind, _) in enumerate(found) if kind == "step"]
-        return found[: steps[-1] + 1] if steps else found
-    return found
-
-
-def _run(header: Mapping[str, Any], lines: Sequence[tuple[str, Any]]) -> Run:
-    sites, tensors, calls = list[Site](), list[TracedTensor](), list[TracedCall]()
-    of_calls = list[TracedCall]()  # without gradients of parameters
-    steps = [values for kind, values in lines if kind == "step"]
-    steps.append(steps[-1] + 1 if steps else 0)  # of calls after the last one
-    for kind, values in lines:
-        if kind == "site":
-            sites.append(Site(*values))
-        elif kind == "tensor":
-            shape, dtype, contents, base, name, text = values
-            found = Sketch.decoded(text) if text else None
-            tensors.append(TracedTensor(tuple(shape), dtype, contents, base, name, found))
-        elif kind == "call":
-            site, inputs, outputs, gain = values
-            of_calls.append(TracedCall(sites[site], tuple(inputs), tuple(outputs), gain, steps[0]))
-            calls.append(of_calls[-1])
-        elif kind == "gradient":
-            call, result, tensor = values
-            of_calls[call].gradients[result] = tensor
-        elif kind == "parameter":
-            name, tensor = values
-            site = Site(PARAMETER, name, "", "backward", "", "", "", "")
-            calls.append(TracedCall(site, (), (tensor,), 0.0, steps[0]))
-        elif kind == "step":
-            steps.pop(0)
-    return Run(header, tuple(calls), tuple(tensors))
+def _check(known: Sequence[Any], *numbers: int) -> None:
+    """Raises a ValueError if a number is not that of an item."""
+    for each in numbers:
+        if not 0 <= each < len(known):
+            raise ValueError(f"there is no number {each} of {len(known)}")

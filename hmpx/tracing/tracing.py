@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 from .. import arguments, session
 from ..accuracy import may_read
 from ..errors import OptionError, raised_here, short, shown, warn
+from ..files import unwritable
 from ..observers import Attached, CallTensors, OpCall
 from ..policy import load_policy, matches
 from ..torch_state import spot, without_casts
@@ -85,9 +86,9 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
         path = self._path.with_name(f"{self._path.name}.rank{rank}") if rank else self._path
         with contextlib.ExitStack() as block:
             try:
-                file = block.enter_context(path.open("w", encoding="utf-8", buffering=1 << 20))
+                file = path.open("w", encoding="utf-8", buffering=1 << 20)
             except raised_here(OSError) as error:
-                raise OptionError(f"can't write {short(str(path))}: {error.strerror}") from error
+                raise unwritable(path, error) from error
             self._writer = Writer(file)
             self._attached = Attached(self._observe, tensors=True, every_op=True, graphs=True)
             block.callback(self._writer.end)
@@ -108,7 +109,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
 
     def _is_traced(self) -> bool:
         is_chosen = self._steps is None or self._step in self._steps
-        return is_chosen and self._step % self._every == 0
+        return is_chosen and self._step % self._every == 0 and self._writer.is_open
 
     def _follow(self) -> None:
         """Observes calls in steps to trace, and in no others."""

@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, Final, TextIO
 
 import torch
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..accuracy import has_values
-from ..errors import raised_here
+from ..errors import passing_over, raised_here, warn
+from ..files import unwritable
 from ..forks import new_lock
 from ..observers import CallTensors, OpCall
 from ..tensors import long_name, map_tensors, node_of, tensors_in
 from ..torch_state import named_tensors, without_casts
 from ..version import __version__
-from .reading import FORMAT
+from .reading import FORMAT, Header
 from .sketches import low_contents, sketch
 
 #: By so much the inputs of a call are moved, relatively, to see how much it amplifies rounding: that of bfloat16.
@@ -34,6 +36,9 @@ _FEW: Final = 16
 #: The number of moves; they repeat in larger tensors.
 _FACTORS: Final = 1 << 20
 
+#: Lines that wait for the end of their step.
+_MOST_LINES: Final = 1 << 12
+
 #: Tensors of a step whose values are known by their digest.
 _MOST_KNOWN: Final = 1 << 14
 
@@ -43,33 +48,45 @@ class Writer:
 
     Attributes:
         calls: Number of calls written.
+        is_open: Whether more is written; not after the end, or on a full disk.
     """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._pid = os.getpid()
+        self._pid, self._lines = os.getpid(), list[str]()
         self._sites: dict[tuple[Any, ...], int] = {}
         self._ids: Any = WeakTensorKeyDictionary()  # tensor -> its version, and its number
         self._contents: dict[tuple[Any, ...], int] = {}  # what was written of this step's tensors
         self._names: Any = WeakTensorKeyDictionary()
         self._tensors = self.calls = 0
-        self._is_open = True
+        self.is_open = True
         self._lock = new_lock()  # threads, and autograd's
-        self._write("trace", _header())
+        self._write("trace", asdict(_header()))
 
-    def _write(self, kind: str, values: Any) -> None:
-        if self._is_open and os.getpid() == self._pid:  # a fork has its parent's buffer
-            self._file.write(json.dumps({kind: values}, separators=(",", ":")) + "\n")
+    def _write(self, kind: str, values: Any, *, flushes: bool = False) -> None:
+        """Writes a line; a full disk ends the trace, not the program."""
+        if not self.is_open or os.getpid() != self._pid:  # a fork has its parent's lines
+            return
+        self._lines.append(json.dumps({kind: values}, separators=(",", ":")) + "\n")
+        if flushes or len(self._lines) == _MOST_LINES:
+            try:
+                self._file.writelines(self._lines)
+                self._file.flush()
+            except raised_here(OSError) as error:
+                self.is_open = False
+                warn(f"{unwritable(self._file.name, error)}; the trace ends, the program goes on")
+            self._lines.clear()
 
     def end(self) -> None:
-        """Writes the last line; gradients that come later are not written."""
-        self._write("end", self.calls)
-        self._is_open = False
+        """Writes the last line and closes the file; gradients that come later are not written."""
+        self._write("end", self.calls, flushes=True)
+        self.is_open = False
+        with passing_over(OSError):  # the disk is still full
+            self._file.close()
 
     def step(self, number: int) -> None:
         """Ends a step: all of it is in the file then."""
-        self._write("step", number)
-        self._file.flush()
+        self._write("step", number, flushes=True)
         self._contents.clear()
 
     def name(self, model: nn.Module) -> None:
@@ -113,7 +130,7 @@ class Writer:
                 return
             with self._lock, without_casts(), torch.no_grad():
                 for number, each in enumerate(gradients):
-                    if each is not None and self._is_open:
+                    if each is not None and self.is_open:
                         self._write("gradient", [call, number, self._tensor(each)])
 
         for node in {node_of(each) for each in results if each.requires_grad} - {None}:
@@ -208,19 +225,19 @@ def _norm(values: Tensor) -> float:
     return found
 
 
-def _header() -> dict[str, Any]:
+def _header() -> Header:
     """Returns the versions and the machine of a run."""
     has_cuda = torch.cuda.is_available()
-    return {
-        "format": FORMAT,
-        "hmpx": __version__,
-        "program": sys.argv[0],
-        "torch": torch.__version__,
-        "machine": f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "device": torch.cuda.get_device_name() if has_cuda else "cpu",
-        "threads": torch.get_num_threads(),
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-    }
+    return Header(
+        format=FORMAT,
+        hmpx=__version__,
+        program=sys.argv[0],
+        torch=str(torch.__version__),
+        machine=f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        device=torch.cuda.get_device_name() if has_cuda else "cpu",
+        threads=torch.get_num_threads(),
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
+    )
 
 
 def _text(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:

@@ -15,7 +15,8 @@ from typing import Any, Final
 import yaml
 
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
-from ..errors import OptionError, raised_here, said_by
+from ..errors import OptionError, raised_here
+from ..files import make_directory, unwritable
 from ..reports import merged, read_json, written
 from ..version import __version__
 from .candidates import Candidate, Costs, Kept, Outcome, assigned, by_module, by_op, policy_source
@@ -66,10 +67,10 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
     """
     low_type = low_type_name(check.low_precision_type)
     try:
-        check.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(check.directory)
         return _tuned(check, low_type, is_shown=is_shown)
     except raised_here(OSError) as error:
-        raise OptionError(f"can't write {check.directory}: {said_by(error)}") from error
+        raise unwritable(check.directory, error) from error
 
 
 def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
@@ -77,7 +78,7 @@ def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
     header |= {"by": check.by, "runs": str(check.runs)}
     journal = Journal(os.fspath(check.directory / "journal.jsonl"), header)
     commands = _Commands(check, low_type)
-    spots: Costs = journal.by_spot("spots", commands.spots)
+    spots: Costs = journal.by_spot("spots", commands.spots, int, int)
     found = (by_module if check.by == "module" else by_op)(spots)
     commands.candidates = tuple(found)
     searching = Searching(
@@ -150,8 +151,7 @@ class _Commands:
 
     def _folder(self, name: str) -> Path:
         folder = self.last = self._check.directory / name
-        folder.mkdir(exist_ok=True)
-        return folder
+        return make_directory(folder)
 
     def _run(self, folder: Path, source: Mapping[str, Any], *, report: bool) -> int | str:
         """Returns the exit status, or ``"timeout"``; keeps the command's output."""

@@ -124,14 +124,14 @@ def tune(
     task = Task(request)
     noise = task.noise()
     results = Journal(request.journal, request.header() if request.journal else {})
-    spots: Costs = results.by_spot("spots", lambda: spots_of(request))
+    spots: Costs = results.by_spot("spots", lambda: spots_of(request), int, int)
     scores = _scores(request, spots, request.low_type, results)
     found = (by_module if request.by == "module" else by_op)(spots, scores)
     if request.may_follow:
         found = [replace(each, may_follow=may_follow(each.op)) for each in found]
     find = _find(request, spots, scores, found, results)
     if request.objective == "time":
-        seconds = results.by_spot("seconds", lambda: seconds_of(request, spots))
+        seconds = results.by_spot("seconds", lambda: seconds_of(request, spots), float, float)
         found = timed(found, seconds)
     task.candidates, task.spots = tuple(found), spots
     return Searching(
@@ -155,7 +155,9 @@ def tune(
 
 
 def _scores(request: Request, spots: Costs, low_type: str, results: Journal) -> Scores | None:
-    found = results.by_spot(["scores", low_type], lambda: scores_of(request, spots, low_type))
+    found = results.by_spot(
+        ["scores", low_type], lambda: scores_of(request, spots, low_type), float, bool, bool
+    )
     return None if found is None else {spot: Score(*each) for spot, each in found.items()}
 
 

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 import yaml
 
-from ..errors import OptionError, brief, cut, lined, raised_here, said_by
+from ..errors import brief, cut, lined
+from ..files import make_directory
 from ..policy import FILE_NAMES, Policy, of_libraries
 from ..reports import Table, page, paragraphs, section, written
 from ..tensors import long_name
@@ -165,16 +166,12 @@ class Tuned:
         Raises:
             OptionError: They can't be written.
         """
-        folder = Path(directory)
         files = {
             **_files(self),
             "report.txt": f"{self}\n",
             "report.html": self.to_html(),
         }
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except raised_here(OSError, ValueError) as error:
-            raise OptionError(f"can't write {folder}: {said_by(error)}") from error
+        folder = make_directory(directory)
         for name, content in files.items():
             written(content, folder / name)
         return [folder / name for name in files]

@@ -8,12 +8,14 @@ import math
 import os
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import HmpxError, OptionError, raised_here, said_by, short
+from ..errors import HmpxError, OptionError, raised_here, short, warn
+from ..files import JOURNAL, damaged, parsed, read, shaped, unwritable
 from ..observers import LOGGER
 from .candidates import COST_OF_A_LINE, Candidate, Evaluation, Kept, Outcome, Seen, bare, low_parts
 from .evaluating import LEAST_OVER_NOISE
@@ -85,7 +87,11 @@ class Searching:
             found = self.evaluator(*key)
             return found.error, found.seen
 
-        error, seen = self.journal.remembered([sorted(kept), *key[1:]], evaluated)
+        error, seen = self.journal.remembered(
+            [sorted(kept), *key[1:]],
+            evaluated,
+            tuple[float, Mapping[str, tuple[float, float, float]]],
+        )
         found = self._known[key] = Outcome(
             error, {name: Seen(*each) for name, each in seen.items()}
         )
@@ -174,6 +180,14 @@ _VERSION: Final = 3
 _START: Final = b'{"hmpx journal"'
 
 
+@dataclass(frozen=True)
+class _Line:
+    """A result in a journal."""
+
+    key: Any
+    value: Any
+
+
 class Journal:
     """A file of results by key, in JSON lines, from which a killed search continues."""
 
@@ -182,57 +196,65 @@ class Journal:
 
         An empty path means no file. A file of another search, or a damaged one, is an error and stays unchanged.
         """
-        self._path, self._known = path, dict[str, Any]()
+        self._path, self._known = path, dict[str, tuple[str, Any]]()
         if not path:
             return
         wanted = {"hmpx journal": _VERSION, **json.loads(json.dumps(header))}
-        try:
-            content = Path(path).read_bytes() if Path(path).exists() else b""
-        except raised_here(OSError, ValueError) as error:
-            raise OptionError(
-                f"the journal {short(path)} can't be read: {said_by(error)}"
-            ) from error
+        content = read(path, JOURNAL) if os.path.exists(path) else b""  # noqa: PTH110  # any text
         if not content.startswith(_START[: len(content)]):
             raise OptionError(f"{short(path)} is not a journal of hmpx.tune; give another path")
         *lines, torn = content.split(b"\n")
         for number, line in enumerate(lines, 1):
+            where, record = f"{short(path)}:{number}", parsed(line, short(path), JOURNAL, number)
             try:
-                record = json.loads(line)
                 if number > 1:
-                    self._known[json.dumps(record["key"])] = record["value"]
-                elif differing := sorted(
-                    key for key in wanted | record if wanted.get(key) != record.get(key)
-                ):
-                    raise OptionError(
-                        f"the journal {short(path)} belongs to another search: {', '.join(differing)} "
-                        f"differ{'s' if len(differing) == 1 else ''}; give another path, or delete the file"
-                    )
-            except raised_here(ValueError, TypeError, KeyError) as error:
+                    written = shaped(record, _Line)
+                    self._known[json.dumps(written.key)] = where, written.value
+                    continue
+                record = shaped(record, Mapping[str, Any])
+            except raised_here(ValueError) as error:
+                raise damaged(where, JOURNAL, error) from None
+            if differing := sorted(
+                key for key in wanted | record if wanted.get(key) != record.get(key)
+            ):
                 raise OptionError(
-                    f"{short(path)}:{number}: the journal is damaged ({said_by(error)}); delete the lines "
-                    "from there on, or the file"
-                ) from error
+                    f"the journal {short(path)} belongs to another search: {', '.join(differing)} "
+                    f"differ{'s' if len(differing) == 1 else ''}; give another path, or delete the file"
+                )
         self._write(b"" if lines else json.dumps(wanted).encode() + b"\n", len(content) - len(torn))
 
-    def remembered(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Returns the value of a key, as JSON returns it; computes and writes it if it is not known."""
+    def remembered(self, key: Any, compute: Callable[[], Any], kind: Any) -> Any:
+        """Returns the value of a key, of a type that JSON has; computes and writes it if it is not known."""
         name = json.dumps(key)
         if name not in self._known:
             text = json.dumps({"key": key, "value": compute()})
-            self._known[name] = json.loads(text)["value"]
-            if self._path:
-                self._write(text.encode() + b"\n")
-        return self._known[name]
+            self._known[name] = self._path, json.loads(text)["value"]
+            self._append(text.encode() + b"\n")
+        where, value = self._known[name]
+        try:
+            return shaped(value, kind)
+        except raised_here(ValueError) as error:
+            raise damaged(where, JOURNAL, error) from None
 
-    def by_spot(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Returns the value of a key that is a mapping of spots to tuples, or None."""
+    def by_spot(self, key: Any, compute: Callable[[], Any], *kinds: type) -> Any:
+        """Returns the value of a key that is a mapping of spots to tuples of these types, or None."""
 
         def rows() -> list[list[Any]] | None:
             found = compute()
             return None if found is None else [[*spot, *each] for spot, each in found.items()]
 
-        known = self.remembered(key, rows)
+        row = types.GenericAlias(tuple, (str, str, *kinds))
+        known = self.remembered(key, rows, tuple[row, ...] | None)  # type: ignore[valid-type]
         return None if known is None else {(op, module): tuple(each) for op, module, *each in known}
+
+    def _append(self, data: bytes) -> None:
+        """Appends a line; a full disk ends the journal, not the search."""
+        try:
+            if self._path:
+                self._write(data)
+        except raised_here(OptionError) as error:
+            self._path = ""
+            warn(f"{error}; the search goes on without its journal")
 
     def _write(self, data: bytes, size: int | None = None) -> None:
         """Appends to the file, cut to ``size`` before if given, and flushes it to disk."""
@@ -244,9 +266,7 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
         except raised_here(OSError, ValueError) as error:
-            raise OptionError(
-                f"the journal {short(self._path)} can't be written: {said_by(error)}"
-            ) from error
+            raise unwritable(self._path, error) from error
 
 
 # --- progress ----------------------------------------------------------------------------------------

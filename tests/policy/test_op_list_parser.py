@@ -213,8 +213,8 @@ def test_unreadable_files_are_errors_before_anything_is_patched(tmp_path: Path) 
     cases = {
         "missing.txt": "missing.txt: no such file; give the path of an op list",
         "": ": a directory, not an op list; give a file's path",
-        "latin.txt": "latin.txt: not UTF-8 text (byte 7: 0xe9); save it as UTF-8",
-        "utf16.txt": "utf16.txt: not UTF-8 text (byte 0: 0xff); save it as UTF-8",
+        "latin.txt": "latin.txt:2: not UTF-8 text (byte 7: 0xe9); save it as UTF-8",
+        "utf16.txt": "utf16.txt:1: not UTF-8 text (byte 0: 0xff); save it as UTF-8",
         "binary.txt": "binary.txt: a binary file, not an op list; give a text file's path",
     }
     for name, message in cases.items():

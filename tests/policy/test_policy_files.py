@@ -538,8 +538,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cases = {
         "missing.yaml": "missing.yaml: no such file; give the path of a policy file",
         "folder.yaml": "folder.yaml: a directory, not a policy file; give a file's path",
-        "latin.yaml": "latin.yaml: not UTF-8 text (byte 12: 0xe9); save it as UTF-8",
-        "utf16.yml": "utf16.yml: not UTF-8 text (byte 0: 0xff); save it as UTF-8",
+        "latin.yaml": "latin.yaml:1: not UTF-8 text (byte 12: 0xe9); save it as UTF-8",
+        "utf16.yml": "utf16.yml:1: not UTF-8 text (byte 0: 0xff); save it as UTF-8",
         "policy.txt": "policy.txt: a policy file ends in .yaml, .yml, .json",
         "nul\0.yaml": r"nul\x00.yaml: can't be read: embedded null byte",
     }

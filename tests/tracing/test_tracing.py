@@ -499,9 +499,17 @@ def test_a_killed_run_has_the_steps_that_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "b is not a trace; hmpx.trace() and hmpx run --trace write them"),
-        ("import torch\n", "b is not a trace; hmpx.trace() and hmpx run --trace write them"),
-        ('{"trace": {"format": 9}}\n', "b has format 9, this hmpx reads 2; trace it again"),
+        ("", "b: not a trace, or damaged: it is empty; hmpx run --trace writes one"),
+        (
+            "import torch\n",
+            "b:1: not a trace, or damaged: Expecting value: line 1 column 1 (char 0); "
+            "hmpx run --trace writes one",
+        ),
+        (
+            '{"trace": {"format": 9}}\n',
+            "b:1: not a trace, or damaged: it has format 9, this hmpx reads 2; "
+            "hmpx run --trace writes one",
+        ),
     ],
 )
 def test_files_that_are_not_traces(

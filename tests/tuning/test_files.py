@@ -61,7 +61,9 @@ def test_damaged_journals_are_named_with_the_line(
     path = tmp_path / "journal"
     content = header + b"\n" + json.dumps(record).encode() + b'\n{"kept": ["to'
     path.write_bytes(content)
-    with pytest.raises(hmpx.OptionError, match=r"journal:2: the journal is damaged .*; delete"):
+    with pytest.raises(
+        hmpx.OptionError, match=r"journal:2: not a journal of hmpx\.tune, or damaged: .*; delete"
+    ):
         tune(small(), journal=path)
     assert path.read_bytes() == content
 
