@@ -221,7 +221,7 @@ def _runners(
                     "to freeze weights, bench needs the model: make() must return the model instead of a step"
                 )
             continue
-        randomness = Randomness(conditions.device_type, seed)
+        randomness = Randomness(seed)
         try:
             with randomness.in_force():
                 step, model, given = made(make, inputs, [each.model for each in runners])

@@ -23,8 +23,8 @@ from .. import arguments, freezing, session
 from ..errors import BenchError, passing_over, raised_here, shown
 from ..observers import user_location
 from ..places import located
-from ..tensors import LOW_DTYPES, floats_of
-from ..torch_state import RandomStates, seed_all
+from ..tensors import LOW_DTYPES, copied, floats_of
+from ..torch_state import RandomStates, accelerators, seed_all, unchanged
 
 #: The variant that all others are compared with.
 BASE: Final = "fp32"
@@ -95,11 +95,12 @@ class Runner:
     steps: int = 1  # Per run
     _returned: list[Tensor | float | None] = field(default_factory=list)
     _frozen: freezing.Frozen | None = None
-    _was_training: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    _on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
         if self.model is not None:
-            self._was_training = [(each, each.training) for each in self.model.modules()]
+            if self.variant.name == BASE:  # other variants have copies, or models of their own
+                self._on_close.enter_context(unchanged(self.model, self.inputs))
             self.model.eval()
 
     def step(self) -> Any:
@@ -155,8 +156,7 @@ class Runner:
         """Restores the model as it was given."""
         if self._frozen is not None:
             self._frozen.undo()
-        for module, was_training in self._was_training:
-            module.training = was_training
+        self._on_close.close()
 
     def _synchronize(self) -> None:
         if self.conditions.device_type != "cpu":
@@ -215,7 +215,7 @@ def made(
             "with; for training, return a function that makes a step"
         )
     is_given = isinstance(inputs, (Tensor, Mapping, list, tuple)) or not callable(inputs)
-    given = inputs if is_given else inputs()
+    given = copied(inputs if is_given else inputs())
     args, kwargs = arguments.of_call(given)
     model = copy.deepcopy(found) if found in taken else found
 
@@ -271,14 +271,14 @@ def _trained() -> Iterator[list[Tensor]]:
 class Randomness:
     """The states of all random generators of one variant."""
 
-    def __init__(self, device_type: str, seed: int) -> None:
-        self._device_type, self._seed = device_type, seed
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._states: RandomStates | None = None
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Uses the variant's generator states inside the block, and restores the user's after it."""
-        outside = self._current()
+        outside = RandomStates(accelerators())
         if self._states is None:
             seed_all(self._seed)
         else:
@@ -286,15 +286,8 @@ class Randomness:
         try:
             yield
         finally:
-            self._states = self._current()
+            self._states = RandomStates(accelerators())
             outside.restore()
-
-    def _current(self) -> RandomStates:
-        is_used = self._device_type != "cpu"
-        if is_used:
-            device: Any = torch.get_device_module(self._device_type)
-            is_used = getattr(device, "is_initialized", lambda: True)()
-        return RandomStates([torch.device(self._device_type)] if is_used else [])
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ..errors import FreezeError, OptionError, noted, raised_here, said_by, show
 from ..freezing import is_sealed
 from ..session import check_names, convert, current, refuse_where_off
 from ..torch_internals import DisableAutocast, uncompiled
-from ..torch_state import reached_by, without_casts
+from ..torch_state import reached_by, unchanged, without_casts
 from .calls import Kept, LowRun, ShadowRun
 from .comparison import Comparison
 from .rows import compared_gradients, compared_sites
@@ -40,7 +40,7 @@ def compare(
 
     The model runs forward and backward in low precision, then in float32. There each call also runs in
     low precision on the same inputs, and one backward gives the effect of each difference on the loss.
-    The model, its buffers, gradients and the RNG state are restored afterwards.
+    The model, its inputs and the RNG state are restored afterwards, bit for bit.
 
     Args:
         model: The model, or any function. A compiled one runs uncompiled.
@@ -86,10 +86,9 @@ def compare(
     check_names(compare, conversion)
     _check_unfrozen(model, inputs)
     refuse_where_off("compare")
-    runs = Runs(model, inputs, loss_fn, seed)
     with contextlib.ExitStack() as stack:
-        stack.callback(runs.state.restore)
-        runs.state.suspend_hooks()
+        state = stack.enter_context(unchanged(model, *inputs, loss_fn))
+        runs = Runs(model, inputs, loss_fn, seed, state)
         stack.enter_context(runs.observed())  # before wrappers are made: they are made once
         session = current()  # the one that `watch` makes if there is none decides on no op
         is_deciding = session and (session.policy.decisions or session.policy.sections)

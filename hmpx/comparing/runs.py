@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -81,19 +80,14 @@ class Runs:
         inputs: tuple[Any, ...],
         loss_fn: Callable[[Any], Tensor] | None,
         seed: int,
+        state: ModelState,
     ) -> None:
         self._model, self._inputs, self._loss_fn, self._seed = model, inputs, loss_fn, seed
         self._modules = [model] if isinstance(model, nn.Module) else []
         tensors = list(tensors_of(inputs))
-        reached = reached_by(model, *inputs)
-        parameters = itertools.chain(*(each.parameters() for each in reached.modules))
-        if any(map(nn.parameter.is_lazy, parameters)):
-            with torch.no_grad(), without_casts():  # a run makes its parameters
-                self._called(copied(inputs))
-        self.state = ModelState(reached, tensors)
-        for each in reached.modules:
-            for module in filter(is_layer_cast, each.modules()):  # whose weights refuse gradients
-                module.requires_grad_(False)
+        self._state = state
+        every = [each for outer in reached_by(model, *inputs).modules for each in outer.modules()]
+        self._layer_cast = list(filter(is_layer_cast, every))
         self.gradients_error: str | None = None  # of low precision; runs are then without gradients
         self.is_calling = False  # the model is running, or has failed
         self.parameters = {
@@ -101,7 +95,6 @@ class Runs:
             for module in self._modules
             for name, parameter in module.named_parameters()
         }
-        self._learning = [each for each in self.parameters.values() if each.requires_grad]
         self._passing = _Passing()
         self._recorder = Recorder()
         found = [*self.parameters.values(), *tensors]
@@ -130,7 +123,7 @@ class Runs:
 
         def differentiate(scalars: list[Tensor]) -> str | None:
             compared = scalars[-1:]  # the one whose gradients `exact` compares
-            self.state.keep_gradients(compared)
+            self._state.keep_gradients(compared)
             return self._differentiate(compared)
 
         self._passing.recorder = self._recorder
@@ -139,7 +132,6 @@ class Runs:
         finally:
             self._passing.recorder = None
         found = _taken(self.parameters)
-        self.state.forget_unwritten()
         return done, found
 
     def exact(self, run: Run, low: Mapping[str, Tensor]) -> tuple[Done, list[tuple[str, Tensor]]]:
@@ -162,12 +154,13 @@ class Runs:
         return done, compared
 
     def _call(self) -> Any:
-        is_learning = self.gradients_error is None
+        is_learning, learners = self.gradients_error is None, self.parameters.values()
         with without_casts():
             given = copied(self._inputs)
             if not is_learning:
                 given = map_all(given, Tensor.detach)
-            elif not self._learning:  # gradients must arrive somewhere, to pass all calls
+            elif not any(each.requires_grad for each in learners):
+                # Gradients must arrive somewhere, to pass all calls.
                 given = map_all(given, _learning_copy)
         with torch.set_grad_enabled(is_learning):
             return self._called(given)
@@ -178,7 +171,9 @@ class Runs:
         return arguments.called(self._model, *given)
 
     def _run(self, run: Run, differentiate: Callable[[list[Tensor]], str | None]) -> Done:
-        self.state.restart()
+        self._state.restart()
+        for module in self._layer_cast:
+            module.requires_grad_(False)  # its weights refuse gradients
         self._passing.run = run
         try:
             self.is_calling = True
@@ -198,7 +193,7 @@ class Runs:
         finally:
             self._passing.run = None
         others = {each.where: each.value for each in parts if each.where not in outputs}
-        outputs = {where: each.detach() for where, each in outputs.items()}
+        outputs = {where: each.detach().clone() for where, each in outputs.items()}
         return Done(outputs, others, loss, error or self.gradients_error)
 
     def _differentiate(self, scalars: list[Tensor], *, keep: bool = False) -> str | None:

@@ -26,7 +26,7 @@ from ..places import located
 from ..policy import Call
 from ..tensors import LOW_DTYPES, floating_in, long_name, node_of, tensors_in
 from ..torch_internals import uncompiled
-from ..torch_state import named_tensors, place, spot
+from ..torch_state import named_tensors, place, spot, unchanged
 from .lines import KEYS, Line, read, real, written
 from .writing import as_yaml, contract_of
 
@@ -173,7 +173,8 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
 
         Args:
             model: A module or any function. Contents are those of a module's parameters and buffers.
-            inputs: A tuple or dict of arguments, or the only one. Gradients are not recorded.
+            inputs: A tuple or dict of arguments, or the only one. Gradients are not recorded. The model is
+                then restored.
 
         Example:
             >>> print(hmpx.expect.of(torch.nn.Linear(2, 2), torch.ones(1, 2)).splitlines()[1])
@@ -181,7 +182,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         """
         args, kwargs = arguments.of_call(inputs)
         module = model if isinstance(model, nn.Module) else None
-        with torch.no_grad():
+        with unchanged(model, inputs), torch.no_grad():
             return as_yaml(contract_of(lambda: model(*args, **kwargs), module))
 
     # --- calls -----------------------------------------------------------------------------------

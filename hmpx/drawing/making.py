@@ -76,20 +76,21 @@ def draw(
     names = Names(model)
     names.parameters.update({id(tensor): name for name, tensor in _named(params).items()})
     observation: Observation | None = None
-    result = output
-    if is_call:
-        result, observation = observed(output, inputs, names)
-    found: dict[int, tuple[str, Tensor]] = {}
-    for place, tensor in _graph_tensors(result):
-        found.setdefault(id(tensor), (place, tensor))
-    if not found:
-        raise OptionError(_why_no_graph(output, is_call=is_call))
-    with torch_state.without_casts():
-        steps, positions = walk([tensor for _, tensor in found.values()], _WALKED * max_nodes)
-    grouping = Grouping(steps, names, observation)
-    ends = [(place, tensor, positions[id(node_of(tensor))]) for place, tensor in found.values()]
-    nodes, edges, left_out = _finished(grouping, ends, max_nodes)
-    return Drawing(nodes, edges, left_out, names.classes, grouping.formats(), fold)
+    with torch_state.unchanged(output if is_call else None, *inputs):
+        result = output
+        if is_call:
+            result, observation = observed(output, inputs, names)
+        found: dict[int, tuple[str, Tensor]] = {}
+        for place, tensor in _graph_tensors(result):
+            found.setdefault(id(tensor), (place, tensor))
+        if not found:
+            raise OptionError(_why_no_graph(output, is_call=is_call))
+        with torch_state.without_casts():
+            steps, positions = walk([tensor for _, tensor in found.values()], _WALKED * max_nodes)
+        grouping = Grouping(steps, names, observation)
+        ends = [(place, tensor, positions[id(node_of(tensor))]) for place, tensor in found.values()]
+        nodes, edges, left_out = _finished(grouping, ends, max_nodes)
+        return Drawing(nodes, edges, left_out, names.classes, grouping.formats(), fold)
 
 
 def _named(params: Any) -> dict[str, Tensor]:

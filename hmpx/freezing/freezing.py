@@ -106,9 +106,11 @@ def freeze(
         kwargs, example_inputs = dict(*example_inputs), ()
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
     found = slots_of(model)
-    watch = watch_forward(model, found, example_inputs, kwargs)
+    with torch_state.unchanged(model, example_inputs, kwargs, but=[f.tensor for f in found]):
+        watch = watch_forward(model, found, example_inputs, kwargs)
+        gone = replaced(model, found)
     rounding = one_rounding(in_force) if store == "codes" else None
-    weights = tuple(judged(found, watch, replaced(model, found), rounding is not None))
+    weights = tuple(judged(found, watch, gone, rounding is not None))
     dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
     lows: dict[int, Slot] = {}
     for f in found:

@@ -283,7 +283,7 @@ def has_changed(tensor: Tensor, before: Tensor) -> bool:
     """Whether any bit differs."""
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
-    as_bytes = [t.reshape(-1).view(torch.uint8) for t in (tensor, before)]
+    as_bytes = [t.contiguous().view(-1).view(torch.uint8) for t in (tensor, before)]
     return not torch.equal(*as_bytes)
 
 

@@ -39,6 +39,7 @@ from ..torch_internals import (
     standing_in,
     storage_of,
 )
+from ..torch_state import reached_by
 
 
 class Place:
@@ -47,6 +48,7 @@ class Place:
     def __init__(self, device_type: str, *, is_small: bool) -> None:
         self.device_type = device_type
         self.is_small = is_small  # Tensors are real, on the CPU
+        self.given: list[Tensor] = []  # that a given model holds
         # torch has that device here; otherwise fake tensors replace it
         self.is_there = device_type == "cpu" or (is_present(device_type) and not is_small)
         self._corrections = _Corrections()
@@ -96,16 +98,16 @@ class Place:
         return map_all(value, self._placed)
 
     def model(self, model: nn.Module) -> nn.Module:
-        """Returns a model with all parameters and buffers in this place: itself if they are, else a copy."""
+        """Returns a model with its own and given tensors in this place: itself if they are, else a copy."""
         if self.is_small:
             return model
-        memo: dict[int, Any] = {}
-        for tensor in (*stored_parameters(model), *model.buffers()):
-            placed = self._placed(tensor)
-            if placed is not tensor:
-                memo[id(tensor)] = _like(placed, tensor)
-        if not memo:
+        own = [*stored_parameters(model), *model.buffers()]
+        if all(self._placed(each) is each for each in own):
             return model
+        memo: dict[int, Any] = {id(each): each for each in reached_by(model).generators}
+        for tensor in (*own, *self.given):
+            if (placed := self._placed(tensor)) is not tensor:
+                memo[id(tensor)] = _like(placed, tensor)
         try:
             return copy.deepcopy(model, memo)
         except raised_here(Exception) as error:  # of the model's own attributes

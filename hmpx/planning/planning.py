@@ -26,7 +26,7 @@ from ..torch_internals import (
     needs_values,
     uncompiled,
 )
-from ..torch_state import reached_by
+from ..torch_state import named_tensors, reached_by, unchanged
 from .places import Place
 from .result import Plan, Run, ShardGroup, groups_of
 
@@ -49,7 +49,7 @@ def plan(
 
     The step runs on tensors without values, in float32, with torch.autocast's casts, and with hmpx's.
     Sizes are those of tensors, without an allocator's overhead. An existing conversion is suspended
-    meanwhile; the program's gradients and RNG state are unchanged.
+    meanwhile; a given model and the RNG state are unchanged.
 
     Args:
         model_fn: A function that returns the model; or a model, which is copied without its weights.
@@ -85,13 +85,15 @@ def plan(
     name, make_optimizer = _parsed_optimizer(optimizer)
     _check(model_fn, training, conversion)
     place = Place(device_type, is_small=small)
+    real = () if small else reached_by(model_fn).modules  # whose values don't change
+    but = [tensor for module in real for _, tensor in named_tensors(module)]
     with contextlib.ExitStack() as stack:
+        place.given = stack.enter_context(unchanged(model_fn, inputs_fn, but=but)).tensors
         stack.enter_context(unconverted())
         stack.enter_context(uncompiled())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(DisableAutocast())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(place.entered())
         program = _program(model_fn, inputs_fn, loss_fn, make_optimizer, training, place)
         options = _options(place, conversion)
@@ -252,7 +254,7 @@ class _Program:
         """
         ledger, recorder = Ledger(), Recorder()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._forget)
+            stack.enter_context(unchanged(self.model, self.inputs)).restart()
             if conversion is not None:
                 stack.enter_context(Attached(recorder, every_op=True, values=True))
                 stack.enter_context(convert(**conversion))
@@ -300,10 +302,6 @@ class _Program:
         if not learning:
             return None
         return torch.stack([each.float().sum() for each in learning]).sum()
-
-    def _forget(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 def _checked(loss: Any) -> Tensor:

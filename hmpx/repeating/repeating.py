@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -11,15 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import arguments
 from ..errors import OptionError, noted, raised_here, said_by
 from ..observers import Attached, CallTensors, OpCall
+from ..patching import Patch, apply, undo
 from ..session import is_converted, observable
 from ..tensors import CAST, LOW_DTYPES, copied, map_all, tensors_in, tensors_of
-from ..torch_internals import uncompiled
-from ..torch_state import ModelState, reached_by, state_of_random_numbers
+from ..torch_internals import BATCH_CHECK, uncompiled
+from ..torch_state import state_of_random_numbers, unchanged
 from .batches import Arguments, BatchedCall, OneRow, Rows, UnknownRowsError, as_values, rows_of
 from .variations import BY_ROW, Difference, Invariance, Variation, difference
 
@@ -43,7 +46,7 @@ def invariance(
 
     The model runs on one row of the batch and on all rows, without gradients. Each call of the second run is
     repeated on its own inputs: the same again, with rows alone, permuted, with more rows, and with other
-    numbers of threads. The model, its buffers, the RNG state and the number of threads are unchanged.
+    numbers of threads. The model, the RNG state and the number of threads are unchanged.
     Works with and without a conversion, and under torch.autocast.
 
     Args:
@@ -76,19 +79,20 @@ def invariance(
         has_rows = tensor.dim() > 0 and tensor.shape[0] == size
         return tensor[-1:] if has_rows else tensor
 
-    state = ModelState(reached_by(model, *batch), list(tensors_of(batch)))
     small = _OneRowRun()
     large = _Repeats(small.calls, size, rows, sorted(set(tried)))
-    try:
-        with observable(), uncompiled(), torch.no_grad():
-            try:
-                _run(model, copied(map_all(batch, one_row)), small.observe)
-            except Exception as error:
-                raise noted(error, "Raised by the run on one row of the batch") from None
-            state.restart()
-            _run(model, copied(batch), large.observe)
-    finally:
+    with contextlib.ExitStack() as stack:
+        state = stack.enter_context(unchanged(model, *batch))
+        for context in (observable(), uncompiled(), torch.no_grad()):
+            stack.enter_context(context)
+        # Batch norms in training must run on one row, too.
+        stack.callback(undo, apply([Patch(F, BATCH_CHECK, lambda size: None)]))
+        try:
+            _run(model, copied(map_all(batch, one_row)), small.observe)
+        except Exception as error:
+            raise noted(error, "Raised by the run on one row of the batch") from None
         state.restore()
+        _run(model, copied(batch), large.observe)
     return large.report()
 
 

@@ -88,6 +88,7 @@ from .modes import is_tensor_of_tensors as is_tensor_of_tensors
 from .modes import jit_tracing_state as jit_tracing_state
 from .modes import may_learn as may_learn
 from .modes import transforms as transforms
+from .modules import BATCH_CHECK as BATCH_CHECK
 from .modules import BUFFER_HOOKS as BUFFER_HOOKS
 from .modules import CLIPPING as CLIPPING
 from .modules import FX_MODULE_CALL as FX_MODULE_CALL

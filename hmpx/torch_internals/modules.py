@@ -25,6 +25,10 @@ rely_on("optimizers' steps", f"torch.optim.Optimizer.{PREPARE_STEP}")
 #: Hooks by key: after each optimizer's step, for each submodule that is registered, for each buffer.
 STEP_HOOKS, MODULE_HOOKS, BUFFER_HOOKS = rely_on("hooks of optimizers and modules")
 
+#: The function of torch.nn.functional that refuses batches of one row in training.
+BATCH_CHECK: Final = "_verify_batch_size"
+rely_on("batches of one row", instead=(None,))
+
 #: The function that rebuilds tensors from stored data.
 rebuild_tensor = rely_on("loaded tensors", instead=(do_nothing,))
 

@@ -18,7 +18,7 @@ from .disabling import without_casts as without_casts
 from .disabling import without_low_casts as without_low_casts
 from .model_state import ModelState as ModelState
 from .model_state import RandomStates as RandomStates
-from .model_state import Reached as Reached
+from .model_state import accelerators as accelerators
 from .model_state import reached_by as reached_by
 from .model_state import seed_all as seed_all
 from .model_state import state_of_random_numbers as state_of_random_numbers

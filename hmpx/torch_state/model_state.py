@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copyreg import _slotnames  # type: ignore[attr-defined]
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
-from ..tensors import PLAIN_TENSORS, edges_of, is_dense, node_of, stored_parameters, tensors_in
-from .disabling import without_casts
+from ..places import PACKAGE
+from ..tensors import edges_of, is_leaf, node_of, tensors_in
+from ..torch_internals import DisableTorchFunctionSubclass, FakeTensor
+from .disabling import apart
+from .module_names import named_tensors
 
 
 class RandomStates:
@@ -40,6 +46,14 @@ class RandomStates:
         """Restores them."""
         for set_state, state in self.states:
             set_state(*state)
+
+
+def accelerators() -> set[torch.device]:
+    """Returns all accelerators, if the program uses any."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or not getattr(torch.get_device_module(found), "is_initialized", bool)():
+        return set()
+    return {torch.device(found.type, index) for index in range(torch.accelerator.device_count())}
 
 
 def state_of_random_numbers(values: Iterable[Any]) -> RandomStates:
@@ -128,145 +142,228 @@ def _leads(value: Any) -> bool:
     return isinstance(value, kinds)
 
 
-#: Containers in attributes of modules whose contents are restored; hooks are in others.
-_CONTAINERS: Final = (dict, list, set)
+#: Containers whose contents are restored, derived ones first.
+_CONTAINERS: Final = (collections.OrderedDict, dict, list, set, collections.deque, bytearray)
+
+#: Values without contents.
+_ATOMS: Final = frozenset({bool, int, float, str, type(None), types.FunctionType, torch.Size})
+
+#: Users' hooks on finished gradients, such as those that step an optimizer.
+_FINISHED: Final = "_post_accumulate_grad_hooks"
+
+_ABSENT: Final = object()
 
 
 class ModelState:
-    """The current state of some modules and of random number generators."""
+    """All that a run of a model can change.
 
-    @without_casts()
-    def __init__(self, reached: Reached, inputs: Iterable[Tensor]) -> None:
-        """Saves the state."""
-        every = [each for module in reached.modules for each in module.modules()]
-        self._attributes = [_Attributes(module) for module in every if not _is_lazy(module)]
-        parameters = [each for module in reached.modules for each in stored_parameters(module)]
-        buffers = [each for module in reached.modules for each in module.buffers()]
-        self._values = [_Values(each) for each in buffers if _is_kept(each)]
-        self._parameters = [_Values(each) for each in parameters if _is_kept(each)]
-        self._gradients: list[tuple[Tensor, Tensor | None]] = [
-            (each, each.grad) for each in parameters
-        ]
-        self._known = {id(each) for each in parameters}
-        self._learns = [(each, each.requires_grad) for each in parameters]
-        self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._generators = [(each, each.get_state()) for each in reached.generators]
-        self._random = RandomStates({each.device for each in (*parameters, *inputs)})
+    That is what modules, inputs and other objects hold, in attributes and containers, down to the bits of
+    tensors; gradients, hooks, generators, and the states of random numbers.
+    """
 
-    def suspend_hooks(self) -> None:
-        """Removes users' hooks on finished gradients, such as those that step an optimizer."""
-        for parameter, _ in self._gradients:
-            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            if hooks:
-                self._hooks.append((hooks, dict(hooks)))
-                hooks.clear()
+    def __init__(self, model: Any, *inputs: Any, but: Iterable[Tensor] = ()) -> None:
+        """Saves the state; the caller restores the values of the tensors ``but``."""
+        self._undo: list[Callable[[], object]] = []
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._but = {id(each) for each in but}
+        with _apart():
+            reached = reached_by(model, *inputs)
+            scripted = [[*named_tensors(each)] for each in reached.modules]  # in no attribute
+            seen = self._saved([scripted, *reached, model, *inputs])
+            self.tensors = [each for each in seen if isinstance(each, Tensor)]
+            devices = {each.device for each in self.tensors if not isinstance(each, FakeTensor)}
+            random_states = RandomStates(devices | accelerators())
+        self._undo += [functools.partial(put, *state) for put, state in random_states.states]
 
     def keep_gradients(self, scalars: Iterable[Tensor]) -> None:
         """Saves and removes the gradients of other tensors that a backward of ``scalars`` reaches."""
         for leaf in _leaves(scalars):
-            if id(leaf) not in self._known:
-                self._known.add(id(leaf))
-                self._gradients.append((leaf, leaf.grad))
+            if id(leaf) not in self._gradients:
+                self._gradients[id(leaf)] = leaf, leaf.grad
                 leaf.grad = None
 
-    @without_casts()
-    def forget_unwritten(self) -> None:
-        """Drops copies of parameters that a run has not written to: later runs won't either."""
-        self._parameters = [each for each in self._parameters if not each.is_same()]
-
-    @without_casts()
     def restart(self) -> None:
-        """Restores everything except gradients, and removes these, for another run."""
-        for attributes in self._attributes:
-            attributes.restore()
-        with torch.no_grad():
-            for values in (*self._values, *self._parameters):
-                values.restore()
-        for parameter, _ in self._gradients:
-            parameter.grad = None
-        for generator, state in self._generators:
-            generator.set_state(state)
-        self._random.restore()
+        """Restores everything, and removes gradients and hooks on finished ones, for another run."""
+        self.restore()
+        for tensor, _ in self._gradients.values():
+            tensor.grad = None
+            (getattr(tensor, _FINISHED, None) or {}).clear()
 
     def restore(self) -> None:
-        """Restores everything."""
-        self.restart()
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        for parameter, learns in self._learns:
-            if parameter.requires_grad is not learns:
-                parameter.requires_grad_(learns)
-        for hooks, those in self._hooks:
-            hooks.update(those)
+        """Restores everything, even if it is interrupted once."""
+        try:
+            self._restore()
+        except BaseException:
+            self._restore()
+            raise
 
+    def _restore(self) -> None:
+        with _apart():
+            for undo in self._undo:
+                undo()
+            for tensor, gradient in self._gradients.values():
+                if tensor.grad is not gradient:
+                    tensor.grad = gradient
 
-class _Attributes:
-    """The attributes of a module, and the contents of its containers: caches, counters, buffers by name."""
+    def _saved(self, roots: Iterable[Any]) -> list[Any]:
+        """Saves ``roots`` and all that they hold, and returns it."""
+        seen: dict[int, Any] = {}
+        rest = list(roots)
+        while rest:
+            value = rest.pop()
+            if type(value) not in _ATOMS and id(value) not in seen:
+                seen[id(value)] = value
+                rest += self._parts(value)
+        return list(seen.values())
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._values = dict(vars(module))
-        self._contents = [
-            (value, value.copy()) for value in self._values.values() if type(value) in _CONTAINERS
-        ]
-
-    def restore(self) -> None:
-        own = vars(self._module)
-        for name in own.keys() - self._values.keys():
-            del own[name]
-        for name, value in self._values.items():
-            if own.get(name) is not value:
-                own[name] = value
-        for container, content in self._contents:
-            if len(container) == len(content) and all(map(_is, _flat(container), _flat(content))):
-                continue
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
-
-
-def _flat(container: Any) -> Iterable[Any]:
-    if isinstance(container, dict):
-        return [each for item in container.items() for each in item]
-    return container  # type: ignore[no-any-return]
-
-
-class _Values:
-    """The values of a tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._data = tensor, tensor.detach()
-        self._values = self._data.clone()
-
-    def is_same(self) -> bool:
-        """Whether the tensor was not written to."""
-        now, then = self._tensor.detach(), self._data
-        return now.data_ptr() == then.data_ptr() and _is_same(now, self._values)
-
-    def restore(self) -> None:
-        """Restores the values, without a write if they are unchanged."""
-        if self.is_same():
+    def _parts(self, value: Any) -> Iterator[Any]:
+        """Saves a value without its parts, and yields these."""
+        kind = next((each for each in _CONTAINERS if isinstance(value, each)), None)
+        if isinstance(value, Tensor):
+            yield from self._tensor_parts(value)
+        elif kind is not None:
+            items = _items(value, kind)
+            self._undo.append(functools.partial(_refill, value, kind, items))
+            yield from items
+        elif isinstance(value, (tuple, frozenset)):
+            yield from value
             return
-        if self._tensor.data_ptr() != self._data.data_ptr():
-            self._tensor.data = self._data
-        self._tensor.detach().copy_(self._values)
+        elif (undo := _undo_of_data(value)) is not None:
+            self._undo.append(undo)
+        elif isinstance(value, (functools.partial, types.MethodType)):
+            yield from _held(value)
+        elif not _is_entered(value):
+            return
+        if kind is not type(value):
+            slots = {name: getattr(value, name, _ABSENT) for name in _slotnames(type(value))}
+            self._undo.append(functools.partial(_reset, value, type(value), slots))
+            yield from slots.values()
+            yield getattr(value, "__dict__", None)
+
+    def _tensor_parts(self, tensor: Tensor) -> Iterator[Any]:
+        learns = tensor.requires_grad if is_leaf(tensor) else None
+        if learns is not None:
+            self._gradients[id(tensor)] = tensor, tensor.grad
+            yield tensor.grad
+        hooks = [getattr(tensor, name, None) for name in ("_backward_hooks", _FINISHED)]
+        yield from hooks
+        # Tensors of other classes keep their values in attributes.
+        is_own = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        data = tensor.detach() if is_own else None
+        self._undo.append(functools.partial(_reset_tensor, tensor, data, learns, hooks))
+        if data is not None and id(tensor) not in self._but and not data.is_meta:
+            self._undo.append(_undo_of_writes(tensor, data))
 
 
-def _is_lazy(module: nn.Module) -> bool:
-    """Whether a first run creates parameters, which are kept."""
-    return any(map(nn.parameter.is_lazy, (*module.parameters(), *module.buffers())))
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    with torch.inference_mode(False), apart(), DisableTorchFunctionSubclass():
+        yield
 
 
-def _is_kept(tensor: Tensor) -> bool:
-    is_plain = type(tensor) in PLAIN_TENSORS or isinstance(tensor, nn.Buffer)
-    return is_plain and is_dense(tensor) and not tensor.is_meta
+def _is_entered(value: Any) -> bool:
+    """Whether attributes of an object are restored: not those of queues, loggers, compilers and data sets."""
+    module = type(value).__module__
+    top = module.partition(".")[0]
+    if top == PACKAGE or top in sys.stdlib_module_names or module.startswith("torch._"):
+        return isinstance(value, (nn.Module, types.SimpleNamespace))
+    return not isinstance(value, (type, Dataset, DataLoader))
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype is b.dtype and torch.equal(a, b)
+def _reset(value: Any, kind: type, slots: Mapping[str, Any]) -> None:
+    if type(value) is not kind:  # lazy modules and parametrized ones change their class
+        value.__class__ = kind
+    for name, content in slots.items():
+        if content is _ABSENT and hasattr(value, name):
+            object.__delattr__(value, name)
+        elif content is not getattr(value, name, _ABSENT):
+            object.__setattr__(value, name, content)
+
+
+def _items(container: Any, kind: Any) -> list[Any]:
+    """Returns a container's items; for a mapping all keys, then all values."""
+    is_mapping = issubclass(kind, dict)
+    return [*kind.__iter__(container), *(kind.values(container) if is_mapping else ())]
+
+
+def _refill(container: Any, kind: Any, items: list[Any]) -> None:
+    if list(map(id, _items(container, kind))) == list(map(id, items)):
+        return
+    kind.clear(container)
+    if issubclass(kind, dict):
+        half = len(items) // 2
+        for key, value in zip(items[:half], items[half:], strict=True):
+            kind.__setitem__(container, key, value)
+    else:
+        (kind.update if kind is set else kind.extend)(container, items)
+
+
+def _undo_of_data(value: Any) -> Callable[[], object] | None:
+    """Returns a function that restores a generator or an array; None for other values."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, (numpy.random.Generator, numpy.random.BitGenerator)):
+        bits = getattr(value, "bit_generator", value)
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(value, numpy.ndarray) and not isinstance(value, numpy.memmap):
+        return functools.partial(_refill_array, value, value.copy())
+    return None
+
+
+def _refill_array(array: Any, items: Any) -> None:
+    if array.tobytes() != items.tobytes():
+        array[...] = items
+
+
+def _reset_tensor(tensor: Tensor, data: Any, learns: bool | None, hooks: list[Any]) -> None:
+    if data is not None:
+        tensor.data = data  # the shape, the strides and the memory
+    if learns is not None and not is_leaf(tensor) and not tensor._is_view():
+        tensor.detach_()  # a value that depends on parameters was written to it
+    if learns is not None and tensor.requires_grad is not learns and is_leaf(tensor):
+        tensor.requires_grad_(learns)
+    for name, before in zip(("_backward_hooks", _FINISHED), hooks, strict=True):
+        if before is None and (added := getattr(tensor, name, None)):
+            added.clear()
+
+
+def _undo_of_writes(tensor: Tensor, data: Tensor) -> Callable[[], object]:
+    """Returns a function that restores a tensor's values."""
+    if data.layout is not torch.strided:  # its memory is not accessible
+        return functools.partial(_replace, tensor, data.clone(), tensor._version)
+    storage = data.untyped_storage()
+    if not storage.data_ptr():
+        return functools.partial(_rewrite, data, data.clone(), 0)
+    start, count = 0, int(storage.nbytes())
+    if not data.is_nested:
+        steps = [(n - 1) * step for n, step in zip(data.shape, data.stride(), strict=True)]
+        start = int(data.storage_offset()) * data.itemsize
+        count = (sum(steps) + 1) * data.itemsize if data.numel() else 0
+    # Bits, in the largest numbers that fit. To autograd, a write to them is not one to the tensor.
+    dtype, size = (torch.uint8, 1) if (start | count) % 8 else (torch.int64, 8)
+    bits = torch.empty(0, dtype=dtype, device=data.device)
+    bits.set_(storage, start // size, (count // size,), (1,))
+    return functools.partial(_rewrite, bits, bits.clone(), start + count)
+
+
+def _rewrite(now: Tensor, then: Tensor, end: int) -> None:
+    """Restores values, without a write if they are unchanged."""
+    if end > (storage := now.untyped_storage()).nbytes():
+        storage.resize_(end)
+    if not torch.equal(now, then):
+        now.copy_(then)
+
+
+def _replace(tensor: Tensor, then: Tensor, version: int) -> None:
+    if tensor._version != version:
+        tensor.data = then.clone()
 
 
 def _leaves(scalars: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -285,10 +382,15 @@ def _leaves(scalars: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 @contextlib.contextmanager
-def unchanged(model: Any) -> Iterator[None]:
-    """Restores on exit the state of a model, or of everything that a function runs, and the RNG state."""
-    state = ModelState(reached_by(model), ())
+def unchanged(model: Any, *inputs: Any, but: Iterable[Tensor] = ()) -> Iterator[ModelState]:
+    """Restores on exit all that runs of a model with these inputs change; yields the state before."""
+    state = ModelState(model, *inputs, but=but)
+    learns, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
-        yield
+        # Its end restores whether gradients are recorded, and torch.autocast is on.
+        with torch.inference_mode(torch.is_inference_mode_enabled()):
+            torch.set_grad_enabled(learns)
+            yield state
     finally:
+        torch.set_default_dtype(dtype)
         state.restore()

@@ -10,6 +10,7 @@ from typing import Any
 from .. import arguments
 from ..errors import OptionError
 from ..policy import LowType, load_policy, set_names
+from ..torch_state import unchanged
 from .candidates import (
     FP32,
     Candidate,
@@ -59,8 +60,7 @@ def tune(
     effect on the result. Then the set is proven: with it the error is within the tolerance, and without
     any of its members it is not.
 
-    The model, its gradients and buffers, the RNG state and the conversion in force are restored
-    afterwards; the parameters are never written to.
+    The model, its inputs, the RNG state and the conversion in force are restored afterwards.
 
     Args:
         model: The model: a module, or a function that calls some.
@@ -121,37 +121,38 @@ def tune(
     given = dict(locals())
     is_shown = arguments.truth("progress", given.pop("progress"))
     request = Request(**given)
-    task = Task(request)
-    noise = task.noise()
-    results = Journal(request.journal, request.header() if request.journal else {})
-    spots: Costs = results.by_spot("spots", lambda: spots_of(request), int, int)
-    scores = _scores(request, spots, request.low_type, results)
-    found = (by_module if request.by == "module" else by_op)(spots, scores)
-    if request.may_follow:
-        found = [replace(each, may_follow=may_follow(each.op)) for each in found]
-    find = _find(request, spots, scores, found, results)
-    if request.objective == "time":
-        seconds = results.by_spot("seconds", lambda: seconds_of(request, spots), float, float)
-        found = timed(found, seconds)
-    task.candidates, task.spots = tuple(found), spots
-    return Searching(
-        task.outcome,
-        found,
-        request.tolerance,
-        results,
-        request.budget,
-        progress_of(is_shown=is_shown),
-        find,
-        has_fresh=FRESH in request.inputs and request.limit is None,
-        is_noisy=request.measure is not None,
-        noise=noise,
-        about={
-            "metric": request.metric_name,
-            "low_precision_type": request.low_type,
-            "conversion": request.conversion,
-            "limit": "" if request.limit is None else "{} at most {:g}".format(*request.limit),
-        },
-    ).run()
+    with unchanged(model, inputs, fresh_inputs, loss_fn) as request.state:
+        task = Task(request)
+        noise = task.noise()
+        results = Journal(request.journal, request.header() if request.journal else {})
+        spots: Costs = results.by_spot("spots", lambda: spots_of(request), int, int)
+        scores = _scores(request, spots, request.low_type, results)
+        found = (by_module if request.by == "module" else by_op)(spots, scores)
+        if request.may_follow:
+            found = [replace(each, may_follow=may_follow(each.op)) for each in found]
+        find = _find(request, spots, scores, found, results)
+        if request.objective == "time":
+            seconds = results.by_spot("seconds", lambda: seconds_of(request, spots), float, float)
+            found = timed(found, seconds)
+        task.candidates, task.spots = tuple(found), spots
+        return Searching(
+            task.outcome,
+            found,
+            request.tolerance,
+            results,
+            request.budget,
+            progress_of(is_shown=is_shown),
+            find,
+            has_fresh=FRESH in request.inputs and request.limit is None,
+            is_noisy=request.measure is not None,
+            noise=noise,
+            about={
+                "metric": request.metric_name,
+                "low_precision_type": request.low_type,
+                "conversion": request.conversion,
+                "limit": "" if request.limit is None else "{} at most {:g}".format(*request.limit),
+            },
+        ).run()
 
 
 def _scores(request: Request, spots: Costs, low_type: str, results: Journal) -> Scores | None:

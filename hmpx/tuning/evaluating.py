@@ -17,9 +17,9 @@ from ..forks import in_own_thread
 from ..observers import LOGGER, OpCall, attach
 from ..policy import Policy
 from ..reports import clean
-from ..tensors import LOW_DTYPES, Opaque, parts_of, widened
+from ..tensors import LOW_DTYPES, Opaque, copied, parts_of, widened
 from ..torch_internals import uncompiled
-from ..torch_state import disable_casts, seed_all, unchanged
+from ..torch_state import disable_casts, seed_all, without_casts
 from . import metrics
 from .candidates import (
     Candidate,
@@ -133,10 +133,13 @@ class Task:
     def _outputs(self, inputs: str) -> list[Any]:
         seed = self.request.seed + (_OTHER_SEED if inputs == FRESH else 0)
         found = []
-        with unchanged(self.request.model), uncompiled(), torch.no_grad():
+        self.request.state.restore()
+        with uncompiled(), torch.no_grad():
             for index, batch in enumerate(self.request.inputs[inputs]):
                 seed_all(seed + index)
-                found.append(arguments.has_run("model", batch.run(self.request.model)))
+                output = arguments.has_run("model", batch.run(self.request.model))
+                with without_casts():
+                    found.append(copied(output))  # it may be an attribute, which is restored
         return found
 
     def _converted(self, policy: Policy) -> contextlib.AbstractContextManager[object]:
@@ -186,7 +189,8 @@ class Task:
 
     def _value(self, seed: int) -> float:
         assert self.request.measure is not None
-        with unchanged(self.request.model), uncompiled():
+        self.request.state.restore()
+        with uncompiled():
             model = copy.deepcopy(self.request.model)
             seed_all(seed)
             return metrics.number("measure", self.request.measure, model, seed)

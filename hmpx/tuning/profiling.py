@@ -15,7 +15,7 @@ from ..errors import OptionError
 from ..policy import DENY, Decision, Policy
 from ..recording import record
 from ..reports import Row
-from ..torch_state import seed_all, unchanged
+from ..torch_state import seed_all
 from .candidates import Costs, Score, Scores, Spot, policy_of
 from .metrics import loss_of
 from .request import TUNING, Request
@@ -43,8 +43,8 @@ def spots_of(request: Request) -> Costs:
 
 def _forward(request: Request, policy: Policy, recording: record) -> Iterable[Row]:
     """Returns the recorded rows of a converted forward of all batches."""
+    request.state.restore()
     with (
-        unchanged(request.model),
         torch.no_grad(),
         recording,  # first: wrappers are made once and include it
         session.restore(policy, request.device_types, request.options, False),
@@ -111,17 +111,17 @@ def scores_of(request: Request, spots: Collection[Spot], low_type: str) -> Score
         loss: Callable[[Any], Any] | None = None
         if request.loss_fn is not None or request.metric == "loss":
             loss = lambda output, given=batch.given: loss_of(request.loss_fn, output, given)  # noqa: E731
-        with unchanged(request.model):
-            seed_all(request.seed + index)
-            rows = compare(
-                request.model,
-                *((batch.kwargs,) if batch.kwargs else batch.args),
-                loss_fn=loss,
-                policy=policy,
-                device_types=request.device_types,
-                legalize=request.options.legalize,
-                seed=request.seed,
-            ).rows
+        request.state.restore()
+        seed_all(request.seed + index)
+        rows = compare(
+            request.model,
+            *((batch.kwargs,) if batch.kwargs else batch.args),
+            loss_fn=loss,
+            policy=policy,
+            device_types=request.device_types,
+            legalize=request.options.legalize,
+            seed=request.seed,
+        ).rows
         for row in rows:
             if (spot := (row.op, row.module)) in spots:
                 known = found.get(spot, Score())

@@ -15,7 +15,8 @@ from ..arguments import is_a
 from ..casting import LEGALIZE_MODES, Options
 from ..errors import OptionError, shown
 from ..policy import Policy
-from ..tensors import copied, long_name, parse_device_types, tensors_of
+from ..tensors import long_name, parse_device_types, tensors_of
+from ..torch_state import ModelState
 from ..version import __version__
 from .candidates import FP32
 from .metrics import METRICS
@@ -38,17 +39,18 @@ class Batch:
     given: Any  # the batch as the user gave it, which loss functions get
 
     def run(self, model: Callable[..., Any]) -> Any:
-        """Runs ``model`` on copies of the batch's tensors, which it may write to."""
-        args, kwargs = copied((self.args, dict(self.kwargs)))
-        return model(*args, **kwargs)
+        """Runs ``model`` on the batch."""
+        return model(*self.args, **self.kwargs)
 
 
 class Request:
     """The checked arguments of `tune`.
 
     ``inputs`` maps `TUNING`, and `FRESH` if there are any, to batches. ``types`` are those to choose among, the
-    cheapest first.
+    cheapest first; ``state`` restores the model.
     """
+
+    state: ModelState
 
     def __init__(self, **given: Any) -> None:
         self.model, self.metric = given["model"], given["metric"]

@@ -136,6 +136,15 @@ def test_what_depends_on_the_batch_by_definition() -> None:
     }
 
 
+def test_batch_norms_in_training_run_on_one_row() -> None:
+    found = hmpx.invariance(nn.Sequential(nn.BatchNorm1d(8)), torch.randn(4, 8))
+    (norm,) = found.by_definition
+    assert (norm.op, norm.says) == ("batch_norm", "by definition: uses the values of other rows")
+    assert found.skipped == {}
+    with pytest.raises(ValueError, match="more than 1 value"):
+        nn.BatchNorm1d(8)(torch.randn(1, 8))
+
+
 def test_dropout_that_drops_nothing_is_no_finding() -> None:
     found = hmpx.invariance(nn.Dropout(0.5).eval(), torch.randn(4, 8))
     assert (found.variations, found.by_definition) == ((), ())
@@ -226,8 +235,8 @@ def test_mistakes() -> None:
         hmpx.invariance(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(hmpx.OptionError, match="rows"):
         hmpx.invariance(nn.Linear(2, 2), torch.ones(2, 2), rows=0)
-    with pytest.raises(ValueError, match="more than 1 value") as error:
-        hmpx.invariance(nn.BatchNorm1d(2), torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="shape") as error:
+        hmpx.invariance(lambda x: x.view(2, 2), torch.ones(2, 2))
     assert error.value.__notes__ == ["Raised by the run on one row of the batch"]
 
 
