@@ -80,8 +80,8 @@ def in_own_thread(function: Callable[[], _T], name: str) -> _T:
 
     while not (results or errors):  # twice if a signal handler forks before the thread has its lock
         thread = threading.Thread(target=run, name=name)
-        thread.start()
         try:
+            thread.start()
             while thread.is_alive():
                 thread.join(_POLL_S)
         finally:
