@@ -246,7 +246,7 @@ def noted(error: _Error, note: str) -> _Error:
 def _directory() -> str:
     try:
         return os.path.join(os.getcwd(), "")  # noqa: PTH109, PTH118  # slow
-    except OSError:  # it is gone
+    except FileNotFoundError:
         return os.sep
 
 

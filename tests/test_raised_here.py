@@ -40,7 +40,7 @@ KNOWN = {
     ("cli/lint.py", "run"): "the program ends; the error is printed",
     ("cli/plan.py", "_run"): "the program ends; the error is printed",
     ("cli/run.py", "run"): "the program ends; the error is printed",
-    ("cli/run_report.py", "_write"): "the program has ended; its exit status stays",
+    ("cli/run_report.py", "write"): "the program has ended; its exit status stays",
     ("cli/scripts.py", "show_uncaught"): "the program ends; the error is printed",
     ("compute/missing_kernels.py", "_tried"): "raised, unless `is_refusal`, which is stricter",
     ("forks.py", "run"): "raised in the thread that waits",

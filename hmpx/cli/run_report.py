@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import patching
-from ..errors import said_by, short
+from ..errors import raised_here, said_by, short
 from ..files import unwritable
 from ..patching import Patch
 from ..recording import record
@@ -67,7 +67,7 @@ def recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
     target = path.with_suffix(f".{process}{path.suffix}") if is_taken else path
     try:
         folder = Path(tempfile.mkdtemp(prefix="hmpx-report-"))
-    except OSError as error:
+    except raised_here(OSError) as error:
         raise unwritable(tempfile.gettempdir(), error) from error
 
     def write(error: str | None = None) -> None:
