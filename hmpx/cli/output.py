@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import warnings
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import OptionError, printable, short
+from ..errors import OptionError, passing_over, printable, short
 
 #: Exit status after Ctrl-C, as in shells.
 INTERRUPTED: Final = 130
@@ -54,7 +53,7 @@ def written(options: argparse.Namespace, **writers: Callable[[str], object]) -> 
 
 def complain(message: str) -> None:
     """Prints a message to stderr, if the program left it open; each of its lines begins with ``hmpx:``."""
-    with contextlib.suppress(OSError, ValueError):
+    with passing_over(OSError, ValueError):
         for line in message.splitlines():
             print(f"hmpx: {printable(line)}", file=sys.stderr)
 
