@@ -265,7 +265,8 @@ def _is_entered(value: Any) -> bool:
     """Whether attributes of an object are restored: not those of queues, loggers, compilers and data sets."""
     module = type(value).__module__
     top = module.partition(".")[0]
-    if top == PACKAGE or top in sys.stdlib_module_names or module.startswith("torch._"):
+    is_of_torch = top == "torch" and "._" in module
+    if is_of_torch or top == PACKAGE or top in sys.stdlib_module_names:
         return isinstance(value, (nn.Module, types.SimpleNamespace))
     return not isinstance(value, (type, Dataset, DataLoader))
 
