@@ -121,8 +121,14 @@ def raised_here(*kinds: type[_Error]) -> tuple[type[_Error], ...]:
     handlers = _handlers() if frames else ()
     if any(frame.f_code in handlers for frame in frames):
         return ()
-    is_foreign = is_raised and not is_own(frames[-1]) and any(map(_is_of_mode, frames))
+    # Methods of the program's modes; those of tensors' classes get the class first.
+    modes = [frame for frame in frames if frame.f_code.co_name in _METHODS]
+    modes = [m for m in modes if not isinstance(next(iter(m.f_locals.values()), None), type)]
+    is_foreign = is_raised and any(not is_own(m) and not is_own(frames[-1]) for m in modes)
     return () if is_foreign else kinds
+
+
+_METHODS: Final = {"__torch_dispatch__", "__torch_function__"}
 
 
 def is_own(frame: types.FrameType, *packages: str) -> bool:
@@ -144,13 +150,6 @@ def _handlers() -> set[object]:
     found = [signal.getsignal(number) for number in signal.valid_signals()]
     found += [getattr(each, "func", None) or vars(type(each)).get("__call__") for each in found]
     return {getattr(each, "__code__", None) for each in found}
-
-
-def _is_of_mode(frame: types.FrameType) -> bool:
-    """Whether a mode of the program's sees a call in it; the methods of tensors' classes get the class."""
-    if frame.f_code.co_name not in {"__torch_dispatch__", "__torch_function__"}:
-        return False
-    return not isinstance(next(iter(frame.f_locals.values()), None), type) and not is_own(frame)
 
 
 @contextlib.contextmanager
