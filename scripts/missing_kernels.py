@@ -726,7 +726,8 @@ HEADER = """\
 # A section is a device type, a dtype, and how: "always" is for ops of which no call runs, or none gives
 # right numbers, "sometimes" for those of which some don't, "backward" for those whose gradients don't. Sums
 # that stop growing are not right. After "=" is the argument that must be true for that, or have the value
-# after it; "uncoalesced" means sparse tensors with equal indices. A
+# after it; "uncoalesced" means sparse tensors with equal indices, "beyond_input" convolutions whose kernel is
+# larger than the input in some dimension (their memory is not all written: scripts/wrong_kernels.py). A
 # name that the installed torch lacks is ignored, and an op that has its kernel there computes in fp32 all
 # the same: one file serves every version.
 """
@@ -737,16 +738,23 @@ UNTRIED = """\
 """
 
 
-def merged(
-    dtype: torch.dtype, cpu: Mapping[str, Found], untried: Iterable[str]
-) -> tuple[dict[str, set[str]], dict[str, str]]:
-    """Returns section -> names, of the file as it is and of what was found, and name -> argument."""
+def known() -> tuple[dict[str, set[str]], dict[str, str]]:
+    """Returns section -> names, and name -> argument, of the file as it is."""
     parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",), interpolation=None)
     parser.optionxform = str  # type: ignore[method-assign, assignment]
     if FILE.exists():
         parser.read_string(FILE.read_text(encoding="utf-8"))
     sections = {name: set(parser[name]) for name in parser.sections()}
-    flags = {name: flag for names in parser.values() for name, flag in names.items() if flag}
+    return sections, {
+        name: flag for names in parser.values() for name, flag in names.items() if flag
+    }
+
+
+def merged(
+    dtype: torch.dtype, cpu: Mapping[str, Found], untried: Iterable[str]
+) -> tuple[dict[str, set[str]], dict[str, str]]:
+    """Returns section -> names, of the file as it is and of what was found, and name -> argument."""
+    sections, flags = known()
     for name, each in cpu.items():
         if each.flags:
             flags[name] = min(each.flags)

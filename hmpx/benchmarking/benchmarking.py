@@ -257,8 +257,7 @@ def _notes(measured: Sequence[Measured], conditions: Conditions) -> Iterator[str
     slow = [
         kind
         for kind in compute.KINDS
-        if (known := compute.capability(kind, device, conditions.low_dtype)).slow_in_training
-        or known.slow_in_inference
+        if compute.capability(kind, device, conditions.low_dtype).is_slow
     ]
     if slow:
         yield f"Slow in {name} on this CPU, so computed in fp32 and rounded: {', '.join(slow)}."

@@ -108,8 +108,7 @@ def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
             kind: {
                 "inference": _finite(known.inference),
                 "training": _finite(known.training),
-                "slow_in_inference": known.slow_in_inference,
-                "slow_in_training": known.slow_in_training,
+                "is_slow": known.is_slow,
             }
             for kind, known in found.items()
         },
@@ -173,17 +172,11 @@ def _capability_lines(device_type: str, name: str, known: dict[str, Any]) -> Ite
         yield "  not measured: every op runs in its native kernel"
         return
     yield "  time of the native kernel divided by that of fp32 with casts; slow kernels are not used"
-    yield f"  {'ops':14}{'inference':>13}{'training':>13}"
+    yield f"  {'ops':14}{'inference':>11}{'training':>11}"
     for kind, each in kinds.items():
-        cells = [_measured(each, phase) for phase in ("inference", "training")]
-        yield f"  {kind:14}{cells[0]:>13}{cells[1]:>13}".rstrip()
+        cells = [_measured(each[phase]) for phase in ("inference", "training")]
+        yield f"  {kind:14}{cells[0]:>11}{cells[1]:>11}{'  slow' if each['is_slow'] else ''}"
 
 
-def _measured(known: dict[str, Any], phase: str) -> str:
-    """Returns a cell, padded so that numbers with and without a remark line up."""
-    ratio = known[phase]
-    if ratio is None:
-        return f"{'-':6}"
-    if isinstance(ratio, str):
-        return ratio
-    return f"{ratio:.1f}{' slow' if known[f'slow_in_{phase}'] else '':5}"
+def _measured(ratio: float | str | None) -> str:
+    return "-" if ratio is None else ratio if isinstance(ratio, str) else f"{ratio:.1f}"

@@ -15,6 +15,7 @@ from .composition import FOR_FILES as FOR_FILES
 from .composition import Inputs as Inputs
 from .composition import call_raised as call_raised
 from .composition import computed_in_fp32 as computed_in_fp32
+from .composition import folding as folding
 from .composition import in_graph as in_graph
 from .composition import inputs_of as inputs_of
 from .composition import is_exported as is_exported
@@ -38,6 +39,7 @@ from .legalize.capability import known_capability as known_capability
 from .legalize.capability import reported as reported
 from .legalize.convolutions import CONVOLUTIONS as CONVOLUTIONS
 from .legalize.convolutions import prepare as prepare
+from .legalize.scratch import in_reused_memory as in_reused_memory
 from .lowered import LOWERINGS as LOWERINGS
 from .missing_kernels import Callee as Callee
 from .missing_kernels import Lacking as Lacking

@@ -43,7 +43,7 @@ from ..torch_state import is_below_dispatcher, is_off
 # Read before anything is patched: op lists may name any of them.
 widen = CAST[torch.float32]
 _add, _sub, _gt, _ne, _where = torch.add, torch.sub, torch.gt, torch.ne, torch.where
-_to, _transpose = Tensor.to, Tensor.transpose
+_contiguous, _t, _to, _transpose = Tensor.contiguous, Tensor.t, Tensor.to, Tensor.transpose
 _STRIDED = torch.strided
 _widen = widen  # for functions with an argument of this name
 
@@ -149,6 +149,40 @@ def widen_matrices(tensor: Tensor) -> Tensor:
         return _to(tensor, torch.float32, memory_format=torch.contiguous_format)
     transposed = _transpose(tensor, -2, -1)
     return _transpose(_to(transposed, torch.float32, memory_format=torch.contiguous_format), -2, -1)
+
+
+def folding(matmul: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Makes a product of one matrix, or vector, with a batch of matrices the same whether or not it requires a gradient.
+
+    torch folds the batch into one matrix if it does, else only where that needs no copy. Then sums may come in another
+    order, and casts require no gradient under `torch.no_grad`. Here every batch is folded.
+    """
+
+    def product(*args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 2 or kwargs or torch.compiler.is_dynamo_compiling():
+            return matmul(*args, **kwargs)
+        a, b = args
+        are_plain = type(a) in PLAIN_TENSORS and type(b) in PLAIN_TENSORS
+        if not are_plain or (a.dim() > 2) == (b.dim() > 2) or a.is_nested or b.is_nested:
+            return matmul(a, b)
+        if a.dim() > 2:
+            return matmul(_foldable(a), b)
+        if a.dim() < 2:
+            return matmul(_foldable(_transpose(b, -2, -1)), a)
+        product = matmul(_foldable(_transpose(b, -2, -1)), _t(a))
+        return _contiguous(_transpose(product, -2, -1))
+
+    return product
+
+
+def _foldable(batch: Tensor) -> Tensor:
+    """Returns a batch of matrices that is one matrix in another shape."""
+    if batch.layout is not _STRIDED:
+        return batch
+    shape, strides = batch.shape, batch.stride()
+    rows = range(batch.dim() - 2)
+    is_one = all([strides[i] == strides[i + 1] * shape[i + 1] for i in rows])  # noqa: C419
+    return batch if is_one else _contiguous(batch)
 
 
 def rounding_last(

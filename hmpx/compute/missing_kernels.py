@@ -69,7 +69,8 @@ class Lacking:
     sometimes: frozenset[Place] = frozenset()  # some calls run there, others don't
     backward: frozenset[Place] = frozenset()  # gradients have no kernel there
     #: Name of the argument that must be true, or have the value after it, if kernels are missing for some calls
-    #: only; ``uncoalesced`` for calls on sparse tensors with equal indices.
+    #: only; ``uncoalesced`` for calls on sparse tensors with equal indices, ``beyond_input`` for convolutions whose
+    #: kernel is larger than the input.
     only: tuple[str, ...] = ()
 
     @property
@@ -167,8 +168,28 @@ def _holds(only: tuple[str, ...], callee: Callee, args: Args, kwargs: Kwargs) ->
     if name == "uncoalesced":  # a sparse input has several elements in one place
         first = tensors_in((*args, *kwargs.values()))[0]
         return first.is_sparse and not first.is_coalesced()
+    if name == "beyond_input":
+        return _is_beyond_input(callee, args, kwargs)
     given = argument(name, callee.names, args, kwargs)
     return given in values if values else bool(given)
+
+
+def _is_beyond_input(callee: Callee, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a convolution's kernel is larger than its input, or than a transposed one's output, in some dimension."""
+    given = {**dict(zip(callee.names, args, strict=False)), **kwargs}
+    kernel = given["weight"].shape[2:]
+    sizes = given["input"].shape[-len(kernel) :]
+
+    def each(name: str, default: int) -> Sequence[int]:
+        value = given.get(name, default)
+        value = [value] if isinstance(value, int) else value
+        return value if len(value) > 1 else [*value] * len(kernel)
+
+    if callee.op.startswith("conv_transpose"):
+        triples = zip(each("padding", 0), each("stride", 1), sizes, strict=True)
+        return any([2 * p > s * (n - 1) for p, s, n in triples])  # noqa: C419
+    triples = zip(each("dilation", 1), kernel, sizes, strict=True)
+    return any([d * (k - 1) >= n for d, k, n in triples])  # noqa: C419
 
 
 def _widest(args: Args, kwargs: Kwargs) -> torch.dtype:

@@ -260,7 +260,7 @@ def _lacking(op: str, device_type: str, decision: Decision) -> str:
         return ""
     said = []
     for which, when in (
-        (lacking.always, ""),
+        (lacking.always, " for some calls" if lacking.only else ""),
         (lacking.sometimes, " for some calls"),
         (lacking.backward, " for gradients"),
     ):
@@ -287,16 +287,13 @@ def _legalized(op: str, dtype: torch.dtype, device_type: str, legalize: str) -> 
         known = compute.capability(ops.kind(op)[0], device_type, dtype)
     except raised_here(Exception):  # a CUDA graph is being captured, or there is no such device
         return "not measured yet: whether calls are legalized"
-    slow = [known.slow_in_inference, known.slow_in_training]
-    if not any(slow):
+    if not known.is_slow:
         return f"computed in {low} by torch's kernels"
-    when = "" if all(slow) else " in training" if slow[1] else " in inference"
-    times = [known.inference, known.training]
-    ratio = max(time for time in times if time is not None)
+    ratio = max(known.inference or 0, known.training or 0)
     why = (
         f"{device_type} has no {low} kernel"
         if math.isinf(ratio)
         else f"{device_type}'s {low} kernels take {ratio:.1f} times as long"
     )
     exempt = ", except small products" if ops.kind(op)[1] is not None else ""
-    return f"{how}{when}{exempt}, since {why}"
+    return f"{how}{exempt}, since {why}"

@@ -127,6 +127,8 @@ def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any
         callee = dataclasses.replace(callee, function=taking)
     if site.lacking is not None:
         callee = dataclasses.replace(callee, function=compute.completed(callee, site.lacking))
+    if site.op == "matmul" and plan.is_low:
+        return compute.folding(callee.function)
     if not plan.rounds_last or site.is_python:
         return callee.function
     return compute.rounding_last(callee.function, site.parameters.names, plan.device_types)

@@ -17,6 +17,7 @@ class Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point():
+        is_written = isinstance(result, Tensor) and "empty" not in func.__name__  # else later
+        if is_written and result.is_floating_point():
             self.seen.append((result, result.detach().clone()))
         return result

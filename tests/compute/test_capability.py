@@ -63,8 +63,7 @@ def test_an_op_without_kernel_is_infinitely_slow(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(capability._PROBES, "norm", (refuse, ((2, 2),)))
     found = capability.capability("norm", "cpu", BF16)
     assert found.inference == found.training == math.inf
-    assert found.slow_in_training
-    assert found.slow_in_inference
+    assert found.is_slow
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -84,7 +83,7 @@ def test_a_measurement_that_fails_is_an_answer(
             assert F.gelu(torch.ones(3)).dtype is BF16
     found = capability.capability("elementwise", "cpu", BF16)
     assert found == Capability(capability.reported("cpu", BF16))
-    assert not found.slow_in_training
+    assert not found.is_slow
     assert len(attempts) == 1
     assert [record.getMessage() for record in caplog.records] == [
         "the speed of elementwise in bfloat16 on cpu can't be measured, so torch's kernels compute it: "
@@ -328,10 +327,10 @@ def test_nothing_is_measured_while_a_graph_is_captured(
     known = known_capability("gemm", card, BF16)
     cuda_says(monkeypatch, is_current_stream_capturing=True)
     assert known_capability("gemm", card, BF16) == known == Capability(False, 3.0, 3.0)
-    assert not known_capability("norm", card, BF16).slow_in_training
+    assert not known_capability("norm", card, BF16).is_slow
     assert len(two_cards) == 1
     cuda_says(monkeypatch, is_current_stream_capturing=False)
-    assert known_capability("norm", card, BF16).slow_in_training
+    assert known_capability("norm", card, BF16).is_slow
     assert len(two_cards) == 2
 
 
@@ -466,45 +465,47 @@ def attention_by_name(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "rows", "slow_kinds", "expected"),
     [
-        (linear, 1, {"gemm"}, (BF16, FP32, FP32)),
-        (linear, 2, {"gemm"}, (BF16, FP32, FP32)),
-        (linear, 3, {"gemm"}, (FP32, FP32, FP32)),
-        (matmul, 1, {"gemm"}, (BF16, FP32, FP32)),
-        (matmul, 2, {"gemm"}, (BF16, FP32, FP32)),
-        (matmul, 3, {"gemm"}, (FP32, FP32, FP32)),
-        (matmul, 1, {"gemm", "gemv"}, (FP32, FP32, FP32)),
-        (matmul, 1, {"gemv"}, (FP32, BF16, BF16)),
-        (matmul, 3, {"gemv"}, (BF16, BF16, BF16)),
-        (matmul_by_rows, 1, {"gemm"}, (FP32, FP32, FP32)),
-        (matmul_by_rows, 2, {"gemv"}, (BF16, BF16, BF16)),
-        (linear_by_columns, 1, {"gemm"}, (FP32, FP32, FP32)),
-        (linear, 1, {"gemm", "gemv"}, (FP32, FP32, FP32)),
-        (linear, 3, {"gemv"}, (BF16, BF16, BF16)),
-        (attention, 1, set(), (BF16, FP32, FP32)),
-        (attention, 1, {"attention"}, (FP32, FP32, FP32)),
-        (attention_by_name, 1, set(), (BF16, FP32, FP32)),
-        (attention_by_name, 1, {"attention"}, (FP32, FP32, FP32)),
+        (linear, 1, {"gemm"}, BF16),
+        (linear, 2, {"gemm"}, BF16),
+        (linear, 3, {"gemm"}, FP32),
+        (matmul, 1, {"gemm"}, BF16),
+        (matmul, 2, {"gemm"}, BF16),
+        (matmul, 3, {"gemm"}, FP32),
+        (matmul, 1, {"gemm", "gemv"}, FP32),
+        (matmul, 1, {"gemv"}, FP32),
+        (matmul, 3, {"gemv"}, BF16),
+        (matmul_by_rows, 1, {"gemm"}, FP32),
+        (matmul_by_rows, 2, {"gemv"}, BF16),
+        (linear_by_columns, 1, {"gemm"}, FP32),
+        (linear, 1, {"gemm", "gemv"}, FP32),
+        (linear, 3, {"gemv"}, BF16),
+        (attention, 1, set(), BF16),
+        (attention, 1, {"attention"}, FP32),
+        (attention_by_name, 1, set(), BF16),
+        (attention_by_name, 1, {"attention"}, FP32),
     ],
 )
 @pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("slow_in", ["inference", "training"])
 def test_what_is_slow_decides(  # noqa: PLR0917  # all that it depends on
     monkeypatch: pytest.MonkeyPatch,
     is_listed: bool,
     function: Callable[[Tensor, Tensor], Tensor],
     rows: int,
     slow_kinds: set[str],
-    expected: tuple[torch.dtype, ...],
+    expected: torch.dtype,
+    slow_in: str,
 ) -> None:
-    """In inference, and where gradients are recorded, whether or not an input requires one.
+    """Whether or not gradients are recorded, and whichever of the two is slow.
 
-    In a checkpoint's forward nothing tells whether it does. For products by whether their first matrix has a row or two,
-    unless the numbers that a sum takes of the second lie apart in memory: no native kernel is fast there. For ops of the low-precision list,
-    and for those that follow their first input there.
+    For products by whether their first matrix has a row or two, unless the numbers that a sum takes of the second lie
+    apart in memory: no native kernel is fast there. For ops of the low-precision list, and for those that follow their
+    first input there.
     """
 
     def measured(kind: str, *args: object) -> Capability:
-        training = 9.0 if kind in slow_kinds | {"attention"} else 1.0
-        return Capability(None, 9.0 if kind in slow_kinds else 1.0, training)
+        times = dict.fromkeys(("inference", "training"), 1.0)
+        return Capability(None, **{**times, slow_in: 9.0 if kind in slow_kinds else 1.0})
 
     measured_by(monkeypatch, measured)
     ops = ["linear", "matmul", "scaled_dot_product_attention"]
@@ -518,4 +519,39 @@ def test_what_is_slow_decides(  # noqa: PLR0917  # all that it depends on
         with session, torch.set_grad_enabled(records), Computed() as computed:
             function(x, weight)
         actual.append(computed.dtypes)
-    assert actual == [{each} for each in expected]
+    assert actual == [{expected}] * 3
+
+
+@pytest.mark.parametrize(
+    ("inference", "training", "is_slow"),
+    [
+        (1.0, 1.0, False),
+        (1.0, 2.5, True),
+        (2.5, 1.0, True),
+        (0.1, 2.8, False),  # a row or two: fp32 would be ten times as slow in inference
+        (0.9, math.inf, True),
+        (math.inf, math.inf, True),
+        (None, None, False),
+    ],
+)
+def test_the_worse_time_decides_unless_fp32_costs_more(
+    inference: float | None, training: float | None, is_slow: bool
+) -> None:
+    assert Capability(None, inference, training).is_slow is is_slow
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_what_is_legalized_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured_by(monkeypatch, lambda *question: Capability(None, 1.25, 3.5))
+    with caplog.at_level("INFO", "hmpx"), hmpx.convert(device_types={"cpu"}):
+        for records in (False, True, True):
+            with torch.set_grad_enabled(records):
+                F.conv2d(torch.ones(1, 2, 4, 4), torch.ones(2, 2, 3, 3))
+    assert [
+        record.getMessage() for record in caplog.records if "legalized" in record.getMessage()
+    ] == [
+        "convolution in bfloat16 on cpu is legalized, in inference and in training: native kernels take "
+        "1.2 and 3.5 times as long as fp32 with casts"
+    ]

@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linears, "_LEAST_WIDE", 0)
+    monkeypatch.setattr(linears, "LEAST", 0)
 
 
 #: Layer, and the shape of its input.

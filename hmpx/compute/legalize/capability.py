@@ -34,8 +34,7 @@ _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _LAYER_NORM, _GELU, _LSTM = torch.layer_norm, torch.nn.functional.gelu, VF.lstm
 _LINSPACE, _ONES_LIKE, _VIEW, _ZEROS = torch.linspace, torch.ones_like, Tensor.view, torch.zeros
 
-#: A native kernel is slow if it takes this many times as long as the same result via fp32. All kinds
-#: are far from this threshold, so noise has no influence.
+#: A native kernel is slow if it takes more than this many times as long as the same result via fp32.
 SLOW: Final = 2.0
 
 _THREAD_TIME_IS_FINE: Final = time.get_clock_info("thread_time").resolution < 1e-6
@@ -52,13 +51,15 @@ class Capability:
     reported: bool | None  # what torch reports about the hardware; None if it reports nothing
     inference: float | None = None  # native forward's time by fp32's with casts; None: not measured
     training: float | None = None  # the same ratio for forward and backward together
-    slow_in_inference: bool = field(init=False)  # fp32 with casts is clearly faster
-    slow_in_training: bool = field(init=False)
+    is_slow: bool = field(init=False)  # calls are legalized, in inference and in training
 
     def __post_init__(self) -> None:
-        """Compares the ratios with `SLOW`."""
-        vars(self)["slow_in_inference"] = (self.inference or 0) > SLOW
-        vars(self)["slow_in_training"] = (self.training or 0) > SLOW
+        """Decides once for both, since a forward must not depend on whether gradients are recorded.
+
+        The worse ratio decides, unless fp32 would slow the other one down by more.
+        """
+        least, most = sorted((self.inference or 0, self.training or 0))
+        vars(self)["is_slow"] = most > SLOW and least * most > 1
 
 
 #: While a measurement must not run.
@@ -127,6 +128,7 @@ def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
             if is_initialized and torch.cuda.is_current_stream_capturing():
                 raise Capturing
             _known[question] = _measured_apart(*question)
+            _log(*question, _known[question])
         return _known[question]
 
 
@@ -177,6 +179,15 @@ def _measured_apart(kind: str, device: str, dtype: torch.dtype) -> Capability:
     )
     with without_casts():
         return Capability(reported(device, dtype))
+
+
+def _log(kind: str, device: str, dtype: torch.dtype, known: Capability) -> None:
+    if known.is_slow:
+        LOGGER.info(
+            "%s in %s on %s is legalized, in inference and in training: native kernels take %.1f and %.1f "
+            "times as long as fp32 with casts",
+            *(kind, str(dtype).removeprefix("torch."), device, known.inference, known.training),
+        )
 
 
 def _chosen(device: str) -> contextlib.AbstractContextManager[object]:

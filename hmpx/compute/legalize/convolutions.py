@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs, is_in_memory
+from ...tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, Args, is_in_memory
 from ...torch_internals import (
     ConvolutionSettings,
     can_be_laid_out,
@@ -22,7 +22,7 @@ from ...torch_internals import (
     has_tangents,
     laid_out,
 )
-from ..composition import call_raised, widen
+from ..composition import widen
 from .scratch import Rounding, Temporaries, is_seen, memory_for
 
 # Read before anything is patched: op lists may name any of them.
@@ -62,7 +62,7 @@ def compute(
     dimensions = CONVOLUTIONS[op]
     x, weight, bias = (*args[:3], None)[:3]
     settings = _settings(dimensions, args[3:])
-    if settings is None or not is_large(x, weight):
+    if settings is None or not (is_large(x, weight) or prepared(weight)):
         return None
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         if not isinstance(tensor, Tensor) or tensor.dtype not in {dtype, torch.float32}:
@@ -115,10 +115,14 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x if kept is None else kept, weight)
         ctx.settings, ctx.rounding = settings, rounding
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        memory = Temporaries(x.device)
-        raised = [None if t is None else rounding.raised(t, memory) for t in (x, weight, bias)]
-        padding, strides, dilation, groups = settings
-        result = CAST[rounding.dtype](function(*raised, strides, padding, dilation, groups))
+        memory, found = Temporaries(x.device), prepared(weight)
+        given = (x, bias) if found else (x, weight, bias)
+        raised = [None if t is None else rounding.raised(t, memory) for t in given]
+        if found:
+            result = _with_prepared(found, function, raised, weight, settings, rounding.dtype)
+        else:
+            padding, strides, dilation, groups = settings
+            result = CAST[rounding.dtype](function(*raised, strides, padding, dilation, groups))
         memory.free()
         return result
 
@@ -145,68 +149,28 @@ class _Convolution(torch.autograd.Function):
         return of_x, None, of_weight, of_bias, None, None, None
 
 
-# --- in inference ----------------------------------------------------------------------------------
+# --- prepared weights ------------------------------------------------------------------------------
 
 
-def without_gradients(
-    function: Callable[..., Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
-) -> Tensor | None:
-    """Returns a convolution in ``dtype`` without recording gradients; None if unsupported.
-
-    The tensors are in ``dtype``, or not cast, with a parameter as the weight.
-    """
-    if has_tangents() or is_seen() or len(args) < 2:
-        return None
-    x, weight, *bias = args[:3]
-    is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
-    if not is_wide and not is_large(x, x):  # nothing to gain with only a large weight
-        return None
-    if is_wide and not all([_may_be_rounded(t, weight, dtype) for t in (x, *bias)]):  # noqa: C419
-        return None
-    memory = Temporaries(weight.device)
-    if is_wide:
-        low = [t if t is None else CAST[dtype](t) for t in (x, *bias)]
-        args = (low[0], memory.rounded(weight, dtype), *low[1:], *args[3:])
-    result = call_raised(function, args, kwargs, memory.widen)
-    memory.free()
-    return CAST[dtype](result)
-
-
-def _may_be_rounded(value: Any, weight: Tensor, dtype: torch.dtype) -> bool:
-    if not isinstance(value, Tensor):
-        return value is None
-    is_known = value.dtype is dtype or value.dtype is torch.float32
-    return is_known and value.layout is torch.strided and value.device == weight.device
-
-
-def with_prepared(
-    op: str, function: Callable[..., Tensor], args: Args, dtype: torch.dtype
-) -> Tensor | None:
-    """Returns a convolution with a cached weight, without recording gradients; None if unsupported.
-
-    All its arguments are in ``dtype``.
-    """
-    found = prepared(args[1]) if len(args) > 1 else None
-    if found is None or has_tangents():
-        return None
-    x, weight, bias = (*args[:3], None)[:3]
-    for tensor in (x, weight) if bias is None else (x, weight, bias):
-        if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or not tensor.is_cpu:
-            return None
-    memory = Temporaries(x.device)
-    settings = _settings(CONVOLUTIONS[op], args[3:])
-    wide_bias = None if bias is None else memory.widen(bias)
-    if settings is None or not _can_be_laid_out(x, weight, settings):
+def _with_prepared(  # noqa: PLR0917  # all there is to one call
+    found: Prepared,
+    function: Callable[..., Tensor],
+    raised: list[Any],
+    weight: Tensor,
+    settings: ConvolutionSettings,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns the convolution of the fp32 ``raised``, input and bias, with a cached weight."""
+    x, bias = raised
+    padding, strides, dilation, groups = settings
+    if not _can_be_laid_out(x, weight, settings):
         values = found.kept(None, lambda values: values, weight)
-        result = CAST[dtype](function(memory.widen(x), values, wide_bias, *args[3:]))
-    else:
-        # A channels-last convolution in fp32, with the weight in the layout for such inputs: torch's function
-        # reorders it in each call. This one sums in another order.
-        lay_out = functools.partial(laid_out, settings=settings, shape=x.shape)
-        values = found.kept(settings, lay_out, weight)
-        result = _contiguous(CAST[dtype](convolved(memory.widen(x), values, wide_bias, settings)))
-    memory.free()
-    return result
+        return CAST[dtype](function(x, values, bias, strides, padding, dilation, groups))
+    # A channels-last convolution in fp32, with the weight in the layout for such inputs: torch's function
+    # reorders it in each call. This one sums in another order.
+    lay_out = functools.partial(laid_out, settings=settings, shape=x.shape)
+    values = found.kept(settings, lay_out, weight)
+    return _contiguous(CAST[dtype](convolved(x, values, bias, settings)))
 
 
 def _can_be_laid_out(x: Tensor, weight: Tensor, settings: ConvolutionSettings) -> bool:

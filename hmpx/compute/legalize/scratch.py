@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from ...number_formats import bfloat16_kernels
-from ...tensors import CAST, is_in_memory
-from ...torch_internals import dispatch_modes, is_batch, transforms
-from ..composition import widen
+from ...tensors import CAST, Args, Kwargs, is_in_memory
+from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
+from ..composition import call_raised, rounded, widen, widen_matrices
 
 if TYPE_CHECKING:
     from ...number_formats import Bfloat16Kernels
@@ -132,6 +132,23 @@ def memory_for(gradient: Tensor) -> New:
     if torch.is_grad_enabled() or is_batch(gradient) or is_seen():
         return New()
     return Temporaries(gradient.device)
+
+
+def in_reused_memory(
+    function: Callable[..., Any], args: Args, kwargs: Kwargs, dtype: torch.dtype
+) -> Any:
+    """Returns a product without recording gradients, with upcast inputs in reused memory; the result is new."""
+    if is_seen() or has_tangents():
+        return rounded(call_raised(function, args, kwargs, widen_matrices), CAST[dtype])
+    memory = Temporaries(torch.device("cpu"))
+
+    def raised(tensor: Tensor) -> Tensor:
+        is_plain = tensor.dim() < 3 or tensor.is_contiguous()
+        return memory.widen(tensor) if is_plain and tensor.is_cpu else widen_matrices(tensor)
+
+    result = call_raised(function, args, kwargs, raised)
+    memory.free()
+    return rounded(result, CAST[dtype])
 
 
 @dataclass(frozen=True, slots=True)
