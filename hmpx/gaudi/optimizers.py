@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from .devices import GaudiError
 
@@ -29,6 +29,21 @@ class FusedSGD(SGD):
         nesterov: bool = False,
     ) -> None:
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+
+
+class FusedAdagrad(Adagrad):
+    """`torch.optim.Adagrad`."""
+
+    def __init__(  # noqa: PLR0917  # Habana's positional order
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+    ) -> None:
+        super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps)
 
 
 class FusedAdamW(AdamW):

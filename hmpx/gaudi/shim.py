@@ -108,6 +108,7 @@ _CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "torch.hpex.movingavrg": _named(hpex.FusedEMA),
     "torch.hpex.normalization": _named(hpex.FusedClipNorm),
     "torch.hpex.optimizers": _named(
+        optimizers.FusedAdagrad,
         optimizers.FusedAdamW,
         optimizers.FusedLamb,
         optimizers.FusedLars,

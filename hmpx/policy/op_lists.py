@@ -187,9 +187,7 @@ def _resolve_named(band: list[Listed], decisions: dict[str, Decision]) -> None:
         for each in band
         for name, entry in each.op_list.ops.items()
     }
-    if not named:
-        return
-    for name in ops.table():
+    for name in sorted({each for line in named for each in ops.covered(line)} & ops.table().keys()):
         covering = ops.covering_among(name, named)
         if covering is not None and name not in named[covering][1].removed:
             decisions.setdefault(name, named[covering][0])

@@ -16,16 +16,19 @@ from typing import Any, Final, NamedTuple
 from ..errors import fielded
 from .calls import Call, Rule
 from .decisions import Decision
+from .patterns import fullmatcher
 
 # --- patterns of modules' qualified names ------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def regex_of(key: str, pattern: str) -> re.Pattern[str]:
-    """Returns the regular expression of a ``module`` or ``module_regex``."""
+def regex_of(key: str, pattern: str) -> Callable[[str], object]:
+    """Returns the predicate of a ``module`` or ``module_regex``."""
+    if key == "module":
+        return re.compile(fnmatch.translate(pattern)).match
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return re.compile(fnmatch.translate(pattern) if key == "module" else pattern)
+        return fullmatcher(pattern)
 
 
 def _is_wild(pattern: str) -> bool:
@@ -37,7 +40,7 @@ def matches(key: str, pattern: str, name: str) -> bool:
     """Whether a ``module`` or ``module_regex`` matches the whole of a qualified name."""
     if key == "module" and not _is_wild(pattern):
         return pattern == name
-    return regex_of(key, pattern).fullmatch(name) is not None
+    return bool(regex_of(key, pattern)(name))
 
 
 def _around(name: str) -> list[str]:

@@ -16,6 +16,7 @@ from torch import nn
 
 import hmpx
 from hmpx.gaudi.optimizers import (
+    FusedAdagrad,
     FusedAdamW,
     FusedLamb,
     FusedLars,
@@ -75,6 +76,13 @@ def groups(parameters: list[torch.Tensor]) -> list[dict[str, Any]]:
         (
             lambda p: FusedAdamW(p),
             lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-6, weight_decay=0.0),
+        ),
+        (lambda p: FusedAdagrad(p), lambda p: torch.optim.Adagrad(p)),
+        (
+            lambda p: FusedAdagrad(p, 0.1, 0.01, 0.02, 0.3, 1e-6),
+            lambda p: torch.optim.Adagrad(
+                p, lr=0.1, lr_decay=0.01, weight_decay=0.02, initial_accumulator_value=0.3, eps=1e-6
+            ),
         ),
         (
             lambda p: FusedSGD(p, 0.1, 0.9, 0.01, 0.2),
@@ -261,6 +269,7 @@ def test_lars_is_the_papers(mask: Callable[[Any], bool], eps: float) -> None:
 # --- as scripts use them ------------------------------------------------------------------------
 
 MAKERS: dict[str, Make] = {
+    "FusedAdagrad": lambda p: FusedAdagrad(p, 0.1),
     "FusedAdamW": lambda p: FusedAdamW(p, weight_decay=0.1),
     "FusedAdamW uncorrected": lambda p: FusedAdamW(p, bias_correction=False),
     "FusedLamb": lambda p: FusedLamb(p, weight_decay=0.1, dtype=torch.bfloat16),
@@ -345,6 +354,7 @@ def test_wrong_values_are_refused(make: Make, error: type[Exception]) -> None:
 
 #: As Habana documents them.
 SIGNATURES = {
+    FusedAdagrad: "lr=0.01 lr_decay=0 weight_decay=0 initial_accumulator_value=0 eps=1e-10",
     FusedAdamW: "lr=0.001 betas=(0.9,0.999) eps=1e-06 weight_decay=0.0 bias_correction=True "
     "moments_dtype=None",
     FusedLamb: "lr=0.001 bias_correction=True betas=(0.9,0.999) eps=1e-06 weight_decay=0.0 "

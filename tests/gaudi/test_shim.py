@@ -159,7 +159,7 @@ NAMES = {
     "habana_frameworks.torch.hpex.hmp": "convert disable_casts",
     "habana_frameworks.torch.hpex.movingavrg": "FusedEMA",
     "habana_frameworks.torch.hpex.normalization": "FusedClipNorm",
-    "habana_frameworks.torch.hpex.optimizers": "FusedAdamW FusedLamb FusedLars FusedSGD "
+    "habana_frameworks.torch.hpex.optimizers": "FusedAdagrad FusedAdamW FusedLamb FusedLars FusedSGD "
     "FusedResourceApplyMomentum",
     "habana_frameworks.torch.hpu": "is_available is_initialized device_count current_device set_device "
     "synchronize Stream Event HPUGraph graph ModuleCacher wrap_in_hpu_graph make_graphed_callables "

@@ -469,8 +469,8 @@ FAULTS: dict[str, tuple[str, str]] = {
     "two documents": ("low: [mm]\n---\nlow: [bmm]\n", "p.yaml:2: not valid YAML: but found another document"),
     "unclosed": ("low: [mm\n", "p.yaml:2: not valid YAML: expected ',' or ']', but got '<stream end>'"),
     "colon": ("low: mm: bmm\n", "p.yaml:1: not valid YAML: mapping values are not allowed here"),
-    "zero byte": ("low: [mm]\0\n", 'p.yaml: not valid YAML: unacceptable character #x0000: special '
-        'characters are not allowed in "p.yaml", position 9'),
+    "zero byte": ("low: [mm]\0\n",
+        "p.yaml: a binary file, not a policy file; give a text file's path"),
     "escape beyond Unicode": ('low: ["\\U00110000"]\n',
         "p.yaml: not valid YAML: chr() arg not in range(0x110000)"),
     "escape beyond everything": ('low: ["\\UFFFFFFFF"]\n',
