@@ -214,11 +214,11 @@ def override(
     """Passes a call of the wrapper in a slot to the ``__torch_function__`` of a mode or an argument.
 
     The override gets the function that is installed now, and the uncast arguments; its own calls are cast.
-    Tensors of classes that define only ``__torch_dispatch__`` are cast instead.
+    Without an override, tensors of classes that define only ``__torch_dispatch__`` are cast instead.
     """
     wrapper = in_slot(site, original)
     relevant = leaves((*args, *kwargs.values()))
-    if not is_off() and any(_is_tensor_by_dispatch(value) for value in relevant):
+    if not is_off() and _compute_by_dispatch([type(value) for value in relevant]):
         with DisableTorchFunctionSubclass():
             args, kwargs = cast(args, kwargs)
         relevant = leaves((*args, *kwargs.values()))
@@ -227,6 +227,8 @@ def override(
     if not hands_over(original):
         return original(*args, **kwargs)  # passes overrides to the functions it calls
     code = getattr(original, "__code__", None)
+    if code is None:  # like torch, which otherwise asks subclasses of a plain tensor's class first
+        relevant = [value for value in relevant if type(value) is not Tensor]
     if code is None or "NotImplemented" not in code.co_names:
         return handle_torch_function(wrapper, relevant, *args, **kwargs)
     try:  # operators try the other operand
@@ -235,14 +237,15 @@ def override(
         return NotImplemented
 
 
-def _is_tensor_by_dispatch(value: Any) -> bool:
-    """Whether the class of ``value`` defines its computations in ``__torch_dispatch__`` only.
+def _compute_by_dispatch(kinds: list[type]) -> bool:
+    """Whether a class defines its computations in ``__torch_dispatch__``, and none in ``__torch_function__``.
 
     torch's own ``__torch_function__`` methods either call the function that they get or, for jagged
     tensors, compute below all wrappers.
     """
-    kind = type(value)
-    if not isinstance(value, Tensor) or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+    overriding = [kind for kind in kinds if hasattr(kind, "__torch_function__")]
+    modules = [getattr(kind.__torch_function__, "__module__", None) for kind in overriding]
+    if any([str(module).partition(".")[0] != "torch" for module in modules]):  # noqa: C419
         return False
-    module: Any = getattr(kind.__torch_function__, "__module__", None)
-    return isinstance(module, str) and module.partition(".")[0] == "torch"
+    own = Tensor.__torch_dispatch__
+    return any([getattr(kind, "__torch_dispatch__", own) is not own for kind in overriding])  # noqa: C419
