@@ -170,7 +170,7 @@ def _file(path: str, by_number: Mapping[int, Sequence[Row]], most: int) -> File:
     if path.startswith(("//", r"\\")):
         return File(path, (), "not shown: it is on another machine")
     source: list[str] = []
-    with passing_over(HmpxError, SyntaxError, ValueError):
+    with passing_over(HmpxError, OSError, SyntaxError, ValueError):
         if Path(path).exists():
             source = importlib.util.decode_source(read(path, SOURCE)).splitlines()
         else:  # the cells of a notebook are in the cache

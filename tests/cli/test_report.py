@@ -55,9 +55,12 @@ def test_pages_and_tables_are_written(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["absent.json"], "hmpx: absent.json: No such file or directory\n"),
-        (["bad.json"], "hmpx: bad.json is not JSON, or was cut short: JSONDecodeError: "),
-        (["0.json", "bad.json"], "hmpx: bad.json is not JSON, or was cut short: "),
+        (["absent.json"], "hmpx: absent.json: no such file; give the path of a report in JSON\n"),
+        (
+            ["bad.json"],
+            "hmpx: bad.json:1: not a report in JSON, or damaged: Expecting property name",
+        ),
+        (["0.json", "bad.json"], "hmpx: bad.json:1: not a report in JSON, or damaged: "),
         (
             ["0.json", "--html", "absent/a.html"],
             "hmpx: can't write absent/a.html: No such file or directory",

@@ -225,9 +225,9 @@ NAMED = "hmpx's stand-in for 'habana_frameworks.torch.core' has no 'quantize'; "
             f"{MODULES}'habana_frameworks.torch.gpu_migration'; leave out the import, and place",
         ),
         (
-            "from habana_frameworks.torch.hpex.optimizers import FusedAdagrad",
+            "from habana_frameworks.torch.hpex.optimizers import FusedAdadelta",
             ImportError,
-            f"{MODULES}'habana_frameworks.torch.hpex.optimizers.FusedAdagrad'; use an optimizer of",
+            f"{MODULES}'habana_frameworks.torch.hpex.optimizers.FusedAdadelta'; use an optimizer of",
         ),
         (
             "import habana_frameworks.torch.hpex.custom",

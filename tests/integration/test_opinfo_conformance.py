@@ -214,9 +214,34 @@ def lacks_kernel(name: str, call: tuple[Any, ...], how: str = "always") -> bool:
     lacking = compute.lacking_kernels().get(name, compute.Lacking())
     low = next((t.dtype for t in tensors(call) if t.dtype in FLOATS[1:]), None)
     options = [v for v in (*call[1], *call[2].values()) if isinstance(v, (bool, str))]
-    if lacking.only and (*lacking.only[1:], True)[0] not in options:
+    if "beyond_input" in lacking.only:
+        if not is_beyond_input(name, call):
+            return False
+    elif lacking.only and (*lacking.only[1:], True)[0] not in options:
         return False
     return ("cpu", low) in getattr(lacking, how)
+
+
+def is_beyond_input(name: str, call: tuple[Any, ...]) -> bool:
+    """Whether a convolution's kernel reaches past what it slides over, in some dimension.
+
+    A transposed one slides over its output without the padding.
+    """
+    is_transposed = name.startswith("conv_transpose")
+    names = "weight bias stride padding output_padding groups dilation"
+    if not is_transposed:
+        names = "weight bias stride padding dilation groups"
+    given = {**dict(zip(names.split(), call[1], strict=False)), **call[2]}
+    kernel = given["weight"].shape[2:]
+    sizes = call[0].shape[-len(kernel) :]
+
+    def each(option: str, default: int) -> torch.Tensor:
+        return torch.as_tensor(given.get(option, default)).expand(len(kernel))
+
+    n, k = torch.tensor(sizes), torch.tensor(kernel)
+    if is_transposed:
+        return bool((2 * each("padding", 0) > each("stride", 1) * (n - 1)).any())
+    return bool((each("dilation", 1) * (k - 1) + 1 > n).any())
 
 
 def expected_outcome(

@@ -238,7 +238,7 @@ def test_users_lists_convert(low: str, fp32: str) -> None:
             str(caught[0].message),
             re.MULTILINE,
         )
-        assert named == [(str(path), name) for path, name in unknown]
+        assert [(Path(where).absolute(), name) for where, name in named] == unknown
     wrong = []
     for cast_policy, path in paths.items():
         for name in lines(path):
@@ -247,7 +247,7 @@ def test_users_lists_convert(low: str, fp32: str) -> None:
             decision = session.policy[name]
             where, _, number = decision.reason.rpartition(":")
             line = path.read_text().splitlines()[int(number) - 1]
-            if decision.cast_policy is not cast_policy or where != str(path):
+            if decision.cast_policy is not cast_policy or Path(where).absolute() != path:
                 wrong.append(f"{name}: {decision}")
             elif ops.resolve(line.strip()) != ops.resolve(name):
                 wrong.append(f"{name}: the reason {decision.reason} is the line {line!r}")
