@@ -237,7 +237,7 @@ def _damage(kind: Kind, suffix: str, seeds: range) -> None:
             assert re.search(rf"{place}|another search|is not a journal", str(error)), (seed, error)
         except BaseException as error:
             raise AssertionError(f"seed {seed} of {kind.name}: {damaged[:300]!r}") from error
-        assert time.perf_counter() - start < 5, seed
+        assert time.perf_counter() - start < 60, seed
     assert refused or kind in (files.SOURCE, files.BASELINE)
 
 

@@ -51,7 +51,7 @@ from ..compute import (
 )
 from ..errors import raised_here
 from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
-from ..torch_internals import hooks_refused, is_jit_tracing, transforms
+from ..torch_internals import hooks_refused, transforms
 from ..torch_state import is_below_dispatcher
 from .retiring import Control
 
@@ -133,7 +133,7 @@ class Legalization:
         """Whether a call takes uncast inputs, which saves a layer the cast of its weight."""
         if not self._rounds_inputs:
             return True
-        if len(args) < 2 or is_dynamo_compiling() or is_jit_tracing():
+        if len(args) < 2 or traced():  # avoids guards on sizes
             return False
         x, weight = args[:2]
         if self._op != "linear":
