@@ -156,13 +156,18 @@ def lightning() -> PluggedLightning:
     return PluggedLightning()
 
 
-@pytest.fixture(autouse=True)
-def no_accelerator_is_left() -> Iterator[None]:
+def forget_accelerators() -> None:
     """An Accelerator's mixed precision is the process's, the Trainer's too, until it is reset."""
-    yield
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_is_left() -> Iterator[None]:
+    forget_accelerators()  # another file's
+    yield
+    forget_accelerators()
 
 
 @contextlib.contextmanager

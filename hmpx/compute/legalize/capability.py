@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import raised_here
 from ...forks import in_own_thread, new_lock
 from ...tensors import CAST
-from ...torch_internals import VF, run_when_traced
+from ...torch_internals import run_when_traced
 from ...torch_state import without_casts
 
 LOGGER: Final = logging.getLogger("hmpx")
@@ -31,7 +31,7 @@ LOGGER: Final = logging.getLogger("hmpx")
 #: during a measurement.
 _MM, _CONV2D, _LINEAR = torch.mm, torch.conv2d, torch.nn.functional.linear
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
-_LAYER_NORM, _GELU, _LSTM = torch.layer_norm, torch.nn.functional.gelu, VF.lstm
+_LAYER_NORM, _GELU, _LSTM = torch.layer_norm, torch.nn.functional.gelu, torch.lstm
 _LINSPACE, _ONES_LIKE, _VIEW, _ZEROS = torch.linspace, torch.ones_like, Tensor.view, torch.zeros
 
 #: A native kernel is slow if it takes more than this many times as long as the same result via fp32.
