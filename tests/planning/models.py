@@ -93,7 +93,7 @@ def llama(layers: int = 2) -> nn.Module:
 MODELS: dict[str, Built] = {
     "GPT-2": (gpt2, _text),
     "BERT": (bert, _text),
-    "ResNet-18": (resnet18, lambda: _image(64)),
+    "ResNet-18": (resnet18, lambda: _image(96)),
     "ViT": (vit, lambda: _image(32)),
     "Llama": (llama, lambda: _text(use_cache=False)),
 }
