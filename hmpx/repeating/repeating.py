@@ -183,9 +183,7 @@ class _Repeats:
         if tensors is None or not tensors_in([tensors.result]):
             return
         self._count += 1
-        state = state_of_random_numbers(
-            tensors_in([*tensors.given, *tensors.given_kwargs.values()])
-        )
+        state = state_of_random_numbers([*tensors.given, *tensors.given_kwargs.values()])
         try:
             found = self._repeated(call, tensors)
         except raised_here(Exception) as error:  # the program must go on
@@ -368,7 +366,7 @@ def _draws(call: OpCall, tensors: CallTensors) -> bool:
     args, kwargs = tensors.given, tensors.given_kwargs
     if tensors.writes:
         args, kwargs = as_values((args, kwargs), Tensor.clone)
-    given = tensors_in([*args, *kwargs.values()])
+    given = [*args, *kwargs.values()]
     before = state_of_random_numbers(given)
     call.function(*args, **kwargs)
     after = state_of_random_numbers(given)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..places import PACKAGE
-from ..tensors import edges_of, is_leaf, node_of, tensors_in
+from ..tensors import edges_of, is_leaf, leaves, node_of, tensors_in
 from ..torch_internals import DisableTorchFunctionSubclass, FakeTensor
 from .disabling import apart
 from .module_names import named_tensors
@@ -57,8 +57,12 @@ def accelerators() -> set[torch.device]:
 
 
 def state_of_random_numbers(values: Iterable[Any]) -> RandomStates:
-    """Returns torch's RNG state for calls with these arguments."""
-    return RandomStates({tensor.device for tensor in tensors_in(values)}, of_torch_alone=True)
+    """Returns torch's RNG state for calls with these arguments, with that of generators among them."""
+    values = leaves(values)
+    found = RandomStates({tensor.device for tensor in tensors_in(values)}, of_torch_alone=True)
+    generators = [each for each in values if isinstance(each, torch.Generator)]
+    found.states += [(each.set_state, (each.get_state(),)) for each in generators]
+    return found
 
 
 def seed_all(seed: int) -> None:

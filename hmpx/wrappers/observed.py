@@ -300,7 +300,7 @@ def _tensors(
     """Returns the tensors of a call before it runs, without its result."""
     options = dataclasses.replace(plan.options, reuse_casts=False)
     state = (
-        state_of_random_numbers(args)
+        state_of_random_numbers([*args, *kwargs.values()])
         if plan.facts.is_random or plan.emulation is not None
         else None
     )
@@ -314,7 +314,7 @@ def _tensors(
     def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if state is None:
             return function(*args, **kwargs)
-        now = state_of_random_numbers(args)
+        now = state_of_random_numbers([*args, *kwargs.values()])
         state.restore()
         try:
             return function(*args, **kwargs)
