@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from ..compute import SLOW_KINDS, names_dtype
+from ..compute import SLOW_KINDS, cast_finite, names_dtype
 from ..ops import parameter_named
 from ..policy import CastPolicy
 from ..tensors import (
@@ -234,8 +234,15 @@ def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> 
     if "sparse" in plan.skipped and argument(plan, "sparse", args, kwargs):
         cast = cast_any_layout(dtype)
     as_one = dtype if plan.facts.kind == "rnn" else None
+    masks = plan.masks if dtype in LOW_DTYPES else ()
     convert = _unless_fp32(
-        lambda name, tensor: tensor if tensor.dtype is dtype else cast(tensor),
+        lambda name, tensor: (
+            tensor
+            if tensor.dtype is dtype
+            else cast_finite(dtype, tensor)
+            if name in masks
+            else cast(tensor)
+        ),
         *(dtype, plan, args, kwargs),
     )
     return _with_inputs(convert, plan, args, kwargs, as_one)
@@ -364,7 +371,7 @@ def is_settled(value: Any, dtype: object) -> bool:
 
 
 def converter(plan: CallPlan, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Returns the function that casts one tensor to ``dtype``."""
+    """Returns the function that casts one tensor to ``dtype``, if it is not a mask."""
     if plan.options.reuse_casts and dtype in LOW_DTYPES:
         # Products of two tensors are new tensors; that of a list may be the only tensor in it.
         is_product = plan.facts.kind in SLOW_KINDS and "A" not in plan.cast_kinds.values()
@@ -402,8 +409,9 @@ def casts_of(plan: CallPlan) -> Mapping[int, Callable[[Any], Any]]:
     )
     other_dtypes, takes_numbers = ELIGIBLE - {dtype}, "cpu" not in plan.device_types
     refuses_nested = bool(plan.fp32_positions)
+    convert_mask = functools.partial(cast_finite, dtype) if dtype in LOW_DTYPES else convert
 
-    def cast(value: Any) -> Any:
+    def cast(value: Any, convert: Callable[[Tensor], Tensor] = convert) -> Any:
         if type(value) not in PLAIN_TENSORS:
             return value if value is None else unusual
         found = value.dtype
@@ -416,6 +424,9 @@ def casts_of(plan: CallPlan) -> Mapping[int, Callable[[Any], Any]]:
             return unusual if takes_numbers and not value.dim() else value
         is_left = found is dtype or not (found.is_floating_point or found.is_complex)
         return value if is_left else unusual
+
+    def cast_mask(value: Any) -> Any:
+        return value if value is None else cast(value, convert_mask)
 
     def cast_number(value: Any) -> Any:
         return value if type(value) in NUMBERS else cast(value)
@@ -430,6 +441,8 @@ def casts_of(plan: CallPlan) -> Mapping[int, Callable[[Any], Any]]:
         if position in (plan.fp32_positions or ())
         else cast_number
         if kind == "N"
+        else cast_mask
+        if parameters.names[position] in plan.masks
         else cast
         for position, kind in sorted(kinds.items())
     }

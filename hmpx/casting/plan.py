@@ -210,6 +210,7 @@ class CallPlan:
     never_cast: frozenset[str] = field(init=False)  # names of the arguments that are never cast
     skipped: frozenset[str] = field(init=False)  # names of arguments that are not inputs to cast
     cast_kinds: Mapping[int, str] = field(init=False)  # the parameters' kinds without the buffers
+    masks: frozenset[str] = field(init=False)  # names of the arguments that may be masks
     has_inplace_flag: bool = field(init=False)  # a function in Python with an ``inplace`` argument
     may_write: bool = field(init=False)  # calls may write to such an argument
     statistic_positions: tuple[int, ...] = field(init=False)  # of the running statistics
@@ -242,6 +243,11 @@ class CallPlan:
     def is_relative(self) -> bool:
         """Whether the target dtype depends on the call."""
         return self.target is not None or self.decision.dtype is None
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether it adds a tensor, maybe a mask, to one whose dtype may be lower."""
+        return self.site.in_place and self.site.op in ops.facts("sums")
 
     @property
     def widens_itself(self) -> bool:
@@ -354,6 +360,7 @@ def _arguments(site: CallSite) -> dict[str, Any]:
         "never_cast": never_cast,
         "skipped": never_cast | site.parameters.plain | {"out"},
         "cast_kinds": kinds,
+        "masks": ops.masks(names),
         "has_inplace_flag": has_flag,
         "may_write": has_flag or bool(targets) or "out" in never_cast,
     }

@@ -49,6 +49,8 @@ from .missing_kernels import lacking_kernels as lacking_kernels
 from .missing_kernels import may_run_again as may_run_again
 from .missing_kernels import selected as selected
 from .norm_statistics import Statistics as Statistics
+from .numbers import adding_masks as adding_masks
+from .numbers import cast_finite as cast_finite
 from .numbers import completed_by_numbers as completed_by_numbers
 from .numbers import held as held
 from .numbers import taking_numbers as taking_numbers

@@ -29,6 +29,7 @@ from .schemas import Numbers as Numbers
 from .schemas import Parameters as Parameters
 from .schemas import converting as converting
 from .schemas import converts_numbers as converts_numbers
+from .schemas import masks as masks
 from .schemas import numbers as numbers
 from .schemas import parameter_named as parameter_named
 from .schemas import parameters as parameters

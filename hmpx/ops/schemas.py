@@ -224,6 +224,22 @@ def _statistics() -> frozenset[str]:
     return declared_written("_native_batch_norm_legit")
 
 
+#: Names of arguments whose elements an op stores in another tensor.
+_STORED: Final = frozenset({"source", "src", "values"})
+
+
+@functools.cache
+def masks(names: tuple[str, ...]) -> frozenset[str]:
+    """Returns the parameters, among these, that may be masks of numbers such as ``finfo.min``.
+
+    They are called so, are stored in another tensor, or are scaled by ``beta`` and added to a product.
+    """
+    found = {name for name in names if name.endswith(("mask", "attn_bias"))}
+    if {"alpha", "beta"} <= set(names) and names[0] == "self":
+        found |= {"self", "input"}
+    return frozenset(found | _STORED.intersection(names[1:]))
+
+
 # --- numbers -----------------------------------------------------------------------------------
 
 
@@ -238,19 +254,20 @@ class Numbers:
 
 @functools.cache
 def converting() -> frozenset[str]:
-    """Returns the ops with number arguments that torch converts to the dtype of a tensor argument."""
-    return frozenset(facts("stored_numbers")) | frozenset(facts("factors"))
+    """Returns the ops with numbers, or added masks, that torch converts to the dtype of a tensor argument."""
+    return frozenset().union(*map(facts, ("stored_numbers", "factors", "sums")))
 
 
 def converts_numbers(op: str, site: Site) -> bool:
-    """Whether calls of ``op`` at ``site`` hold such numbers; in ``torch._VF`` they never do."""
-    return op in converting() and not site.is_property and site.namespace != VF_NAMESPACE
+    """Whether calls of ``op`` at ``site`` hold such arguments; in ``torch._VF`` they never do."""
+    is_known = op in converting() and not site.is_property and site.namespace != VF_NAMESPACE
+    return is_known and (site.in_place or op not in facts("sums"))
 
 
 @functools.cache
 def numbers(op: str, site: Site) -> Numbers | None:
     """Returns where the calls of ``op`` at ``site`` hold such numbers; None if nowhere."""
-    if not converts_numbers(op, site):
+    if not converts_numbers(op, site) or op in facts("sums"):
         return None
     are_factors = op in facts("factors")
     names = frozenset(facts("factors" if are_factors else "stored_numbers")[op])

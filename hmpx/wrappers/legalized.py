@@ -258,7 +258,7 @@ class Legalization:
             return keeping_low(function, args, kwargs, given, precision)
         first = self._first or 0
         if self._kind in PRODUCTS and convolutions.is_large(
-            *(*args, None, None)[first : first + 2]
+            *(*args, None, None, None)[first : first + 2]
         ):
             return in_reused_memory(function, args, kwargs, dtype)
         return rounded(call_raised(function, args, kwargs, self._upcast), CAST[dtype])

@@ -92,6 +92,10 @@ def _make_wrapper_taking_numbers(
     checked; torch passes other calls to them.
     """
     numbers = plan.site.numbers
+    if plan.adds_in_place:
+        control = Control()
+        made = compute.adding_masks(original, plan.device_types, control)
+        return named_after(original, made, plan.site.name, control)
     if numbers is None:
         return None
     callee, control = callee_of(original, plan), Control()
@@ -125,6 +129,9 @@ def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any
         complete = compute.completed_by_numbers(callee, site.numbers)
         taking = compute.taking_numbers(original, site.numbers, callee.promotes, complete)
         callee = dataclasses.replace(callee, function=taking)
+    if plan.adds_in_place:
+        made = compute.adding_masks(callee.function, plan.device_types)
+        callee = dataclasses.replace(callee, function=made)
     if site.lacking is not None:
         callee = dataclasses.replace(callee, function=compute.completed(callee, site.lacking))
     if site.op == "matmul" and plan.is_low:
