@@ -263,7 +263,7 @@ class ShadowRun:
 def _keep_effect(kept: Kept, arrival: Arrival, difference: Tensor, gradient: Tensor) -> None:
     arrival.is_seen = True
     if gradient.dtype.is_complex:
-        gradient = torch.view_as_real(gradient)
+        gradient = torch.view_as_real(gradient.resolve_conj())
     if gradient.shape == difference.shape:
         kept.effects.append(effect(gradient, difference))
 

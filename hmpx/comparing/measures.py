@@ -95,7 +95,7 @@ def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
     type.
     """
     if reference.dtype.is_complex:
-        reference, low = torch.view_as_real(reference), torch.view_as_real(low)
+        reference, low = (torch.view_as_real(each.resolve_conj()) for each in (reference, low))
     low = low.to(reference.dtype)
     difference = low - reference
     norm = torch.linalg.vector_norm(difference)

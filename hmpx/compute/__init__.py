@@ -58,8 +58,10 @@ from .saved_tensors import LEAST_ELEMENTS as LEAST_ELEMENTS
 from .saved_tensors import Precision as Precision
 from .saved_tensors import keeping_low as keeping_low
 from .saved_tensors import keeping_parameters as keeping_parameters
+from .saved_tensors import nodes_made as nodes_made
 from .saved_tensors import pays as pays
 from .saved_tensors import saved_by as saved_by
+from .saved_tensors import tensors_saved_by as tensors_saved_by
 from .watching import COMPUTED as COMPUTED
 from .watching import DECIDING_WATCHERS as DECIDING_WATCHERS
 from .watching import EMULATION_WATCHERS as EMULATION_WATCHERS

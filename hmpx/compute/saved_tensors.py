@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs, edges_of, node_of
 from ..torch_internals import (
-    TELLS_SAVED,
     address_of,
     has_fake_tensors,
     hide_hook,
     hooks_refused,
     is_jit_tracing,
     is_noted_in_graph,
+    number_of,
     passes_for_real,
     pop_hooks,
     push_hooks,
@@ -53,6 +53,7 @@ class Kept:
     #: return; None for the tensor itself.
     layout: tuple[Any, Any, Any, Any] | None = None
     rest: Any = None  # the number to add to its bits afterwards, see `remainder`; None for nothing
+    is_pending: bool = False  # whether its tensor is yet to be replaced by a low-precision one
 
 
 def unpack(kept: Kept, unpack_outer: Callable[[Any], Tensor] | None = None) -> Tensor:
@@ -93,7 +94,34 @@ def saved_by(node: Any) -> list[Any]:
     for name in _saved_names(node.__class__):
         value = getattr(node, name)
         found += value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in found if not TELLS_SAVED or each.data is not None]
+    return [each for each in found if each.data is not None]
+
+
+def tensors_saved_by(node: Any) -> list[Tensor] | None:
+    """Returns the tensors that one autograd node keeps, unless hooks of the program packed them.
+
+    None while a call that hmpx computes has yet to decide what it keeps.
+    """
+    found: list[Any] = [each.data for each in saved_by(node)]
+    kept = [each for each in found if isinstance(each, Kept)]
+    if any(each.is_pending for each in kept):
+        return None
+    found += [value for each in kept for value in (each.tensor, each.rest)]
+    return [each for each in found if isinstance(each, Tensor)]
+
+
+def nodes_made(tensors: Iterable[Tensor], first: int, mark: object) -> list[Any]:
+    """Returns the autograd nodes behind tensors that have a number from ``first`` on, and no ``mark``."""
+    found: list[Any] = []
+    following = [node_of(each) for each in tensors]
+    while following:
+        node = following.pop()
+        if node is None or (number_of(node) or 0) < first or mark in node.metadata:
+            continue
+        if all(node is not each for each in found):
+            found.append(node)
+            following += [each for each, _ in edges_of(node)]
+    return found
 
 
 @functools.cache
@@ -107,7 +135,7 @@ def _is_read_alone(kept: Kept, result: Tensor) -> bool:
     while node is not None:
         saved = saved_by(node)
         if saved:
-            return len(saved) == 1 and (not TELLS_SAVED or saved[0].data is kept)
+            return len(saved) == 1 and saved[0].data is kept
         before = [each for each, _ in edges_of(node) if each is not None]
         node = before[0] if len(before) == 1 else None  # for views
     return False
@@ -259,6 +287,7 @@ class _Packer:
             # A copy of an input in another layout; planned tensors have no values, and are copies.
             if passes_for_real(tensor) or _equal(widen(low), tensor):
                 return self.pack_again(Kept(low, low._version, widen))
+        kept.is_pending = True
         self.pending.append((pointer, kept))
         return kept
 
@@ -287,7 +316,7 @@ class _Packer:
                 kept.tensor, kept.raise_again = self.convert(kept.tensor), widen
                 kept.version = kept.tensor._version
         for _, kept in self.pending:
-            self.pack_again(kept)
+            self.pack_again(kept).is_pending = False
         self.pending.clear()
 
 

@@ -6,11 +6,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -19,13 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import arguments, session
 from ..accuracy import Origins, is_readable, may_read
+from ..compute import nodes_made, tensors_saved_by
 from ..errors import ContractError, OptionError, shown
 from ..observers import Attached, OpCall, user_location
 from ..ops import facts
 from ..places import located
 from ..policy import Call
 from ..tensors import LOW_DTYPES, floating_in, long_name, node_of, tensors_in
-from ..torch_internals import uncompiled
+from ..torch_internals import next_number, uncompiled
 from ..torch_state import named_tensors, place, spot, unchanged
 from .lines import KEYS, Line, read, real, written
 from .writing import as_yaml, contract_of
@@ -132,6 +133,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         self._names: dict[int, str] = {}  # id of a parameter -> its name
         self._models: dict[int, nn.Module] = {}
         self._block: contextlib.ExitStack | None = None
+        self._reads_saved, self._first_node, self._thread = False, 0, 0
 
     # --- the block -------------------------------------------------------------------------------
 
@@ -147,8 +149,8 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
             block.enter_context(register_module_forward_pre_hook(self._note_model))
             block.enter_context(register_module_forward_hook(self._check_module))
             block.enter_context(register_optimizer_step_post_hook(self._check_optimizer))
-            if "saved" in wanted:
-                block.enter_context(saved_tensors_hooks(self._check_saved, lambda tensor: tensor))
+            self._reads_saved = "saved" in wanted
+            self._first_node, self._thread = next_number() or 0, get_ident()
             block.enter_context(uncompiled())
             self._block = block.pop_all()
         return self
@@ -198,6 +200,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
     ) -> None:
         if not may_read():
             return
+        self._check_saved(result)
         seen = _call(call.op, inputs)
         if any("contents" in line.expected for line in self._lines):
             self._origins.note(call, inputs, result)
@@ -243,14 +246,18 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         for node in {node_of(each) for each in tensors_in([result])} - {None}:
             node.register_prehook(check)
 
-    def _check_saved(self, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and may_read():
-            call, location = _call("", [tensor]), user_location()
-            for line in self._lines:
-                if "saved" in line.expected and not line.ops and line.section.holds_for(call):
-                    place = _Place("a call", call.module, location)
-                    self._compare(line, "saved", place, tensor.dtype)
-        return tensor
+    def _check_saved(self, results: Any) -> None:
+        """Checks what the nodes behind results save; not by torch's hooks, which change the program."""
+        if not (self._reads_saved and get_ident() == self._thread and may_read()):
+            return
+        for node in nodes_made(tensors_in([results]), self._first_node, self):
+            node.metadata[self] = None
+            for tensor in floating_in(tensors_saved_by(node) or []):
+                call = _call("", [tensor])
+                place = _Place("a call", call.module, user_location())
+                for line in self._lines:
+                    if "saved" in line.expected and not line.ops and line.section.holds_for(call):
+                        self._compare(line, "saved", place, tensor.dtype)
 
     # --- modules and their tensors -----------------------------------------------------------------
 
@@ -260,6 +267,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
             self._check_tensors(module)
 
     def _check_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._check_saved(result)
         call, name = _call("", floating_in([args])), type(module).__name__
         for line in self._lines:
             if not (line.is_about_modules and line.is_module(call)):

@@ -12,7 +12,6 @@ from .. import arguments, torch_state
 from ..compute import saved_by
 from ..errors import OptionError, raised_here, shown
 from ..tensors import node_of
-from ..torch_internals import TELLS_SAVED
 from .autograd import Names, Observation, Step, observed, short, walk
 from .graph import Edge, Node, Saved
 from .groups import Group, Grouping, outputs_first
@@ -207,7 +206,7 @@ def _node(position: int, group: Group, steps: list[Step]) -> Node:
 
 def _saved(step: Step) -> Iterator[Saved]:
     """Yields the tensors that autograd keeps for a step; those packed by the program's hooks are unknown."""
-    if step.leaf is not None or not TELLS_SAVED:
+    if step.leaf is not None:
         return
     for each in saved_by(step.node):
         tensor = each.data

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..accuracy import Origins, is_readable, may_read
 from ..observers import user_location
 from ..tensors import LOW_DTYPES, leaves, short_name
-from ..torch_internals import TorchDispatchMode, dispatch_modes
+from ..torch_internals import TorchDispatchMode, call_in, dispatch_modes
 from ..torch_state import spot
 from .findings import Finding
 from .trace import CONVERTING, DIFFERENCES, Seen, Trace
@@ -110,7 +110,7 @@ class IntegerCasts(TorchDispatchMode):  # type: ignore[misc]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = call_in(self, func, args, kwargs)
         name = func.overloadpacket.__name__
         if name not in ("_to_copy", "arange") or not (may_read() and is_readable(result)):
             return result

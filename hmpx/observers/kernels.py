@@ -9,12 +9,12 @@ from typing import Any, Final
 import torch
 
 from ..tensors import floating_in
-from ..torch_internals import TorchDispatchMode
+from ..torch_internals import TorchDispatchMode, call_in
 
-#: Kernels that move values, and whose schemas don't tell so.
+#: Kernels that move values or call other kernels, and whose schemas don't tell so.
 _MOVES: Final = frozenset(
     {
-        "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy_", "fill_", "flip", "gather", "index",
+        "_sparse_addmm", "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy_", "fill_", "flip", "gather", "index",
         "index_select", "repeat", "roll", "stack", "zero_",
     }
 )  # fmt: skip
@@ -64,4 +64,4 @@ class Kernels(TorchDispatchMode):  # type: ignore[misc]
                 deciding = [each.dtype for each in given if each.dim()] or dtypes
                 dtypes = [functools.reduce(torch.promote_types, deciding)]
             self._dtypes.update(dict.fromkeys(dtypes))
-        return func(*args, **kwargs)
+        return call_in(self, func, args, kwargs)

@@ -21,9 +21,8 @@ from ..ops import kind
 from ..policy import CastPolicy
 from ..reports import Waste
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, edges_of, tensors_in
-from ..torch_internals import TELLS_SAVED, is_of_transform
+from ..torch_internals import is_of_transform
 from ..torch_state import place, running_module
-from .memory import Held
 from .signatures import Shape
 
 #: A fix: a line to copy, and its cost.
@@ -226,8 +225,7 @@ def _held_for(node: Any) -> Iterator[Tensor]:
         found = saved_by(node)
         edges = edges_of(node)
         if found or len(edges) != 1 or edges[0][0] is None:
-            held = [saved.data for saved in found] if TELLS_SAVED else []
-            held = [each.tensor if isinstance(each, Held) else each for each in held]
+            held = [saved.data for saved in found]
             yield from [each for each in held if isinstance(each, Tensor)]
             return
         node = edges[0][0]

@@ -37,7 +37,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
         times: Whether to time calls. Each call then waits for its accelerator.
         memory: Whether to follow the memory of tensors, for `memory`: of this thread's computation and the
             backward that it starts. Each call then takes some 10 us longer, and the record grows with
-            calls. `torch.func.grad` and others that refuse hooks for saved tensors fail.
+            calls. What autograd saves inside of `torch.func.grad` and others is not counted.
 
     Raises:
         OptionError: ``times`` or ``memory`` is not a bool, or the record is entered twice.

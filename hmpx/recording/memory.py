@@ -22,17 +22,25 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..compute import nodes_made, tensors_saved_by
 from ..errors import raised_here
 from ..reports import Memory, Moment
-from ..tensors import tensors_of
+from ..tensors import tensors_in, tensors_of
 from ..torch_internals import (
     CAST_OP,
     TorchDispatchMode,
+    call_in,
     current_graph_task,
     is_of_transform,
     is_tensor_of_tensors,
+    keeps_graph,
+    next_number,
     storage_of,
+    transforms,
 )
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_DETACH: Final = torch.ops.aten.detach.default
 
 
 class What(enum.Enum):
@@ -75,18 +83,23 @@ class Stored:
 Event = tuple[What, Stored, str]
 
 
-class Held:
-    """A tensor that autograd holds."""
+class _Saved:
+    """The memory that a node saves: until its backward has run, or the node is gone."""
 
-    __slots__ = ("_log", "_stored", "tensor")
+    __slots__ = ("_log", "_stored")
 
-    def __init__(self, tensor: Tensor, stored: Stored, log: list[Event]) -> None:
-        """Records that it is held."""
-        self.tensor, self._stored, self._log = tensor, stored, log
-        log.append((What.HELD, stored, ""))
+    def __init__(self, stored: list[Stored], log: list[Event]) -> None:
+        self._stored, self._log = stored, log
+        log.extend([(What.HELD, each, "") for each in stored])
+
+    def release(self, *_: Any) -> None:
+        """Ends it, unless the backward keeps the graph; a hook after the node's backward."""
+        if not (is_dynamo_compiling() or keeps_graph()):
+            self.__del__()
 
     def __del__(self) -> None:
-        self._log.append((What.RELEASED, self._stored, ""))
+        released, self._stored = self._stored, []
+        self._log.extend([(What.RELEASED, each, "") for each in released])
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[misc]
@@ -103,19 +116,17 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self._note(args)
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        self._note(result if isinstance(result, (list, tuple)) else (result,))
-        if func is CAST_OP and (made := self._ledger.note(result)) is not None:
-            made.cast_of = self._ledger.note(args[0])
+        ledger, given = self._ledger, tensors_in(args)
+        if func is not _DETACH:  # by which autograd saves results
+            ledger.note_saved(given)  # by the calls before
+        result = call_in(self, func, args, kwargs or {})
+        results = tensors_in([result])
+        for each in (*given, *results):
+            ledger.note(each)
+        ledger.results += map(weakref.ref, results)
+        if func is CAST_OP and (made := ledger.note(result)) is not None:
+            made.cast_of = ledger.note(args[0])
         return result
-
-    def _note(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, Tensor):
-                self._ledger.note(value)
-            elif isinstance(value, (list, tuple)):
-                self._note(value)
 
 
 class Ledger:
@@ -128,6 +139,9 @@ class Ledger:
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_stepping = False
+        #: Results of calls, whose nodes autograd makes afterwards.
+        self.results: list[weakref.ref[Tensor]] = []
+        self._first_node = 0
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -136,12 +150,13 @@ class Ledger:
             register_module_forward_pre_hook(self._note_call),
             register_optimizer_step_pre_hook(self._note_step),
             register_optimizer_step_post_hook(self._note_state),
-            torch.autograd.graph.saved_tensors_hooks(self._pack, _tensor_of),
             _Mode(self),
         ):
+            self._first_node = next_number() or 0
             try:
                 yield
             finally:
+                self.note_saved([])
                 self._note_gradients()
 
     def memory(self) -> Memory:
@@ -169,6 +184,25 @@ class Ledger:
             self._log.append((What.FREED, stored, ""))
             stored = self._start(key, storage, Stored(size_bytes, stored.dtype, stored))
         return stored
+
+    def note_saved(self, tensors: list[Tensor]) -> None:
+        """Records what the nodes of tensors, and of the last results, save; torch's hooks would change it."""
+        if transforms() is not None:
+            return
+        last = [each for result in self.results if (each := result()) is not None]
+        found = [
+            (node, tensors_saved_by(node))
+            for node in nodes_made([*last, *tensors], self._first_node, self)
+        ]
+        if any(saved is None for _, saved in found):
+            return
+        self.results.clear()
+        for node, saved in found:
+            stored = [self.note(each) for each in saved or ()]
+            held = _Saved([each for each in stored if each is not None], self._log)
+            node.metadata[self] = held
+            if stored:
+                node.register_hook(held.release)
 
     def note_module(self, module: nn.Module) -> None:
         """Records the parameters and buffers of a module, and of those inside it."""
@@ -203,10 +237,6 @@ class Ledger:
 
     # --- hooks -------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> Any:
-        stored = self.note(tensor)
-        return tensor if stored is None else Held(tensor, stored, self._log)
-
     def _note_call(self, module: nn.Module, args: Any) -> None:
         if module not in self._modules:
             self.note_module(module)
@@ -230,10 +260,6 @@ class Ledger:
         for tensor in tensors:
             if (stored := self.note(tensor)) is not None:
                 stored.kind = stored.kind or kind
-
-
-def _tensor_of(held: Any) -> Tensor:
-    return held.tensor if isinstance(held, Held) else held
 
 
 # --- sums ----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .autograd import CHECKPOINT_GENERATOR as CHECKPOINT_GENERATOR
-from .autograd import TELLS_SAVED as TELLS_SAVED
 from .autograd import current_graph_task as current_graph_task
 from .autograd import data_of as data_of
 from .autograd import each_of_batch as each_of_batch
@@ -11,6 +10,7 @@ from .autograd import function_of as function_of
 from .autograd import hide_hook as hide_hook
 from .autograd import hooks_refused as hooks_refused
 from .autograd import is_gradient_batch as is_gradient_batch
+from .autograd import keeps_graph as keeps_graph
 from .autograd import next_number as next_number
 from .autograd import number_of as number_of
 from .autograd import one_of_batch as one_of_batch
@@ -69,6 +69,7 @@ from .modes import FakeTensor as FakeTensor
 from .modes import FunctionalTensor as FunctionalTensor
 from .modes import TorchDispatchMode as TorchDispatchMode
 from .modes import behind_transform as behind_transform
+from .modes import call_in as call_in
 from .modes import device_constructors as device_constructors
 from .modes import disable_modes as disable_modes
 from .modes import dispatch_modes as dispatch_modes

@@ -29,9 +29,6 @@ top_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = 
 )
 
 
-#: Whether torch exposes a saved tensor's packed object.
-TELLS_SAVED: Final = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "data")
-
 _HIDES_HOOKS: Final = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")
 
 
@@ -55,8 +52,9 @@ def uses(tensor: Tensor) -> int:
     return int(_use_count(storage_of(tensor)._cdata))
 
 
-#: Returns the number of the backward pass that this thread computes; -1 if there is none.
-current_graph_task: Callable[[], int] = rely_on("phases of calls", instead=(lambda: -1,))
+#: Returns the number of the backward pass that this thread computes, -1 if there is none; and whether it keeps
+#: what nodes saved.
+current_graph_task, keeps_graph = rely_on("phases of calls", instead=(lambda: -1, lambda: True))
 
 
 _SINCE_2_14: Final = "_checkpoint_without_reentrant_generator_impl"

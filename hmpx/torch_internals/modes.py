@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -117,6 +118,27 @@ SCRIPTED: Final[tuple[type[Any], ...]] = rely_on("TorchScript", instead=())
 
 #: Whether torch.autocast is on for any device type here; and a context in which it casts nothing.
 is_any_autocast_enabled, DisableAutocast = rely_on("calls inside of torch.autocast")
+
+_Outside, _set_excluded, _SPARSE_ADDMM = rely_on(
+    "sparse products in observers", instead=(None, None, None)
+)
+_addmm: Final = torch.ops.aten.addmm.default
+
+
+def call_in(mode: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Calls what a dispatch mode got; torch.autocast casts inside a sparse product's kernel as without a mode."""
+    if func is not _SPARSE_ADDMM:
+        return func(*args, **kwargs)
+    device_type = args[0].device.type
+    with _Outside():
+        is_cast = torch.is_autocast_enabled(device_type)
+    key = getattr(_dispatch_keys, f"Autocast{device_type.upper()}") if is_cast else SNAPSHOT
+    _set_excluded(key, not is_cast)
+    try:
+        with mode:
+            return _addmm(*args, **kwargs)  # as the kernel does
+    finally:
+        _set_excluded(key, True)
 
 
 #: Modules of torch that open regions on behalf of the user's code.

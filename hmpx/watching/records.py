@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..errors import raised_here
 from ..observers import OpCall
-from ..tensors import PLAIN_TENSORS
+from ..tensors import PLAIN_TENSORS, is_dense
 from ..torch_internals import (
     dispatch_modes,
     has_tangents,
@@ -217,11 +217,7 @@ def is_measurable(value: object) -> TypeGuard[Tensor]:
         return False
     tensor: Any = value
     dtype = tensor.dtype
-    return (
-        (dtype.is_floating_point or dtype.is_complex)
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
-    )
+    return (dtype.is_floating_point or dtype.is_complex) and is_dense(tensor) and not tensor.is_meta
 
 
 def is_off_limits() -> bool:

@@ -27,7 +27,9 @@ _amax, _amin, _aminmax, _as_strided = unpatched(
 )
 _cat, _detach, _empty, _to = unpatched(torch.cat, Tensor.detach, torch.empty, Tensor.to)
 _isfinite, _masked_select = unpatched(torch.isfinite, torch.masked_select)
-_tolist, _unbind, _view_as_real = unpatched(Tensor.tolist, Tensor.unbind, torch.view_as_real)
+_resolve_conj, _tolist, _unbind, _view_as_real = unpatched(
+    torch.resolve_conj, Tensor.tolist, Tensor.unbind, torch.view_as_real
+)
 
 #: Dtypes whose extremes are computed without an upcast -> the bits of an infinity, all of which NaN also
 #: has.
@@ -84,7 +86,7 @@ class Slots:
         if tensor.requires_grad:
             tensor = _detach(tensor)
         if tensor.dtype.is_complex:
-            tensor = _view_as_real(tensor)
+            tensor = _view_as_real(_resolve_conj(tensor))
         if tensor.dtype not in _OWN_KERNELS:
             tensor = _to(tensor, torch.float32)
         piece, position = self._take(tensor.device, tensor.dtype)
@@ -198,7 +200,7 @@ def exact_finite(tensor: Tensor | None, version: int) -> Extremes | None:
     with torch.no_grad(), disable_modes():
         kept = _detach(tensor)
         if kept.dtype.is_complex:
-            kept = _view_as_real(kept)
+            kept = _view_as_real(_resolve_conj(kept))
         kept = _to(kept, torch.float64 if kept.dtype is torch.float64 else torch.float32)
         kept = _masked_select(kept, _isfinite(kept))
     return exact(kept) if kept.numel() else None

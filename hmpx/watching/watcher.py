@@ -24,6 +24,7 @@ from ..torch_internals import uncompiled
 from ..torch_state import state_of_random_numbers
 from .culprit import Judge, Offence, offence_of
 from .notes import Notes, sources_of
+from .records import is_measurable
 from .slots import Slots
 from .underflow import Underflow, UnderflowCounts
 
@@ -336,7 +337,7 @@ class _Run:
         leaves = {node.variable for node, _ in sources_of(made)}
         gradients = [each.grad for each in leaves if each.grad is not None]
         for tensor in (*results, *gradients):
-            if tensor.layout is torch.strided:
+            if is_measurable(tensor):
                 slots.measure(tensor)
         if isinstance(result, float) and not math.isfinite(result):
             return True
