@@ -38,7 +38,7 @@ from ..tensors import (
     tensors_in,
     with_items,
 )
-from ..torch_internals import transforms
+from ..torch_internals import is_mapped, transforms
 from ..torch_state import is_below_dispatcher
 from . import cache
 from .plan import CallPlan
@@ -255,22 +255,28 @@ def _unless_fp32(
     args: Args,
     kwargs: Kwargs,
 ) -> Callable[[str, Tensor], Any]:
-    """Makes ``convert`` leave a norm's parameters in fp32, alongside inputs of ``dtype``, if kernels accept that.
+    """Makes ``convert`` leave some arguments in fp32, alongside inputs of ``dtype``, if kernels accept that.
 
-    The kernels for nested tensors and the formulas of torch.func.vmap don't.
+    These are a norm's parameters; the kernels for nested tensors and the formulas of torch.func.vmap don't. And
+    what vmap adds to a matrix product: like torch.autocast it promotes.
     """
-    facts = plan.facts
-    if not facts.norm_parameters or dtype not in LOW_DTYPES or transforms() is not None:
-        return convert
-    first = args[0] if args else kwargs.get(plan.site.parameters.names[0])
-    if isinstance(first, Tensor) and first.is_nested:
+    facts, names = plan.facts, plan.site.parameters.names
+    kept, device_types = facts.norm_parameters, facts.mixed_device_types
+    if transforms() is not None:
+        is_added = any(map(is_mapped, tensors_in((*args, *kwargs.values()))))
+        kept, device_types = facts.addends if is_added else frozenset(), plan.device_types
+    elif kept:
+        first = args[0] if args else kwargs.get(names[0])
+        if isinstance(first, Tensor) and first.is_nested:
+            return convert
+    if not kept or dtype not in LOW_DTYPES:
         return convert
 
     def unless_fp32(name: str, tensor: Tensor) -> Any:
         stays = (
-            name in facts.norm_parameters
+            parameter_named(name, names) in kept
             and tensor.dtype is torch.float32
-            and tensor.device.type in facts.mixed_device_types
+            and tensor.device.type in device_types
         )
         return tensor if stays else convert(name, tensor)
 
@@ -477,6 +483,7 @@ def usual_caster(plan: CallPlan) -> Callable[[Args, Kwargs], Args | None] | None
         return None
     widens = widener(plan)
     has_keyword_tensors = plan.site.parameters.has_keyword_tensors
+    has_addend = bool(plan.facts.addends)
 
     def cast_usual(args: Args, kwargs: Kwargs) -> Args | None:
         if widens is not None and widens(*args[:count]):
@@ -485,6 +492,8 @@ def usual_caster(plan: CallPlan) -> Callable[[Args, Kwargs], Args | None] | None
             return None
         if is_below_dispatcher():
             return ALONE
+        if has_addend and transforms() is not None:
+            return None
         found = list(args)
         for position, cast in casts:
             if position < len(args):

@@ -135,6 +135,7 @@ class OpFacts:
 
     kind: str = "elementwise"  # one of `compute.KINDS`: determines the op's speed in low precision
     first_matrix: int | None = None  # for a product of two matrices, the position of the first
+    addends: frozenset[str] = frozenset()  # added to a matrix product; torch.func.vmap adds it last
     promotes: bool = False  # takes mixed dtypes and returns the widest, also in place
     rounds_mixed: bool = False  # computes gradients of mixed-dtype inputs in the narrower dtype
     rounds_terms: bool = False  # rounds terms of second-order gradients of mixed-dtype inputs
@@ -153,10 +154,11 @@ class OpFacts:
 @functools.cache
 def facts_of(op: str) -> OpFacts:
     """Returns the facts about torch's kernels for ``op``."""
-    root, (kind, first_matrix) = ops.root(op), ops.kind(op)
+    root, (kind, first_matrix), product = ops.root(op), ops.kind(op), ops.product(op)
     return OpFacts(
         kind=kind,
         first_matrix=first_matrix,
+        addends=frozenset({product.addend or ""} if product and kind == "gemm" else ()) - {""},
         promotes=root in ops.facts("promotes"),
         rounds_mixed=root in ops.facts("rounds_mixed"),
         rounds_terms=root in ops.facts("rounds_terms"),

@@ -83,6 +83,7 @@ from .modes import is_excluded as is_excluded
 from .modes import is_graph_made as is_graph_made
 from .modes import is_included as is_included
 from .modes import is_jit_tracing as is_jit_tracing
+from .modes import is_mapped as is_mapped
 from .modes import is_noted_in_graph as is_noted_in_graph
 from .modes import is_of_transform as is_of_transform
 from .modes import is_tensor_of_tensors as is_tensor_of_tensors

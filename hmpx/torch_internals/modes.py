@@ -34,10 +34,11 @@ device_constructors, DeviceContext = rely_on(
 
 
 #: The running transforms of torch.func, or None; whether a tensor belongs to
-#: torch.autograd.grad(is_grads_batched=True); whether a transform created it, and its original.
-transforms, is_batch, is_of_transform, behind_transform = rely_on(
+#: torch.autograd.grad(is_grads_batched=True), or to torch.func.vmap; whether a transform created it, and its
+#: original.
+transforms, is_batch, is_mapped, is_of_transform, behind_transform = rely_on(
     "torch.func",
-    instead=(lambda: True, lambda tensor: True, lambda tensor: True, lambda tensor: tensor),
+    instead=(lambda: True, lambda t: True, lambda t: False, lambda t: True, lambda t: t),
 )
 
 

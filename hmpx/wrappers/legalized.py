@@ -51,7 +51,7 @@ from ..compute import (
 )
 from ..errors import raised_here
 from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
-from ..torch_internals import hooks_refused, transforms
+from ..torch_internals import hooks_refused, is_mapped, transforms
 from ..torch_state import is_below_dispatcher
 from .retiring import Control
 
@@ -246,6 +246,10 @@ class Legalization:
             args, kwargs = cast_args(self._plan, args, kwargs)
         elif not is_cast and self._op == "linear" and not how and args[0].dim() > 2:
             args = (args[0].contiguous(), *args[1:])  # else torch's function depends on gradients
+        if transforms() is not None and self._plan.facts.addends:
+            floating = floating_inputs(self._plan, args, kwargs)
+            if len({t.dtype for t in floating}) > 1 and any(map(is_mapped, floating)):
+                return call_raised(function, args, kwargs, widen)  # the addend is in fp32
         # In graphs, rounding uses arithmetic, since compilers may elide round-trip casts.
         if how == "graph" and rounds:
             return in_graph(function, args, kwargs, dtype)

@@ -234,6 +234,7 @@ def _cast(plan: CallPlan, names: list[str], positions: list[int]) -> str:
     listed = "".join([f"{name}, " for name in names])
     unless = "kwargs or " if plan.site.parameters.has_keyword_tensors else '"out" in kwargs or '
     unless += f"{names[-1]} is missing or "
+    unless += "transforms() is not None or " if plan.facts.addends else ""
     if plan.widens_to_fp32 and len(positions) > 1:
         unless += f"widens({', '.join([f'a{p}' for p in positions])}) or "
     is_choosy = plan.options.keep_weight_casts == "auto"

@@ -860,13 +860,16 @@ VMAPPED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")
 @pytest.mark.parametrize("name", VMAPPED)
 def test_vmap_gives_what_a_loop_gives(name: str) -> None:
-    """Same dtype, same values up to the order of summation (pytorch #105442, #192617)."""
+    """Same values up to the order of summation, and dtype unless a bias is added (pytorch #105442, #192617)."""
     data = normal(3, 4, 4)
     for lists in ("hmp", "o2", "autocast-cuda"):
         with hmpx.convert(lists=lists):
             expected = [VMAPPED[name](t) for t in data]
             actual = vmap(VMAPPED[name])(data)
-        torch.testing.assert_close(actual, torch.stack(expected), rtol=0.02, atol=0.02)
+        same = name not in {"module", "functional_call"}
+        torch.testing.assert_close(
+            actual, torch.stack(expected), rtol=0.02, atol=0.02, check_dtype=same
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -945,5 +948,5 @@ def test_per_sample_gradients_and_ensembles() -> None:
         torch.testing.assert_close(
             per_sample[name], torch.stack([g[name] for g in each]), rtol=0.02, atol=0.02
         )
-    assert ensemble.dtype is BF16
+    assert ensemble.dtype is FP32  # of the sum of a product and a bias
     assert off.dtype is FP32
