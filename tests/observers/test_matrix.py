@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,8 +14,13 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils._pytree import tree_leaves
 
 import hmpx
+
+from ..samples import sample_inputs, spread
 
 CONTRACT = {
     "expect": [{"module": "*", "saved": "float32"}, {"compute": "float32"}, {"contents": "float32"}]
@@ -102,6 +108,70 @@ def assert_same(run: Callable[[], Any], program: str, observer: str, path: Path)
             found = outcome(run)
     assert found == expected
     return expected
+
+
+# --- every op of OpInfo --------------------------------------------------------------------------
+
+#: Ops for GPUs, whose results depend on memory that nobody wrote, or that take too long.
+_LEFT_OUT = ("jiterator", "empty", "new_empty", "svd_lowrank", "pca_lowrank")
+#: In which torch itself takes other steps under any dispatch mode: in new memory instead of in place, in other strides,
+#: and for `linalg.eig` without a check of its gradient.
+_FOLLOW_MODES = (
+    "nn.functional.linear_cross_entropy", "ormqr", "linalg.eig", "linalg.matrix_rank",
+)  # fmt: skip
+#: How many ops run without ``--whole``; always the same ones.
+_MOST = 60
+
+
+def runs(*, whole: bool) -> dict[str, Callable[[], Any]]:
+    """Returns the name of an op and its sample -> a function that runs it, and its backward."""
+    infos = [info for info in op_db if torch.float32 in info.dtypes]
+    infos = [info for info in infos if not info.name.startswith((*_LEFT_OUT, *_FOLLOW_MODES))]
+    found = {}
+    for info in infos if whole else spread(infos, _MOST):
+        with quiet():
+            samples = list(sample_inputs(info, requires_grad=info.supports_autograd))
+        for number, sample in enumerate(spread(samples, 2)):
+            found[f"{info.formatted_name} {number}"] = functools.partial(called, info, sample)
+    return found
+
+
+def called(info: OpInfo, sample: SampleInput) -> tuple[Any, list[Any]]:
+    """Returns an op's result, and the gradients of copies of its arguments."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        return type(value)(map(copy, value)) if type(value) in (list, tuple) else value
+
+    args = [copy(each) for each in (sample.input, *sample.args)]
+    kwargs = {name: copy(value) for name, value in sample.kwargs.items()}
+    result = info.op(*args, **kwargs)
+    made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+    made = [each for each in made if each.requires_grad and each.layout is torch.strided]
+    given = [each for each in tree_leaves([args, kwargs]) if isinstance(each, Tensor)]
+    given = [each for each in given if each.requires_grad and each.is_leaf]
+    if not made or not given:
+        return result, []
+    ones = [torch.ones_like(each) for each in made]
+    gradients = torch.autograd.grad(made, given, ones, allow_unused=True)
+    # In a mode, torch adds up gradients in new memory: they have other versions.
+    return result, [each if each is None else each.clone() for each in gradients]
+
+
+@pytest.mark.parametrize("observer", OBSERVERS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_op(
+    program: str, observer: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """On two samples each."""
+    found = runs(whole=request.config.getoption("whole"))
+    with PROGRAMS[program]():
+        expected = {name: outcome(run) for name, run in found.items()}
+        with OBSERVERS[observer](tmp_path):
+            seen = {name: outcome(run) for name, run in found.items()}
+    assert len(expected) > _MOST
+    assert [name for name in expected if seen[name] != expected[name]] == []
 
 
 # --- kinds of tensors ----------------------------------------------------------------------------
