@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.overrides import has_torch_function
 
 from ..ops import Numbers
-from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs, is_low, leaves
+from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs, is_low, leaves
 from ..torch_state import is_below_dispatcher, is_off, is_off_by_program, partly_off
 from .composition import inputs_of, widen
 from .missing_kernels import Callee, in_fp32
@@ -82,24 +82,19 @@ def adding_masks(
     def add(target: Any, other: Any, *rest: Any, **kwargs: Any) -> Any:
         if control is not None and control.forward is not None:
             return control.forward(target, other, *rest, **kwargs)
-        dtype = target.dtype
-        if (
-            dtype in LOW_DTYPES
-            and getattr(other, "dtype", dtype) is not dtype
-            and may_be_mask(target, other)
-        ):
-            other = finite(widen(other), dtype)
+        low = target.dtype
+        if low in LOW_DTYPES and getattr(other, "dtype", low) is not low and is_cast(target, other):
+            other = finite(widen(other), low)
         if rest or kwargs:
             return original(target, other, *rest, **kwargs)
         return original(target, other)
 
-    def may_be_mask(target: Tensor, other: Any) -> bool:
+    def is_cast(target: Tensor, other: Any) -> bool:
         if not isinstance(other, Tensor) or not other.dim():
             return False
         is_plain = type(other) in PLAIN_TENSORS or not has_torch_function((other,))
-        is_cast = is_plain and other.is_floating_point()
-        is_here = target.device.type in device_types
-        return is_cast and is_here and not (is_below_dispatcher() or _is_off(target.device.type))
+        is_known = is_plain and other.dtype in ELIGIBLE and target.device.type in device_types
+        return is_known and not (is_below_dispatcher() or _is_off(target.device.type))
 
     return add
 

@@ -35,7 +35,7 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
 
     Applies to the current thread or asyncio task, and to tasks created inside the block while it is
     open. Nests, and always restores the previous state. As a decorator, with or without ``()``, it accepts
-    functions, generators and coroutines.
+    functions, coroutines and generators, also asynchronous ones, whose callers keep their casts between yields.
 
     Example:
         >>> x = torch.ones(2, 2)
@@ -72,14 +72,26 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
 
     def __call__(self, function: _F) -> _F:
         """Returns ``function`` with casts off while it runs."""
-        if inspect.isasyncgenfunction(function):
-            raise TypeError(
-                f"disable_casts can't decorate the async generator {function.__qualname__}; "
-                "use `with disable_casts():` inside it"
-            )
         wrapper: Any
         region = type(self)
-        if asyncio.iscoroutinefunction(function):
+        if inspect.isasyncgenfunction(function):
+
+            @functools.wraps(function)
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                generator = function(*args, **kwargs)
+                resume, value = generator.asend, None
+                while True:  # as `_run_generator`
+                    try:
+                        with region():
+                            yielded = await resume(value)
+                    except StopAsyncIteration:
+                        return
+                    try:
+                        value, resume = (yield yielded), generator.asend
+                    except BaseException as error:
+                        value, resume = error, generator.athrow
+
+        elif asyncio.iscoroutinefunction(function):
 
             @functools.wraps(function)
             async def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -145,11 +157,7 @@ def _run_generator(region: type[disable_casts], generator: Any) -> Any:
             return stop.value
         try:
             value, resume = (yield yielded), generator.send
-        except GeneratorExit:
-            with region():
-                generator.close()
-            raise
-        except BaseException as error:
+        except BaseException as error:  # also GeneratorExit, by `close`
             value, resume = error, generator.throw
 
 

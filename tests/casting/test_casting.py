@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -583,14 +584,73 @@ def test_disable_casts_decorates_functions_generators_and_coroutines() -> None:
         assert function.__name__ == "function"
 
 
-def test_disable_casts_refuses_an_async_generator() -> None:
-    """It can't be decorated rightly, and says what to write instead."""
+def test_disable_casts_decorates_an_async_generator() -> None:
+    """Off while its body runs; `asend`, `athrow`, `aclose` and a task's end reach the body."""
+    ends: list[object] = []
 
-    async def stream():
-        yield 1
+    @hmpx.disable_casts()
+    async def stream(value: str) -> AsyncIterator[Any]:
+        try:
+            sent = yield value, cast_dtype()
+            await asyncio.sleep(0)
+            try:
+                yield sent, cast_dtype()
+            except KeyError:
+                yield "thrown", cast_dtype()
+        finally:
+            ends.append(cast_dtype())
 
-    with pytest.raises(TypeError, match=r"async generator .*stream; use `with disable_casts"):
-        hmpx.disable_casts()(stream)
+    async def consume() -> None:
+        running = stream("first")
+        assert await anext(running) == ("first", FP32)
+        assert cast_dtype() is BF16
+        assert await running.asend("sent") == ("sent", FP32)
+        assert cast_dtype() is BF16
+        assert await running.athrow(KeyError()) == ("thrown", FP32)
+        with pytest.raises(StopAsyncIteration):
+            await running.asend(None)
+        closed, failed = stream("closed"), stream("failed")
+        await anext(closed)
+        await closed.aclose()
+        await anext(failed)
+        with pytest.raises(ValueError, match="from outside"):
+            await failed.athrow(ValueError("from outside"))
+        async for _ in stream("left"):
+            assert cast_dtype() is BF16
+            break
+        assert [each async for each in stream("all")] == [("all", FP32), (None, FP32)]
+        assert cast_dtype() is BF16
+
+    with low("matmul"):
+        asyncio.run(consume())
+        assert cast_dtype() is BF16
+    assert ends == [FP32] * 5
+    assert inspect.isasyncgenfunction(stream)
+
+
+def test_a_decorated_generator_ends_with_casts_off() -> None:
+    """Also one that is closed, that swallows the closing, or that is dropped."""
+    ends: list[object] = []
+
+    @hmpx.disable_casts()
+    def generator(swallows: bool) -> Iterator[int]:
+        try:
+            yield 1
+        except GeneratorExit:
+            ends.append(cast_dtype())
+            if not swallows:
+                raise
+
+    with low("matmul"):
+        for swallows in (True, False):
+            running = generator(swallows)
+            next(running)
+            running.close()
+        running = generator(False)
+        next(running)
+        del running
+        assert cast_dtype() is BF16
+    assert ends == [FP32] * 3
 
 
 def test_disable_casts_holds_for_its_thread_and_task_only() -> None:

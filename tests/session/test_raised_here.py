@@ -49,6 +49,7 @@ KNOWN = {
     ("planning/planning.py", "_step"): "raised, with a note",
     ("repeating/repeating.py", "invariance"): "raised, with a note",
     ("torch_state/disabling.py", "_run_generator"): "raised in the generator",
+    ("torch_state/disabling.py", "wrapper"): "raised in the generator",
 }
 
 
