@@ -297,6 +297,8 @@ class CallPlan:
     @property
     def is_retried(self) -> bool:
         """Whether a call that fails on cast inputs is retried in fp32; not if it draws random numbers."""
+        if not self.device_types:  # it is only observed
+            return False
         is_cast = self.is_low or self.decision.cast_policy in RELATIVE
         return is_cast and self.target is None and not self.facts.is_random
 

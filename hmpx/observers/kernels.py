@@ -14,7 +14,7 @@ from ..torch_internals import TorchDispatchMode, call_in
 #: Kernels that move values or call other kernels, and whose schemas don't tell so.
 _MOVES: Final = frozenset(
     {
-        "_sparse_addmm", "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy_", "fill_", "flip", "gather", "index",
+        "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy_", "fill_", "flip", "gather", "index",
         "index_select", "repeat", "roll", "stack", "zero_",
     }
 )  # fmt: skip

@@ -120,26 +120,38 @@ SCRIPTED: Final[tuple[type[Any], ...]] = rely_on("TorchScript", instead=())
 #: Whether torch.autocast is on for any device type here; and a context in which it casts nothing.
 is_any_autocast_enabled, DisableAutocast = rely_on("calls inside of torch.autocast")
 
-_Outside, _set_excluded, _SPARSE_ADDMM = rely_on(
-    "sparse products in observers", instead=(None, None, None)
+_Outside, _set_excluded, _keys_of, _keys_after, _has_kernel, _aten = rely_on(
+    "casts inside of kernels", instead=(None,) * 6
 )
-_addmm: Final = torch.ops.aten.addmm.default
+#: Ops whose kernels call ops that torch.autocast casts -> the op that the program calls. All such ops of OpInfo.
+_COMPOSED: Final = (
+    {}
+    if _aten is None
+    else {
+        _aten._sparse_addmm.default: "aten::_sparse_addmm",
+        _aten._trilinear.default: "aten::bilinear",
+        _aten.linalg_pinv.atol_rtol_tensor: "aten::linalg_pinv",
+    }
+)
 
 
 def call_in(mode: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls what a dispatch mode got; torch.autocast casts inside a sparse product's kernel as without a mode."""
-    if func is not _SPARSE_ADDMM:
+    """Calls what a dispatch mode got; torch.autocast casts inside its kernel as it does without a mode."""
+    if func not in _COMPOSED:
         return func(*args, **kwargs)
     device_type = args[0].device.type
     with _Outside():
         is_cast = torch.is_autocast_enabled(device_type)
-    key = getattr(_dispatch_keys, f"Autocast{device_type.upper()}") if is_cast else SNAPSHOT
-    _set_excluded(key, not is_cast)
+    name = f"Autocast{device_type.upper()}"
+    if not is_cast or _has_kernel(_COMPOSED[func], name):  # which casts nothing inside of it
+        return func(*args, **kwargs)
+    _set_excluded(getattr(_dispatch_keys, name), False)
     try:
         with mode:
-            return _addmm(*args, **kwargs)  # as the kernel does
+            keys = _keys_of(args[0]) & _keys_after(_dispatch_keys.ADInplaceOrView)
+            return func.redispatch(keys, *args, **kwargs)
     finally:
-        _set_excluded(key, True)
+        _set_excluded(getattr(_dispatch_keys, name), True)
 
 
 #: Modules of torch that open regions on behalf of the user's code.

@@ -115,9 +115,9 @@ def assert_same(run: Callable[[], Any], program: str, observer: str, path: Path)
 #: Ops for GPUs, whose results depend on memory that nobody wrote, or that take too long.
 _LEFT_OUT = ("jiterator", "empty", "new_empty", "svd_lowrank", "pca_lowrank")
 #: In which torch itself takes other steps under any dispatch mode: in new memory instead of in place, in other strides,
-#: and for `linalg.eig` without a check of its gradient.
+#: and for `linalg.eig` without a check of its gradient; and `pinverse`, which hmpx can't tell from `linalg.pinv` there.
 _FOLLOW_MODES = (
-    "nn.functional.linear_cross_entropy", "ormqr", "linalg.eig", "linalg.matrix_rank",
+    "nn.functional.linear_cross_entropy", "ormqr", "linalg.eig", "linalg.matrix_rank", "pinverse",
 )  # fmt: skip
 #: How many ops run without ``--whole``; always the same ones.
 _MOST = 60
