@@ -361,7 +361,8 @@ class Recurrent(nn.Module):
         self.hidden: Any = (torch.zeros(1, 3, 8), torch.zeros(1, 3, 8))
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
-        y, hidden = self.lstm(self.drop(self.norm(x))[:, None], self.hidden)
+        former = tuple(own.clone() for own in self.hidden)  # the backward needs it
+        y, hidden = self.lstm(self.drop(self.norm(x))[:, None], former)
         for own, new in zip(self.hidden, hidden, strict=True):
             own.copy_(new.detach())
         found: Tensor = y[:, 0]
