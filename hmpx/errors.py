@@ -16,7 +16,7 @@ import signal
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
@@ -159,6 +159,29 @@ def passing_over(*kinds: type[BaseException]) -> Iterator[None]:
         yield
     except raised_here(*kinds):
         return
+
+
+#: How often `to_the_end` begins again.
+_MOST_TRIES: Final = 20
+
+
+def to_the_end(restore: Callable[[], object]) -> None:
+    """Calls a function that may be repeated, again where an error has stopped it: a signal handler's, perhaps.
+
+    Raises the first error at the end.
+    """
+    errors: list[BaseException] = []
+    while len(errors) < _MOST_TRIES:
+        try:
+            restore()
+            break
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # else they would keep their frames alive
 
 
 # --- values in messages ------------------------------------------------------------------------

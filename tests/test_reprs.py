@@ -44,7 +44,7 @@ def results() -> Iterator[Any]:
     yield from (rec.by_op(), rec.by_op().table(), rec.by_module(), rec.by_site())
     yield from (hmpx.explain("softmax", rec), hmpx.explain("*norm*"))
     with hmpx.convert(device_types={"cpu"}):
-        yield hmpx.freeze(model.eval(), x)
+        yield hmpx.freeze(model.eval(), x, keep_fp32=False)
     model = nn.Sequential(Block())
     yield hmpx.compare(model, x, loss_fn=loss_of)
     plan = hmpx.plan(lambda: nn.Linear(4, 4), torch.ones(2, 4), "cuda")

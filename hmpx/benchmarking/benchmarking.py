@@ -42,6 +42,7 @@ _NOISY: Final = 1.3
 _FAILURES: Final = (Exception, SystemExit)
 
 
+@session.restoring_conversion()
 def bench(
     make: Callable[[], Any],
     inputs: Any = None,

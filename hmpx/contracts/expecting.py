@@ -170,6 +170,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         return f"<hmpx.expect: {len(self._lines)} lines, {len(self.breaches)} breaches>"
 
     @staticmethod
+    @session.restoring_conversion()
     def of(model: Callable[..., object], inputs: Any) -> str:
         """Returns the contract that a call of ``model`` keeps today: the text of a file, to be kept in CI.
 

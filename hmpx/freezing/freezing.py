@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterable, Mapping
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 from .. import arguments, number_formats, patches, session, torch_state
 from ..compute import prepare
-from ..errors import FreezeError, OptionError, printable
+from ..errors import FreezeError, OptionError, printable, warn
 from ..policy import LowType
-from ..tensors import chunk_of, short_name, widened
+from ..tensors import chunk_of, short_name
 from ..torch_internals import FakeTensor
 from .layer_cast import is_layer_cast, upcast_parameters
 from .originals import Originals
-from .seal import REMEDY, is_sealed, seal
+from .seal import REMEDY, Widens, complete_undo, is_sealed, seal
+from .undo import Undo
 from .weights import (
     Place,
     Rounding,
@@ -118,13 +120,12 @@ def freeze(
             lows.setdefault(id(f.tensor), f)
     stored = _low_copies(lows.values(), dtypes, rounding)
     _check_values_last(model, lows.values(), stored, keep_fp32)
-    slots = [f for f in found if id(f.tensor) in lows]
-    kept_alive = {
-        f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows
-    }
-    originals = Originals(slots, kept_alive) if keep_fp32 or not lows else None
-    attached = contextlib.ExitStack()
-    try:
+
+    def change(undo: Undo) -> None:
+        if outputs == "fp32":
+            model.register_forward_hook(Widens(undo.key))
+        if lows:
+            seal(model, slots, dtypes, in_force, undo)
         for tensor, low in stored:
             if not low.is_floating_point():
                 tensor.requires_grad_(False)
@@ -133,21 +134,36 @@ def freeze(
             for module in {slot.module: None for slot in slots}:
                 if isinstance(module, nn.RNNBase):  # as cuDNN requires for the current dtype
                     module.flatten_parameters()
-        if outputs == "fp32":
-            attached.callback(model.register_forward_hook(_widen).remove)
         if store == "prepared":
-            attached.callback(prepare([f.tensor for f in lows.values()], model))
-        if lows:
-            seal(model, slots, dtypes, in_force, attached)
+            undo.more.append(prepare([f.tensor for f in lows.values()], model))
+
+    slots = [f for f in found if id(f.tensor) in lows]
+    others = {f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows}
+    return _frozen(model, weights, slots, others, change, keep_fp32=keep_fp32)
+
+
+def _frozen(
+    model: nn.Module,
+    weights: tuple[Weight, ...],
+    slots: Sequence[Slot],
+    kept_alive: set[int],
+    change: Callable[[Undo], None],
+    *,
+    keep_fp32: bool,
+) -> Frozen:
+    """Changes a model, to the end or not at all."""
+    undo = Undo(model, Originals(slots, kept_alive if keep_fp32 else None))
+    frozen = Frozen(model, weights, undo)
+    try:
+        change(undo)
         patches.forget_compiled()
-        return Frozen(model, weights, originals, attached)
     except BaseException:
-        try:
-            attached.close()
-        finally:
-            if originals is not None:
-                originals.restore()
+        undo()
         raise
+    if slots and not keep_fp32:
+        undo.originals = None
+    undo.is_due = False
+    return frozen
 
 
 def _are_keywords(model: object, example: object) -> bool:
@@ -189,6 +205,7 @@ def _checked(model: object, *, has_example: bool) -> session.Session:
 
 def _check_free(model: nn.Module) -> None:
     """Raises FreezeError if a model is frozen, or in training mode."""
+    complete_undo(model)
     name = type(model).__name__
     for path, module in model.named_modules():
         if is_sealed(module) or is_layer_cast(module):
@@ -231,22 +248,18 @@ def _layer_cast(model: object, dtype: torch.dtype, outputs: str, *, keep_fp32: b
         is_real = not (low.is_meta or isinstance(low, FakeTensor))
         if is_real and bool((low.isinf() & ~tensor.isinf()).any()):
             raise FreezeError(f"{f.name!r} has values beyond {short_name(dtype)}'s largest number")
-    slots = [f for f in found if id(f.tensor) in lows]
-    originals = Originals(slots, set()) if keep_fp32 else None
-    attached = contextlib.ExitStack()
-    try:
+
+    def change(undo: Undo) -> None:
+        seal(model, slots, {slot.name: dtype for slot in slots}, None, undo)
         for module in model.modules():
-            attached.callback(upcast_parameters(module))
-    except BaseException:
-        attached.close()
-        raise
-    for tensor, low in stored:
-        tensor.data = low
-    seal(model, slots, {slot.name: dtype for slot in slots}, None, attached)
-    if outputs == "fp32":
-        attached.callback(model.register_forward_hook(_widen).remove)
-    patches.forget_compiled()
-    return Frozen(model, tuple(weights), originals, attached)
+            upcast_parameters(module)
+        for tensor, low in stored:
+            tensor.data = low
+        if outputs == "fp32":
+            model.register_forward_hook(Widens(undo.key))
+
+    slots = [f for f in found if id(f.tensor) in lows]
+    return _frozen(model, tuple(weights), slots, set(), change, keep_fp32=keep_fp32)
 
 
 def _in_16_bits(f: Slot, dtype: torch.dtype, first: Slot) -> Weight:
@@ -260,11 +273,6 @@ def _in_16_bits(f: Slot, dtype: torch.dtype, first: Slot) -> Weight:
         why = f"is {first.name}"
     stored = (dtype, size // 2) if is_low else (kept, size)
     return Weight(f.name, f.kind, kept, stored[0], size, stored[1], why)
-
-
-def _widen(module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook that returns float32 where the model returns bfloat16 or float16."""
-    return widened(output)
 
 
 def _low_copies(
@@ -326,8 +334,8 @@ def _low_copy(values: Tensor, low: LowType, rounding: Rounding | None) -> Tensor
 class Frozen:
     """A report of what `freeze` did to a model, and the way to undo it.
 
-    This object holds the fp32 weights, and frees them when it is garbage-collected. As a context manager it
-    undoes the freezing on exit.
+    As a context manager it undoes the freezing on exit. So does its end, with a warning: keep it as long as the
+    model is to be frozen, or freeze with ``keep_fp32=False``.
 
     Attributes:
         weights: Every parameter and buffer, in the model's order.
@@ -342,23 +350,15 @@ class Frozen:
         torch.float32
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        weights: tuple[Weight, ...],
-        originals: Originals | None,
-        attached: contextlib.ExitStack,
-    ) -> None:
+    def __init__(self, model: nn.Module, weights: tuple[Weight, ...], undo: Undo) -> None:
         self.weights = weights
-        self._model = model
+        self._model = weakref.ref(model)
         self._name = printable(type(model).__name__)
-        self._originals = originals
-        self._attached = attached
-        self._is_undone = False
+        self._undo = undo
 
     def summary(self) -> str:
         """Returns a table: the bytes before and after, and for each weight its dtype and the reason."""
-        return table(self._name, self.weights, is_undone=self._is_undone)
+        return table(self._name, self.weights, is_undone=self._undo.is_done)
 
     def undo(self, *, strict: bool = True) -> None:
         """Restores the model's fp32 weights, bit for bit; does nothing the second time.
@@ -377,20 +377,17 @@ class Frozen:
             OptionError: ``strict`` is neither True nor False.
         """
         strict = arguments.truth("strict", strict)
-        if self._is_undone:
+        if self._undo.is_done:
             return
-        if self._originals is None:
+        if self._undo.originals is None:
             raise FreezeError(
                 f"{self._name} was frozen with keep_fp32=False, so its fp32 weights are gone; "
                 "build the model from them again, or leave out keep_fp32=False to undo()"
             )
-        misplaced = dict(self._originals.misplaced(self._model))
+        misplaced = dict(self._undo.originals.misplaced(self._model()))
         if strict and misplaced:
             raise FreezeError(self._refusal(misplaced))
-        self._originals.restore(misplaced.keys())
-        self._attached.close()
-        self._is_undone = not self._originals.kept
-        patches.forget_compiled()
+        self._undo(misplaced.keys())
 
     def _refusal(self, misplaced: Mapping[Slot, str]) -> str:
         by_fault: dict[str, list[str]] = {}
@@ -407,7 +404,7 @@ class Frozen:
         )
 
     def __enter__(self) -> Frozen:
-        if self._originals is None:
+        if self._undo.originals is None:
             raise FreezeError(
                 f"{self._name} was frozen with keep_fp32=False, so a with block can't undo() it "
                 "at its end; leave out keep_fp32=False, or call hmpx.freeze without the block"
@@ -417,7 +414,23 @@ class Frozen:
     def __exit__(self, *exc_info: object) -> None:
         self.undo()
 
+    def __del__(self) -> None:
+        undo: Undo | None = getattr(self, "_undo", None)  # an exception may have stopped __init__
+        if undo is None or undo.is_done or undo.originals is None or sys.is_finalizing():
+            return
+        if not (undo.is_due or undo.originals.have_places()):
+            return
+        is_interrupted = undo.is_due
+        with torch_state.apart():
+            misplaced = dict(undo.originals.misplaced(self._model()))
+        undo(misplaced.keys())
+        if not is_interrupted:
+            warn(
+                f"what hmpx.freeze returned for {self._name} is gone, so the model has its fp32 weights again; "
+                "keep it as long as the model is to be frozen, or pass keep_fp32=False"
+            )
+
     def __repr__(self) -> str:
         low = sum(weight.is_low for weight in self.weights)
-        state = "undone" if self._is_undone else f"{low} of {len(self.weights)} weights low"
+        state = "undone" if self._undo.is_done else f"{low} of {len(self.weights)} weights low"
         return f"<hmpx.Frozen {self._name}: {state}>"

@@ -8,7 +8,7 @@ what reading the attributes gives.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..tensors import CAST, LOW_DTYPES, stored_parameters
 
-#: Is set in the classes made here.
+#: In the classes made here: the class from which each was made.
 _MARK: Final = "_hmpx_layer_cast"
 
 
@@ -25,17 +25,14 @@ def is_layer_cast(module: nn.Module) -> bool:
     return hasattr(type(module), _MARK)
 
 
-def upcast_parameters(module: nn.Module) -> Callable[[], None]:
-    """Upcasts a module's low-precision parameters where it reads them; returns the undo."""
-    own = type(module)
-    made = _class_of(own, frozenset(module._parameters))  # type: ignore[arg-type]
-    module.__class__ = made
+def upcast_parameters(module: nn.Module) -> None:
+    """Upcasts a module's low-precision parameters where it reads them."""
+    module.__class__ = _class_of(type(module), frozenset(module._parameters))  # type: ignore[arg-type]
 
-    def undo() -> None:
-        if type(module) is made:
-            module.__class__ = own
 
-    return undo
+def restore_class(module: nn.Module) -> None:
+    """Ends `upcast_parameters`."""
+    module.__class__ = vars(type(module)).get(_MARK, type(module))
 
 
 @functools.cache
@@ -44,7 +41,7 @@ def _class_of(own: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         "__doc__": own.__doc__,
-        _MARK: True,
+        _MARK: own,
         "named_parameters": lambda *args, **kwargs: _named(own, *args, **kwargs),
         "requires_grad_": _require_grad,
         "zero_grad": _drop_grad,

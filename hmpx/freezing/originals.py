@@ -32,8 +32,11 @@ class _Original:
 class Originals:
     """The storages that a model's weights had before freezing."""
 
-    def __init__(self, slots: Iterable[Slot], kept_alive: Container[int]) -> None:
-        """Keeps the current contents; in host memory, except storages in ``kept_alive``, which live on anyway."""
+    def __init__(self, slots: Iterable[Slot], kept_alive: Container[int] | None) -> None:
+        """Keeps the current contents; in host memory, except storages in ``kept_alive``, which live on anyway.
+
+        Without these, the storages themselves.
+        """
         #: Copies of storages on other devices; aliases stay aliases.
         self._copies: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
         by_tensor: dict[int, dict[tuple[int, str], Slot]] = {}
@@ -44,11 +47,11 @@ class Originals:
         self.kept = [self._original(each, kept_alive) for each in each_once]
         self._copies.clear()
 
-    def _original(self, slots: tuple[Slot, ...], kept_alive: Container[int]) -> _Original:
+    def _original(self, slots: tuple[Slot, ...], kept_alive: Container[int] | None) -> _Original:
         tensor = slots[0].tensor
         storage = tensor.untyped_storage()
         is_here = tensor.device.type == "cpu" or isinstance(tensor, FakeTensor)
-        if not is_here and storage._cdata not in kept_alive:
+        if kept_alive is not None and not is_here and storage._cdata not in kept_alive:
             storage = self._copied(storage, torch.device("cpu"))
         return _Original(
             tensor,
@@ -70,12 +73,16 @@ class Originals:
                 self._copies[key] = copy.untyped_storage()
         return self._copies[key]
 
-    def misplaced(self, model: nn.Module) -> Iterator[tuple[Slot, str]]:
+    def have_places(self) -> bool:
+        """Whether a module that held one of these weights is alive."""
+        return any(slot.reference() for original in self.kept for slot in original.slots)
+
+    def misplaced(self, model: nn.Module | None) -> Iterator[tuple[Slot, str]]:
         """Yields each slot in ``model`` that can't be restored, and the reason."""
-        here = set(map(id, model.modules()))
+        here = set(map(id, model.modules() if model is not None else ()))
         for original in self.kept:
             for slot in original.slots:
-                fault = _fault(slot) if id(slot.module) in here else ""
+                fault = _fault(slot) if id(slot.reference()) in here else ""
                 if fault:
                     yield slot, fault
 
@@ -87,7 +94,7 @@ class Originals:
         skipped = [each for each in self.kept if any(slot in left for slot in each.slots)]
         try:
             for original in self.kept:
-                held = [slot for slot in original.slots if not _fault(slot)]
+                held = [slot for slot in original.slots if slot.reference() and not _fault(slot)]
                 if held and original not in skipped:
                     self._give_back(original, held)
         finally:

@@ -6,8 +6,6 @@ weights.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import weakref
 from collections import defaultdict
@@ -22,9 +20,10 @@ from .. import number_formats, session, torch_state
 from ..errors import FreezeError
 from ..policy import LowType
 from ..rules import are_alike
-from ..tensors import long_name, short_name
+from ..tensors import long_name, short_name, widened
 from ..torch_internals import has_tangents, transforms
 from .layer_cast import is_layer_cast
+from .undo import Hook, Undo, hooks_of
 from .weights import Slot, one_rounding
 
 if TYPE_CHECKING:
@@ -38,9 +37,9 @@ def seal(
     slots: Sequence[Slot],
     dtypes: Mapping[str, LowType],
     in_force: session.Session | None,
-    attached: contextlib.ExitStack,
+    undo: Undo,
 ) -> None:
-    """Makes ``model`` refuse training and loading; ``attached`` undoes it.
+    """Makes ``model`` refuse training and loading, and complete its undo; done before its weights change.
 
     If it was frozen under a conversion, it also checks that at its calls, and describes its state dict.
     """
@@ -52,38 +51,56 @@ def seal(
     for slot in reversed(slots):  # under its first name
         own[id(slot.module)][slot.attribute] = slot
 
-    def attach(register: Any, hook: Any, **options: Any) -> None:
-        attached.callback(register(hook, **options).remove)
+    def attach(register: Any, hook: Hook, **options: Any) -> None:
+        hook.key, hook.undo = undo.key, undo
+        register(hook, **options)
 
     name = type(model).__name__
     checks = _ChecksTraining(name, holders)
     if in_force is not None:
         checks = _ChecksCalls(name, in_force, holders, is_coded=bool(coded))
+    attach(model.register_forward_pre_hook, checks, prepend=True)
+    if in_force is not None:
         stored = {name: long_name(dtype) for name, dtype in dtypes.items()}
         low_type = long_name(in_force.policy.low_precision_type)
         attach(model.register_state_dict_post_hook, _DescribesWeights(low_type, stored))
-    attach(model.register_forward_pre_hook, checks, prepend=True)
     for path, module in holders.items():
-        seals = _Seal({slot.name: slot.tensor for slot in own[id(module)].values()})
+        seals = _Seal({slot.name: slot.tensor for slot in own[id(module)].values()}, undo.key)
         attach(module.register_load_state_dict_pre_hook, seals)
-        attached.callback(seals.release)
         if names := coded.get(path):
             attach(module.register_state_dict_post_hook, _DecodesWeights(names))
 
 
 def is_sealed(module: nn.Module) -> bool:
     """Whether a module, or one that contains it, was frozen under a conversion."""
-    hooks = module._load_state_dict_pre_hooks.values()
-    return not is_layer_cast(module) and any(
-        isinstance(getattr(hook, "hook", hook), _Seal) for hook in hooks
-    )
+    hooks = [hook for _, _, hook in hooks_of(module)]
+    return not is_layer_cast(module) and any(isinstance(each, _Seal) for each in hooks)
+
+
+def complete_undo(model: nn.Module) -> None:
+    """Restores what an exception has left frozen."""
+    for module in model.modules():
+        for _, _, hook in hooks_of(module):
+            if hook.undo is not None:
+                hook.undo.complete()
+
+
+class Widens(Hook):
+    """A forward hook that returns float32 where the model returns bfloat16 or float16."""
+
+    def __init__(self, key: object) -> None:
+        self.key = key
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Returns the output upcast."""
+        return widened(output)
 
 
 # --- calls ---------------------------------------------------------------------------------------
 
 
-class _ChecksTraining:
-    """A forward pre-hook: weights must not be trained."""
+class _ChecksTraining(Hook):
+    """A forward pre-hook: weights must not be trained. Completes an undo that an exception has stopped."""
 
     def __init__(self, name: str, holders: Mapping[str, nn.Module]) -> None:
         """Takes the model's class, and path -> module for those that hold weights."""
@@ -94,6 +111,12 @@ class _ChecksTraining:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if self.undo is not None and self.undo.is_due:
+            self.undo.complete()
+        else:
+            self._check(module)
+
+    def _check(self, module: nn.Module) -> None:
         if torch.is_grad_enabled() or transforms() is not None or has_tangents():
             self._check_training(module)
 
@@ -127,9 +150,7 @@ class _ChecksCalls(_ChecksTraining):
         self._is_rounded = in_force.options.legalize != "fast"
         self._seen: Callable[[], session.Session | None] = weakref.ref(in_force)
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _check(self, module: nn.Module) -> None:
         in_force = session.current()
         if in_force is None:
             raise FreezeError(
@@ -150,7 +171,7 @@ class _ChecksCalls(_ChecksTraining):
                     f"hmpx.convert() as it was when the model was frozen, or {REMEDY}"
                 )
             self._seen, self._rules = weakref.ref(in_force), in_force.rules
-        super().__call__(module, args)
+        super()._check(module)
 
     def _difference(self, in_force: session.Session) -> str:
         """Returns the conversion in force if it would store weights differently; else ``""``."""
@@ -166,7 +187,7 @@ class _ChecksCalls(_ChecksTraining):
         return ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_seen": _nothing, "_rules": (), "_own_rules": ()}
+        return {**super().__getstate__(), "_seen": _nothing, "_rules": (), "_own_rules": ()}
 
 
 def _nothing() -> None:
@@ -183,14 +204,14 @@ def _fingerprint(in_force: session.Session) -> str:
 # --- gradients and loading -----------------------------------------------------------------------
 
 
-class _Seal:
+class _Seal(Hook):
     """A hook that refuses to load weights, which would be rounded, and their gradients.
 
     Copies of a tensor lose its hooks, so a copy of the module sets them again.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
+    def __init__(self, tensors: Mapping[str, Tensor], key: object) -> None:
+        self._tensors, self.key = dict(tensors), key
         self._hook_gradients()
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -198,40 +219,37 @@ class _Seal:
         raise FreezeError(f"{where} is frozen and can't load weights; undo() first: {REMEDY}")
 
     def _hook_gradients(self) -> None:
-        self._handles = []
         with torch.inference_mode(False):
             for name, tensor in self._tensors.items():
                 if tensor.is_inference() or not tensor.is_leaf or not tensor.is_floating_point():
                     continue  # autograd itself refuses these
                 requires_grad = tensor.requires_grad
                 tensor.requires_grad_(True)  # needed for a hook; the user may set it later
-                hook = functools.partial(_refuse_gradient, name)
-                self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+                tensor.register_hook(_RefusesGradient(name, self.key))  # type: ignore[no-untyped-call]
                 tensor.requires_grad_(requires_grad)
-
-    def release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_tensors": self._tensors}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._hook_gradients()
 
 
-def _refuse_gradient(name: str, gradient: Tensor) -> None:
-    raise FreezeError(
-        f"a gradient reached {name!r}, a low-precision weight of a frozen model, which "
-        f"can't be trained; {REMEDY}"
-    )
+class _RefusesGradient(Hook):
+    """A hook of a weight."""
+
+    def __init__(self, name: str, key: object) -> None:
+        self._name, self.key = name, key
+
+    def __call__(self, gradient: Tensor) -> None:
+        raise FreezeError(
+            f"a gradient reached {self._name!r}, a low-precision weight of a frozen model, which "
+            f"can't be trained; {REMEDY}"
+        )
 
 
 # --- state dicts ---------------------------------------------------------------------------------
 
 
-class _DescribesWeights:
+class _DescribesWeights(Hook):
     """A state dict hook: records in the metadata which weights are stored low."""
 
     def __init__(self, low_type: str, dtypes: dict[str, str]) -> None:
@@ -264,7 +282,7 @@ def _coded(
     return {path: list(several.values()) for path, several in tied.items()}
 
 
-class _DecodesWeights:
+class _DecodesWeights(Hook):
     """A state dict hook: replaces weights' codes by values; tied weights stay tied.
 
     An unfrozen model would load codes as numbers: `nn.Module.load_state_dict` silently copies integers to

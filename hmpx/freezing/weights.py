@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compute, number_formats, session, torch_state
-from ..errors import lined, noted, printable, raised_here
+from ..errors import lined, noted, printable, raised_here, to_the_end
 from ..policy import LowType
 from ..reports import Table
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, short_name
@@ -55,7 +56,7 @@ class Slot:
     """
 
     path: str  # of the module in the model; "" for the model itself
-    module: nn.Module
+    reference: Callable[[], nn.Module | None]  # weak
     attribute: str  # the tensor's name in the module
     kind: str  # "parameter" or "buffer"
     tensor: Tensor
@@ -66,6 +67,13 @@ class Slot:
     def name(self) -> str:
         """The slot's name in the model."""
         return f"{self.path}.{self.attribute}" if self.path else self.attribute
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which is alive."""
+        module = self.reference()
+        assert module is not None
+        return module
 
     @property
     def container(self) -> MutableMapping[str, Any]:
@@ -84,7 +92,7 @@ class Slot:
 def slots_of(model: nn.Module) -> list[Slot]:
     """Returns the slot of every parameter and buffer under every name, parameters first."""
     return [
-        Slot(path, module, attribute, kind, tensor, *_place_or_fault(tensor))
+        Slot(path, weakref.ref(module), attribute, kind, tensor, *_place_or_fault(tensor))
         for kind in ("parameter", "buffer")
         for path, module in model.named_modules(remove_duplicate=False)
         for attribute, tensor in getattr(module, f"_{kind}s").items()
@@ -217,8 +225,8 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         with torch.no_grad(), torch_state.without_casts():
             for place, (tensor, before) in self._before.items():
                 if has_changed(tensor, before):
-                    tensor.copy_(before)
                     self.uses[place].is_changed = True
+                    tensor.copy_(before)
         self._before.clear()
 
     def _touched(self, tensor: Tensor) -> list[Place]:
@@ -311,7 +319,7 @@ def watch_forward(
         )
         raise
     finally:
-        watch.take_back_writes()
+        to_the_end(watch.take_back_writes)
     return watch
 
 

@@ -10,6 +10,7 @@ from .converting import is_converted as is_converted
 from .converting import observable as observable
 from .converting import refuse_where_off as refuse_where_off
 from .converting import restore as restore
+from .converting import restoring_conversion as restoring_conversion
 from .converting import revert as revert
 from .converting import unconverted as unconverted
 from .session import Session as Session

@@ -16,7 +16,7 @@ import torch
 from .. import torch_internals, torch_state
 from ..arguments import is_a
 from ..casting import Options
-from ..errors import OptionError, shown, suggestion, warn
+from ..errors import OptionError, shown, suggestion, to_the_end, warn
 from ..observers import LOGGER, announce_conversion, show_log
 from ..policy import UNNAMED, CastPolicy, Decision, LowType, Policy, PolicySource, made_policy
 from ..registry import exclusive
@@ -266,7 +266,12 @@ def _put_in_force(
     if left is None and is_named:
         _warn_of_absent(device_types)  # first: if this becomes an error, nothing is converted
     session = left or session
-    switch_to(session)
+    try:
+        switch_to(session)
+    except BaseException:
+        if current() is session:
+            to_the_end(functools.partial(switch_to, before))
+        raise
     return session
 
 
@@ -306,6 +311,18 @@ def revert() -> None:
 
 
 @contextlib.contextmanager
+def restoring_conversion() -> Iterator[None]:
+    """Puts the conversion in force before the block in force again if the block raises an error."""
+    before = current()
+    try:
+        yield
+    except BaseException:
+        if current() is not before:
+            to_the_end(functools.partial(exclusive(switch_to), before))
+        raise
+
+
+@contextlib.contextmanager
 def unconverted() -> Iterator[None]:
     """Suspends the conversion in force, in the whole process, until the end of the block."""
     before = current()
@@ -317,7 +334,7 @@ def unconverted() -> Iterator[None]:
         switch(None)
         yield
     finally:
-        switch(before)
+        to_the_end(functools.partial(switch, before))
 
 
 def is_converted() -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from .. import casting, compute, torch_state
 from ..casting import Options
-from ..errors import HmpxWarning
+from ..errors import HmpxWarning, to_the_end
 from ..observers import ATTACHED, LOGGER, Attached, announcing, log_observer
 from ..patches import (
     compile_patches,
@@ -119,7 +119,10 @@ class Session:
     def __exit__(self, *exc_info: object) -> None:
         if self.converts > 1:
             self.converts -= 1
-            return
+        else:
+            to_the_end(self._leave)
+
+    def _leave(self) -> None:
         self._is_left = True
         previous = self._previous
         while previous is not None and previous._is_left:  # blocks of tasks may overlap

@@ -180,6 +180,7 @@ def switch_to(session: Session | None, *, is_kept: bool = False) -> None:
         covered = _change(_current, session, is_kept=is_kept)
     finally:
         if was_enabled: gc.enable()  # fmt: skip  # noqa: E701
+    gc.collect(0)  # it is due, and `convert` could not undo itself if a signal came during it later
     if session is not None and session.kept is not None:
         session.kept.note_entered()
     if session is None:

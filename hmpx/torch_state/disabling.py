@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,7 +63,7 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
             self._was_marked = is_every_marked()
             mark_every(True)
         else:
-            open_region(Region(self, more=ALL))
+            open_region(Region(weakref.ref(self), more=ALL))
 
     def __exit__(self, *exc_info: object) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -133,14 +134,14 @@ def is_unobserved() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return False
     region = innermost()
-    return region is not None and type(region.opener) in (without_casts, unobserved_casts)
+    return region is not None and region.kind in (without_casts, unobserved_casts)
 
 
 def is_off_by_program() -> bool:
     """Whether the program itself has switched off the casts that are off."""
     region = innermost()
-    while region is not None and not isinstance(region.opener, _State):
-        if isinstance(region.opener, without_casts):
+    while region is not None and not issubclass(region.kind, _State):
+        if issubclass(region.kind, without_casts):
             return False
         region = region.outer
     return True
@@ -165,7 +166,7 @@ class _State:
     """A context in which exactly the casts in ``off`` are off."""
 
     def __init__(self, off: frozenset[str]) -> None:
-        self._region = Region(self, off=off)
+        self._region = Region(weakref.ref(self), off=off)
 
     def __enter__(self) -> None:
         open_region(self._region)

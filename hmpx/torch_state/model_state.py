@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ..errors import to_the_end
 from ..places import PACKAGE
 from ..tensors import edges_of, is_leaf, leaves, node_of, tensors_in
 from ..torch_internals import DisableTorchFunctionSubclass, FakeTensor
@@ -194,12 +195,8 @@ class ModelState:
             (getattr(tensor, _FINISHED, None) or {}).clear()
 
     def restore(self) -> None:
-        """Restores everything, even if it is interrupted once."""
-        try:
-            self._restore()
-        except BaseException:
-            self._restore()
-            raise
+        """Restores everything, even if it is interrupted."""
+        to_the_end(self._restore)
 
     def _restore(self) -> None:
         with _apart():
@@ -397,5 +394,5 @@ def unchanged(model: Any, *inputs: Any, but: Iterable[Tensor] = ()) -> Iterator[
             torch.set_grad_enabled(learns)
             yield state
     finally:
-        torch.set_default_dtype(dtype)
         state.restore()
+        torch.set_default_dtype(dtype)

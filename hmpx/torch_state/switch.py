@@ -105,6 +105,7 @@ class Region:
         off: The device types whose casts are off in it; all types if it contains `EVERY`.
         is_off: Whether `off` contains `EVERY`.
         opener: The object that opens and closes it, or a weak reference to it.
+        kind: The class of that object.
         outer: The enclosing region.
         beneath: The casts that were off outside the outermost region, by marks that no region of this
             thread has set.
@@ -115,7 +116,7 @@ class Region:
     off: frozenset[str]
     beneath: frozenset[str]
 
-    __slots__ = ("beneath", "is_closed", "is_off", "off", "opener", "outer", "thread")
+    __slots__ = ("beneath", "is_closed", "is_off", "kind", "off", "opener", "outer", "thread")
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class Region:
     ) -> None:
         """Creates the region; `open_region` opens it."""
         self.opener, self.is_closed = opener, False
+        self.kind = type(opener() if type(opener) is weakref.ref else opener)
         self.outer = outer = innermost()
         self.beneath = _inherited() if outer is None else outer.beneath
         if off is None:
@@ -161,12 +163,15 @@ def innermost() -> Region | None:
 def open_region(region: Region) -> None:
     """Opens ``region`` in this thread or task.
 
-    The caller closes it if this call raises, or if a signal arrives after it: under torch.compile,
-    Python runs signal handlers after the call of any function.
+    A region with a weak reference to its opener ends with this, if a signal arrives before its block has begun.
     """
-    _region.set(region)  # first: if closing is also interrupted, the next check drops it
-    _note(region, is_open=True)
-    mark(region.off)
+    try:
+        _region.set(region)  # first: if closing is also interrupted, the next check drops it
+        _note(region, is_open=True)
+        mark(region.off)
+    except BaseException:
+        close_region(region)
+        raise
 
 
 def close_region(region: Region | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from .. import arguments
 from ..errors import OptionError
 from ..policy import LowType, load_policy, set_names
+from ..session import restoring_conversion
 from ..torch_state import unchanged
 from .candidates import (
     FP32,
@@ -32,6 +33,7 @@ from .runner import Find, Journal, Searching, progress_of
 from .search import Evaluate, Prices, Search, choose, choose_within, sets_of, squared_errors
 
 
+@restoring_conversion()
 def tune(
     model: Callable[..., Any],
     inputs: Any,

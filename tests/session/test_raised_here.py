@@ -43,6 +43,7 @@ KNOWN = {
     ("cli/run_report.py", "write"): "the program has ended; its exit status stays",
     ("cli/scripts.py", "show_uncaught"): "the program ends; the error is printed",
     ("compute/missing_kernels.py", "_tried"): "raised, unless `is_refusal`, which is stricter",
+    ("errors.py", "to_the_end"): "raised at the end",
     ("forks.py", "run"): "raised in the thread that waits",
     ("patches/regions.py", "_complete"): "raised, unless `may_run_again`, which is stricter",
     ("planning/planning.py", "_called"): "raised, with a note",
