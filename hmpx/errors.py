@@ -97,7 +97,9 @@ class HmpxWarning(UserWarning):
 
 
 #: Packages whose frames stand between a line of the user's and a warning about it.
-_BETWEEN: Final = frozenset({str(__package__), "torch", "importlib", "_frozen_importlib"})
+_BETWEEN: Final = frozenset(
+    {str(__package__), "torch", "contextlib", "functools", "importlib", "_frozen_importlib"}
+)
 
 
 def warn(message: str) -> None:

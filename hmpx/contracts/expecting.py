@@ -100,7 +100,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
     run uncompiled.
 
     Args:
-        contract: A file, or a mapping with its keys.
+        contract: A file, the text of one, such as `expect.of` returns, or a mapping with its keys.
         mode: ``"raise"`` raises at the first breach, ``"collect"`` only appends to ``breaches``.
 
     Attributes:

@@ -15,7 +15,6 @@ from .. import files, ops
 from ..errors import PolicyFileError, raised_here, short
 from ..policy import (
     CONDITIONS,
-    DICT,
     Call,
     Reader,
     Section,
@@ -35,6 +34,9 @@ KEYS: Final = {
 }
 
 _PHASES: Final = ("forward", "backward")
+
+#: The name of a contract that is not in a file, in messages.
+_GIVEN: Final = "<contract>"
 
 #: The keys that a line about tensors may have.
 _OF_TENSORS: Final = ("contents", "gradient")
@@ -107,16 +109,17 @@ def is_contract(path: str | os.PathLike[str]) -> bool:
 
 
 def read(contract: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Line, ...]:
-    """Returns the lines of a contract: a YAML file, or a mapping with its keys.
+    """Returns the lines of a contract: a YAML file, the text of one, or a mapping with its keys.
 
     Raises:
         PolicyFileError: It can't be read, or is not a contract.
     """
     if isinstance(contract, Mapping):
-        return _lines(Reader(DICT, Path()), of_mapping(contract))
+        return _lines(Reader(_GIVEN, Path()), of_mapping(contract, _GIVEN))
     path = os.fspath(contract)
-    name = short(path)
-    node = of_yaml(files.read_text(path, files.CONTRACT), name)
+    is_text = "\n" in path
+    name = _GIVEN if is_text else short(path)
+    node = of_yaml(path if is_text else files.read_text(path, files.CONTRACT), name)
     if node is None:
         raise PolicyFileError(f"{name}: empty; a contract has a list under 'expect:'")
     return _lines(Reader(name, Path(path).parent), node)

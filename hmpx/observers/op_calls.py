@@ -5,6 +5,7 @@ Nothing here runs unless an observer is attached.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -21,8 +22,14 @@ from ..places import DIRECTORY
 from ..tensors import CAST, LOW_DTYPES, Named, map_tensors
 from ..torch_state import Phase
 
-_TORCH_DIRECTORY = str(Path(torch.__file__).parent)
-_HMPX_DIRECTORY = str(DIRECTORY)
+#: Of torch, hmpx, code without a file, and the frames that decorators and context managers add.
+_NOT_USERS = (
+    str(Path(torch.__file__).parent),
+    str(DIRECTORY),
+    "<",
+    contextlib.__file__,
+    functools.__file__,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +159,7 @@ def user_location(frame: FrameType | None = None) -> str:
 @functools.lru_cache(maxsize=1 << 12)
 def is_users(path: str) -> bool:
     """Whether a file is neither torch's nor hmpx's."""
-    return not path.startswith((_TORCH_DIRECTORY, _HMPX_DIRECTORY, "<"))
+    return not path.startswith(_NOT_USERS)
 
 
 def _is_typed(frame: FrameType) -> bool:

@@ -41,7 +41,6 @@ from .sections import matches as matches
 
 if TYPE_CHECKING:
     from .files import read_policy_file as read_policy_file
-    from .nodes import DICT as DICT
     from .nodes import Reader as Reader
     from .nodes import of_mapping as of_mapping
     from .nodes import of_yaml as of_yaml
@@ -50,7 +49,7 @@ else:  # YAML files and tables for people
     __getattr__ = shown_later(
         __name__,
         {
-            "nodes": "DICT Reader of_mapping of_yaml",
+            "nodes": "Reader of_mapping of_yaml",
             "files": "read_policy_file",
             "texts": "policy_line",
         },

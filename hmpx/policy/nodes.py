@@ -62,27 +62,27 @@ def of_json(text: str, source: str) -> yaml.Node | None:
     return of_yaml(text.translate({9: " ", 13: " "}), source)  # no JSON string holds these
 
 
-def of_mapping(mapping: Mapping[Any, Any]) -> yaml.Node:
+def of_mapping(mapping: Mapping[Any, Any], source: str = DICT) -> yaml.Node:
     """Returns the node of a policy that is a dict; `place` returns the keys that lead to a value."""
     try:
-        return _node("", mapping)
+        return _node(source, "", mapping)
     except RecursionError:
-        raise _too_deep(DICT) from None
+        raise _too_deep(source) from None
 
 
-def _node(path: str, value: Any) -> yaml.Node:
+def _node(source: str, path: str, value: Any) -> yaml.Node:
     node: yaml.Node
     if is_a(value, Mapping):
         items = []
         for key, each in value.items():
             if not is_a(key, (str, int, float, type(None))):
-                raise PolicyFileError(f"{DICT}{path}: a key must be a string, not {shown(key)}")
-            key_node = _node(f"{path}[{shown(key)}]", key)
+                raise PolicyFileError(f"{source}{path}: a key must be a string, not {shown(key)}")
+            key_node = _node(source, f"{path}[{shown(key)}]", key)
             key_node.start_mark = f"{path}[{shown(key_node.value)}]"
-            items.append((key_node, _node(key_node.start_mark, each)))
+            items.append((key_node, _node(source, key_node.start_mark, each)))
         node = yaml.MappingNode("tag:yaml.org,2002:map", items)
     elif is_a(value, (list, tuple, set, frozenset)):
-        several = [_node(f"{path}[{n}]", each) for n, each in enumerate(value)]
+        several = [_node(source, f"{path}[{n}]", each) for n, each in enumerate(value)]
         node = yaml.SequenceNode("tag:yaml.org,2002:seq", several)
     else:
         if is_a(value, torch.dtype) or is_format(value):
@@ -91,7 +91,7 @@ def _node(path: str, value: Any) -> yaml.Node:
             value = str.__str__(value)
         elif value is not None and type(value) not in (bool, int, float):
             raise PolicyFileError(
-                f"{DICT}{path}: a policy holds strings, numbers, dtypes and lists, not {shown(value)}"
+                f"{source}{path}: a policy holds strings, numbers, dtypes and lists, not {shown(value)}"
             )
         node = yaml.representer.SafeRepresenter().represent_data(value)
     node.start_mark = path

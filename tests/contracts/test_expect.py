@@ -148,9 +148,20 @@ def test_a_line_that_nothing_met_is_a_breach() -> None:
     lines = [{"module": "2.*", "compute": "float32"}, {"tensor": "*.scale", "contents": "float32"}]
     found = breaches(lines, lambda: model_of_two()(drawn(4, 32)))
     assert [str(each) for each in found] == [
-        "<policy>['expect'][0]: no call met this line",
-        "<policy>['expect'][1]: no tensor met this line",
+        "<contract>['expect'][0]: no call met this line",
+        "<contract>['expect'][1]: no tensor met this line",
     ]
+
+
+def test_a_contract_may_be_text() -> None:
+    """As `expect.of` returns it; its lines have numbers, as in a file."""
+    model, x = model_of_two(), drawn(4, 32)
+    text = hmpx.expect.of(model, x)
+    with hmpx.expect(text):
+        model(x)
+    no_call = pytest.raises(hmpx.ContractError, match=r"^<contract>:2: no call met this line$")
+    with no_call, hmpx.expect(text):
+        pass
 
 
 @pytest.mark.parametrize("low", [False, True])

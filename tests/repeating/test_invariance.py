@@ -75,6 +75,12 @@ def test_differences_are_those_of_brute_force(name: str, size: int) -> None:
     assert (found.calls, found.skipped, found.by_definition) == (1, {}, ())
 
 
+def test_the_place_of_a_call_without_code_of_the_program_is_that_of_the_tool() -> None:
+    found = hmpx.invariance(torch.nn.BatchNorm1d(8), torch.randn(8, 8))
+    places = {each.location.rpartition(":")[0] for each in found.by_definition}
+    assert places == {__file__}
+
+
 def test_float32_products_depend_on_the_batch_here() -> None:
     """Otherwise the tests above would compare nothing with nothing."""
     x, weight = torch.randn(7, 1000), torch.randn(1000, 64)
