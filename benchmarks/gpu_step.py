@@ -8,7 +8,7 @@ loss, backward and AdamW's step. Where the GPU works for less than a step takes,
 fp32              the program as it is
 autocast          forward and loss inside torch.autocast(bfloat16)
 hmpx              after hmpx.convert()
-hmpx, casts kept  after hmpx.convert(keep_weight_casts=True)
+hmpx, cast again  after hmpx.convert(keep_weight_casts=False)
 
 With ``--compile`` the model is compiled by torch.compile.
 """
@@ -33,7 +33,7 @@ CANDIDATES: dict[str, Mapping[str, Any] | None] = {
     "fp32": None,
     "autocast": None,
     "hmpx": {},
-    "hmpx, casts kept": {"keep_weight_casts": True},
+    "hmpx, cast again": {"keep_weight_casts": False},
 }
 COLUMNS = ("step_s", "gpu_s", "kernels", "forward_s", "backward_s", "optimizer_s", "peak_bytes")
 WARM_UP = 4

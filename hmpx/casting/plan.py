@@ -441,6 +441,7 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
         ),
         "keeps_parameters": (
             options.keep_weight_casts is not True
+            and (options.keep_weight_casts is False or "cpu" in plan.device_types)
             and facts.kind in compute.PRODUCTS | {"attention"}
             and plan.target is None
             and emulation is None

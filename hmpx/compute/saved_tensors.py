@@ -325,12 +325,10 @@ class _Packer:
 #: A parameter, or a view of one, and its cast.
 Pair = tuple[Tensor, Tensor]
 
-#: How many times a call must use each of a parameter's elements before ``"auto"`` casts again. The
+#: How many times a call on a CPU must use each of a parameter's elements before ``"auto"`` casts again. The
 #: products of forward and backward take 6 operations per use of an element, and its cast moves 6 bytes. From
-#: here on the cast takes at most 3 % of their time, on a device with this ratio of operations to bytes moved: 8 on
-#: a processor, 120 on an accelerator.
-_LEAST_USES: Final = {"cpu": 256}
-_LEAST_USES_ELSEWHERE: Final = 4096
+#: here on the cast takes at most 3 % of their time, on a processor with 8 operations to a byte moved.
+_LEAST_USES: Final = 256
 
 #: Smaller parameters are not worth the hooks.
 LEAST_ELEMENTS: Final = 1 << 14
@@ -406,13 +404,20 @@ def _is_worthwhile(cast: Tensor, args: Args) -> bool:
 
 
 def pays(weight: Tensor, other: Tensor) -> bool:
-    """Whether to cast a weight again in the backward of its product with another tensor."""
+    """Whether to cast a weight again in the backward of its product with another tensor.
+
+    Never on accelerators: it takes the host's time, for which their steps wait.
+    """
     size, other_size = weight.numel(), other.numel()
-    if not other.dim() or size < LEAST_ELEMENTS or size * _LEAST_SHARE < other_size:
+    if (
+        not (weight.is_cpu and other.dim())
+        or size < LEAST_ELEMENTS
+        or size * _LEAST_SHARE < other_size
+    ):
         return False
     channels = 1 if weight.dim() > 2 and weight.dim() == other.dim() else -1
     uses = other_size // max(1, other.shape[channels])
-    return uses >= _LEAST_USES.get(weight.device.type, _LEAST_USES_ELSEWHERE)
+    return uses >= _LEAST_USES
 
 
 def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Kept:

@@ -88,8 +88,8 @@ def convert(
             that, if it goes through torch's Python methods.
         keep_weight_casts: Whether autograd keeps the casts of parameters that the backward of products
             needs. False: it keeps the parameter, which exists anyway, and the backward casts it again,
-            to the same bits; that saves 2 bytes for each weight used. ``"auto"``: False where casting
-            again takes little of the product's time.
+            to the same bits; that saves 2 bytes for each weight used. ``"auto"``: False on CPUs where
+            casting again takes little of the product's time, else True.
         rounding: How values are rounded to a number format, as for `formats.quantize`. torch's own
             dtypes always round to nearest.
         overflow: The result for values beyond a number format's largest, as for `formats.quantize`:

@@ -377,3 +377,26 @@ def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(OptionError, match="keep_weight_casts must be 'auto', True or False, not"):
         hmpx.convert(keep_weight_casts=value)  # type: ignore[arg-type]
     assert not hmpx.is_converted()
+
+
+@pytest.mark.parametrize(("value", "kept"), [("auto", BF16), (True, BF16), (False, torch.float32)])
+@pytest.mark.parametrize("device_types", [{"meta"}, {"meta", "cpu"}])
+def test_auto_keeps_casts_on_accelerators(
+    value: bool | str, kept: torch.dtype, device_types: set[str]
+) -> None:
+    """There casting again costs the host's time, however many rows use a weight."""
+    weight = nn.Parameter(torch.empty(256, 256, device="meta"))
+    x = torch.empty(1 << 14, 256, device="meta", requires_grad=True)
+    saved: set[torch.dtype] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.numel() == weight.numel():
+            saved.add(tensor.dtype)
+        return tensor
+
+    with (
+        converted(value, device_types=device_types),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        nn.functional.linear(x, weight)
+    assert saved == {kept}
