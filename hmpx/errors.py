@@ -177,6 +177,8 @@ def to_the_end(restore: Callable[[], object]) -> None:
         try:
             restore()
             break
+        except HmpxError:  # deliberate
+            raise
         except BaseException as error:
             errors.append(error)
     if errors:

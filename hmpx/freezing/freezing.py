@@ -20,7 +20,7 @@ from ..torch_internals import FakeTensor
 from .layer_cast import is_layer_cast, upcast_parameters
 from .originals import Originals
 from .seal import REMEDY, Widens, complete_undo, is_sealed, seal
-from .undo import Undo
+from .undo import LOCK, Undo
 from .weights import (
     Place,
     Rounding,
@@ -103,7 +103,8 @@ def freeze(
     if store in _LAYER_CAST:
         if example_inputs or kwargs:
             raise OptionError(f'store="{store}" takes no example: it stores all parameters')
-        return _layer_cast(model, _LAYER_CAST[store], outputs, keep_fp32=keep_fp32)
+        with LOCK:
+            return _layer_cast(model, _LAYER_CAST[store], outputs, keep_fp32=keep_fp32)
     if len(example_inputs) == 1 and not kwargs and _are_keywords(model, *example_inputs):
         kwargs, example_inputs = dict(*example_inputs), ()
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
@@ -111,35 +112,40 @@ def freeze(
     with torch_state.unchanged(model, example_inputs, kwargs, but=[f.tensor for f in found]):
         watch = watch_forward(model, found, example_inputs, kwargs)
         gone = replaced(model, found)
-    rounding = one_rounding(in_force) if store == "codes" else None
-    weights = tuple(judged(found, watch, gone, rounding is not None))
-    dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
-    lows: dict[int, Slot] = {}
-    for f in found:
-        if f.name in dtypes:
-            lows.setdefault(id(f.tensor), f)
-    stored = _low_copies(lows.values(), dtypes, rounding)
-    _check_values_last(model, lows.values(), stored, keep_fp32)
+    with LOCK:
+        _check_free(model)  # another thread may have frozen it meanwhile
+        gone |= replaced(model, found)
+        rounding = one_rounding(in_force) if store == "codes" else None
+        weights = tuple(judged(found, watch, gone, rounding is not None))
+        dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
+        lows: dict[int, Slot] = {}
+        for f in found:
+            if f.name in dtypes:
+                lows.setdefault(id(f.tensor), f)
+        stored = _low_copies(lows.values(), dtypes, rounding)
+        _check_values_last(model, lows.values(), stored, keep_fp32)
 
-    def change(undo: Undo) -> None:
-        if outputs == "fp32":
-            model.register_forward_hook(Widens(undo.key))
-        if lows:
-            seal(model, slots, dtypes, in_force, undo)
-        for tensor, low in stored:
-            if not low.is_floating_point():
-                tensor.requires_grad_(False)
-            tensor.data = low
-        with torch.no_grad(), torch_state.without_casts():
-            for module in {slot.module: None for slot in slots}:
-                if isinstance(module, nn.RNNBase):  # as cuDNN requires for the current dtype
-                    module.flatten_parameters()
-        if store == "prepared":
-            undo.more.append(prepare([f.tensor for f in lows.values()], model))
+        def change(undo: Undo) -> None:
+            if outputs == "fp32":
+                model.register_forward_hook(Widens(undo.key))
+            if lows:
+                seal(model, slots, dtypes, in_force, undo)
+            for tensor, low in stored:
+                if not low.is_floating_point():
+                    tensor.requires_grad_(False)
+                tensor.data = low
+            with torch.no_grad(), torch_state.without_casts():
+                for module in {slot.module: None for slot in slots}:
+                    if isinstance(module, nn.RNNBase):  # as cuDNN requires for the current dtype
+                        module.flatten_parameters()
+            if store == "prepared":
+                undo.more.append(prepare([f.tensor for f in lows.values()], model))
 
-    slots = [f for f in found if id(f.tensor) in lows]
-    others = {f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows}
-    return _frozen(model, weights, slots, others, change, keep_fp32=keep_fp32)
+        slots = [f for f in found if id(f.tensor) in lows]
+        others = {
+            f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows
+        }
+        return _frozen(model, weights, slots, others, change, keep_fp32=keep_fp32)
 
 
 def _frozen(
@@ -153,7 +159,7 @@ def _frozen(
 ) -> Frozen:
     """Changes a model, to the end or not at all."""
     undo = Undo(model, Originals(slots, kept_alive if keep_fp32 else None))
-    frozen = Frozen(model, weights, undo)
+    frozen = Frozen(weights, undo, printable(type(model).__name__))
     try:
         change(undo)
         patches.forget_compiled()
@@ -162,7 +168,7 @@ def _frozen(
         raise
     if slots and not keep_fp32:
         undo.originals = None
-    undo.is_due = False
+    undo.has_begun = False
     return frozen
 
 
@@ -350,11 +356,11 @@ class Frozen:
         torch.float32
     """
 
-    def __init__(self, model: nn.Module, weights: tuple[Weight, ...], undo: Undo) -> None:
+    def __init__(self, weights: tuple[Weight, ...], undo: Undo, name: str) -> None:
         self.weights = weights
-        self._model = weakref.ref(model)
-        self._name = printable(type(model).__name__)
+        self._name = name
         self._undo = undo
+        undo.owner = weakref.ref(self)
 
     def summary(self) -> str:
         """Returns a table: the bytes before and after, and for each weight its dtype and the reason."""
@@ -384,12 +390,9 @@ class Frozen:
                 f"{self._name} was frozen with keep_fp32=False, so its fp32 weights are gone; "
                 "build the model from them again, or leave out keep_fp32=False to undo()"
             )
-        misplaced = dict(self._undo.originals.misplaced(self._model()))
-        if strict and misplaced:
-            raise FreezeError(self._refusal(misplaced))
-        self._undo(misplaced.keys())
+        self._undo(self._refusal if strict else None)
 
-    def _refusal(self, misplaced: Mapping[Slot, str]) -> str:
+    def _refusal(self, misplaced: Mapping[Slot, str]) -> FreezeError:
         by_fault: dict[str, list[str]] = {}
         for slot, fault in misplaced.items():
             by_fault.setdefault(fault, []).append(repr(slot.name))
@@ -397,7 +400,7 @@ class Frozen:
             f"{listed(names, 8)} {'is' if len(names) == 1 else 'are'} {fault}"
             for fault, names in by_fault.items()
         ]
-        return (
+        return FreezeError(
             f"{self._name} can't be given its fp32 weights back, and nothing was changed: "
             f"{'; '.join(faults)}; put back what hmpx.freeze left there and call undo() again, or "
             "call undo(strict=False) to restore the others"
@@ -412,23 +415,25 @@ class Frozen:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._undo.has_begun = True
         self.undo()
 
     def __del__(self) -> None:
         undo: Undo | None = getattr(self, "_undo", None)  # an exception may have stopped __init__
         if undo is None or undo.is_done or undo.originals is None or sys.is_finalizing():
             return
-        if not (undo.is_due or undo.originals.have_places()):
-            return
-        is_interrupted = undo.is_due
-        with torch_state.apart():
-            misplaced = dict(undo.originals.misplaced(self._model()))
-        undo(misplaced.keys())
-        if not is_interrupted:
-            warn(
-                f"what hmpx.freeze returned for {self._name} is gone, so the model has its fp32 weights again; "
-                "keep it as long as the model is to be frozen, or pass keep_fp32=False"
-            )
+        has_begun = undo.has_begun
+        # Where another thread holds the lock, the next call of the model does it.
+        if (has_begun or undo.originals.have_places()) and LOCK.acquire(blocking=False):
+            try:
+                undo()
+            finally:
+                LOCK.release()
+            if not has_begun:
+                warn(
+                    f"what hmpx.freeze returned for {self._name} is gone, so the model has its fp32 weights again; "
+                    "keep it as long as the model is to be frozen, or pass keep_fp32=False"
+                )
 
     def __repr__(self) -> str:
         low = sum(weight.is_low for weight in self.weights)

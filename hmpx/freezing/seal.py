@@ -113,7 +113,7 @@ class _ChecksTraining(Hook):
             return
         if self.undo is not None and self.undo.is_due:
             self.undo.complete()
-        else:
+        if self.undo is None or not self.undo.is_done:
             self._check(module)
 
     def _check(self, module: nn.Module) -> None:

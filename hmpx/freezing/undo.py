@@ -1,22 +1,22 @@
 """The way back of a frozen model, which may be stopped anywhere and is then taken again.
 
 From before the first weight changes until the last is back, the model reaches it by its hooks, so that its next
-call or freeze completes what an exception has stopped. The end of what `freeze` returned completes it, too.
+call or freeze completes what an exception has stopped, be it the end of what `freeze` returned.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from .. import patches, torch_state
-from ..errors import to_the_end
+from ..errors import FreezeError, to_the_end
+from ..forks import new_lock
 from .layer_cast import restore_class
 from .originals import Originals
 from .weights import Slot
@@ -40,6 +40,10 @@ class Hook:
         return {**vars(self), "undo": None}
 
 
+#: Held while weights are exchanged, so that two threads don't take each other's for the originals.
+LOCK: Final = new_lock()
+
+
 class Undo:
     """Restores a model's fp32 weights, and removes the hooks of its freezing."""
 
@@ -47,23 +51,44 @@ class Undo:
         self.key = object()
         self.originals: Originals | None = originals  # None once they are given up
         #: Whether `freeze` has not ended, or this has begun and not ended.
-        self.is_due = True
+        self.has_begun = True
         self.is_done = False
+        #: What `freeze` returned, weakly.
+        self.owner: Callable[[], object] = lambda: self
         #: Functions that may be repeated, and end the rest.
         self.more: list[Callable[[], object]] = []
-        self._thread = threading.get_ident()
+        self.model = weakref.ref(model)
         self._tensors = [original.tensor for original in originals.kept]
         self._modules = [weakref.ref(module) for module in model.modules()]
 
-    def __call__(self, left: Container[Slot] = ()) -> None:
-        """Restores all but the slots in ``left``, whatever is raised meanwhile, which it raises at the end."""
-        to_the_end(lambda: self._restore(left))
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have no way back."""
+        emptied: dict[str, Any] = {"originals": None, "more": [], "_tensors": [], "_modules": []}
+        return {**vars(self), **emptied}
 
-    def _restore(self, left: Container[Slot]) -> None:
-        self.is_due = True
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call is to complete it: an exception has stopped it, or its owner is gone."""
+        is_over = self.is_done or self.originals is None
+        return not is_over and (self.has_begun or self.owner() is None)
+
+    def __call__(self, refuse: Callable[[dict[Slot, str]], FreezeError] | None = None) -> None:
+        """Restores all weights that are in their places, whatever signal handlers raise meanwhile.
+
+        Raises ``refuse(faults)`` and changes nothing if some are not; and at the end what was raised.
+        """
+        self.has_begun = True
+        with LOCK:
+            to_the_end(lambda: self._restore(refuse))
+
+    def _restore(self, refuse: Callable[[dict[Slot, str]], FreezeError] | None) -> None:
         if self.originals is not None:
             with torch_state.apart():
-                self.originals.restore(left)
+                misplaced = dict(self.originals.misplaced(self.model()))
+                if refuse is not None and misplaced:
+                    self.has_begun = False
+                    raise refuse(misplaced)
+                self.originals.restore(misplaced.keys())
                 modules = [module for each in self._modules if (module := each()) is not None]
                 for hooks, key, hook in chain(
                     *map(hooks_of, modules), *map(hooks_of, self._tensors)
@@ -76,12 +101,13 @@ class Undo:
                     end()
             self.is_done = not self.originals.kept
         patches.forget_compiled()
-        self.is_due = False
+        self.has_begun = False
 
     def complete(self) -> None:
-        """Restores all if an exception has stopped `freeze` or this, in this thread."""
-        if self.is_due and self._thread == threading.get_ident():
-            self()
+        """Restores all if that `is_due`."""
+        with LOCK:
+            if self.is_due:
+                self()
 
 
 def hooks_of(holder: nn.Module | Tensor) -> Iterator[tuple[dict[int, Any], int, Hook]]:

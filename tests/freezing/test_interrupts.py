@@ -9,6 +9,7 @@ import linecache
 import random
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -216,6 +217,69 @@ def test_for_good_all_weights_are_stored_low_or_none() -> None:
             before = state(copied)
             if traced(Tracer(stop), run) and [p.dtype for p in copied.parameters()] != low:
                 assert_as_before(copied, before, stop)
+
+
+@pytest.mark.parametrize("touch", ["call", "freeze"])
+def test_in_each_line_of_the_end_of_what_freeze_returned(
+    touch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python swallows an exception there, so the model's next call or freeze does the rest."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the object alive
+    model, x = made()
+
+    def dropped() -> None:
+        frozen = hmpx.freeze(model, x)
+        frozen.summary()
+        del frozen
+
+    with under({}):
+        inside, counted = state(model), Tracer()
+        traced(counted, dropped)
+        stops = counted.stops()
+        for stop in stops if touch == "call" else stops[::5]:
+            traced(Tracer(stop), dropped)
+            if touch == "call":
+                model(x)
+            else:
+                hmpx.freeze(model, x).undo()
+            assert_as_before(model, inside, stop)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("form", ["dtype", "bfloat16"])
+def test_two_threads_never_take_each_others_weights(form: str) -> None:
+    model, x = made()
+    options = {"store": "bfloat16", "compute": "float32"} if form == "bfloat16" else {}
+    inputs = () if options else (x,)
+    start = threading.Barrier(2)
+
+    def freeze() -> None:
+        start.wait()
+        with contextlib.suppress(hmpx.FreezeError):
+            frozen.append(hmpx.freeze(model, *inputs, **options))
+
+    with under(None if options else {}):
+        before = {
+            name: bits[:3] + bits[4:]
+            for name, bits in state(model).items()
+            if isinstance(bits, tuple) and len(bits) == 5
+        }
+        for _ in range(10):
+            frozen: list[hmpx.Frozen] = []
+            threads = [threading.Thread(target=freeze) for _ in range(2)]
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join()
+            assert frozen
+            for each in frozen:
+                each.undo()
+            after = {
+                name: bits[:3] + bits[4:]
+                for name, bits in state(model).items()
+                if isinstance(bits, tuple) and len(bits) == 5
+            }
+            assert after == before
 
 
 @pytest.mark.parametrize("touch", ["call", "freeze"])
