@@ -190,9 +190,10 @@ class Ledger:
         if transforms() is not None:
             return
         last = [each for result in self.results if (each := result()) is not None]
+        # Asked for its node in a call, a jagged tensor never answers.
+        asked = [each for each in (*last, *tensors) if not is_tensor_of_tensors(each)]
         found = [
-            (node, tensors_saved_by(node))
-            for node in nodes_made([*last, *tensors], self._first_node, self)
+            (node, tensors_saved_by(node)) for node in nodes_made(asked, self._first_node, self)
         ]
         if any(saved is None for _, saved in found):
             return

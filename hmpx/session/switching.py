@@ -97,7 +97,7 @@ class Kept:
         self._has_news, self._counts = counts != self._counts, counts
         if self._has_news:
             draft.undo(installation.applied)
-            draft.put(*taken_name_patches(draft, [*retired(), *installation.wrappers]))
+            draft.put(*list(taken_name_patches(draft, [*retired(), *installation.wrappers])))
         else:
             draft.put(self._swap.to(False))
         if counts != self._alone:  # of wrappers first, and the others are not retired
@@ -212,7 +212,7 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
         draft = Draft()
         covered = draft.undo(replaced.applied)
         if session is None:
-            draft.put(*taken_name_patches(draft, [*retired(), *replaced.wrappers]))
+            draft.put(*list(taken_name_patches(draft, [*retired(), *replaced.wrappers])))
         else:
             installation, back = session._draft(draft, replaced)
     if session is not None:

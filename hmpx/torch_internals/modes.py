@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any, Final
@@ -136,9 +137,18 @@ _COMPOSED: Final = (
 
 
 def call_in(mode: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls what a dispatch mode got; torch.autocast casts inside its kernel as it does without a mode."""
+    """Calls what a dispatch mode got, and does for it what torch does without a mode.
+
+    It counts writes to lists of tensors, which autograd checks, and casts inside of kernels under torch.autocast.
+    """
     if func not in _COMPOSED:
-        return func(*args, **kwargs)
+        lists = [args[place] for place in _written_lists(func) if place < len(args)]
+        written = [each for tensors in lists for each in tensors if not each.is_inference()]
+        versions = [each._version for each in written]
+        result = func(*args, **kwargs)
+        if versions and versions == [each._version for each in written]:
+            torch.autograd.graph.increment_version(written)
+        return result
     device_type = args[0].device.type
     with _Outside():
         is_cast = torch.is_autocast_enabled(device_type)
@@ -152,6 +162,20 @@ def call_in(mode: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
             return func.redispatch(keys, *args, **kwargs)
     finally:
         _set_excluded(getattr(_dispatch_keys, name), True)
+
+
+@functools.cache
+def _written_lists(func: Any) -> list[int]:
+    """Returns the positions of the lists of tensors that an operator writes to."""
+    given = enumerate(func._schema.arguments) if hasattr(func, "_schema") else ()
+    return [
+        place
+        for place, each in given
+        if each.alias_info is not None
+        and each.alias_info.is_write
+        and each.type.kind() == "ListType"
+        and not each.kwarg_only
+    ]
 
 
 #: Modules of torch that open regions on behalf of the user's code.

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..torch_internals import DisableAutocast, disable_modes, is_any_autocast_enabled
+from ..torch_internals import (
+    DisableAutocast,
+    disable_modes,
+    dispatch_modes,
+    is_any_autocast_enabled,
+)
 from .switch import (
     ALL,
     ON,
@@ -125,7 +130,8 @@ def apart() -> Iterator[None]:
     is_autocast_on = is_any_autocast_enabled()
     # Outermost, since its end also restores the switch's marks.
     without_autocast = DisableAutocast() if is_autocast_on else contextlib.nullcontext()
-    with without_autocast, without_casts(), torch.no_grad(), disable_modes():
+    without_modes = disable_modes() if dispatch_modes() else contextlib.nullcontext()
+    with without_autocast, without_casts(), torch.no_grad(), without_modes:
         yield
 
 

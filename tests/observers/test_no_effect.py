@@ -193,3 +193,34 @@ def test_the_log_changes_no_bit(
         with session, AROUND[around](), contextlib.redirect_stdout(io.StringIO()):
             found.append(results(run))
     assert_same(found[1], found[0], "the log")
+
+
+@pytest.mark.parametrize(
+    "enter",
+    [
+        lambda: hmpx.record(memory=True),
+        lambda: hmpx.lint(every=1),
+        lambda: hmpx.watch("collect", underflow=True),
+        lambda: hmpx.expect({"expect": [{"module": "*", "saved": "float32"}]}, mode="collect"),
+    ],
+    ids=["record", "lint", "watch", "contract"],
+)
+def test_writes_to_lists_of_tensors_are_counted(enter: Any) -> None:
+    """Below a dispatch mode torch counts none, and autograd would use what was written."""
+    weight, value = torch.full((3,), 2.0, requires_grad=True), torch.ones(3)
+    with enter():
+        product = (weight * value).sum()
+        torch._foreach_add_([value], 5.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        torch._foreach_add_([value], [value])
+    assert value._version == 2
+
+
+def test_the_memory_of_jagged_tensors_is_recorded() -> None:
+    """Asked for its node inside of a call, such a tensor never answers."""
+    parts = [torch.randn(2, 4), torch.randn(3, 4)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    with hmpx.record(memory=True):
+        y = torch.nn.Linear(4, 4)(x)
+    assert y.shape[-1] == 4

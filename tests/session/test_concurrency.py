@@ -52,6 +52,34 @@ def switching_often() -> Iterator[None]:
 # --- threads ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
+def test_conversions_records_and_frozen_models_in_threads_of_their_own() -> None:
+    x, model, end = torch.ones(4, 8), nn.Linear(8, 8).eval(), time.monotonic() + 8
+    wrong: list[BaseException] = []
+
+    def repeat(enter: Callable[[], Any]) -> None:
+        while time.monotonic() < end and not wrong:
+            try:
+                with enter():
+                    model(x)
+            except hmpx.FreezeError:
+                continue  # while another thread has converted torch
+            except BaseException as error:
+                wrong.append(error)
+
+    kinds: list[Callable[[], Any]] = [
+        lambda: hmpx.convert(device_types={"cpu"}),
+        lambda: hmpx.record(memory=True),
+        lambda: hmpx.freeze(nn.Linear(8, 8).eval(), store="bfloat16", compute="float32"),
+    ]
+    threads = [threading.Thread(target=repeat, args=(kind,)) for kind in kinds]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
+
+
 @pytest.mark.sampled(2)
 def test_a_call_amid_a_change_of_policies_follows_the_old_or_the_new_one() -> None:
     """Never torch without any: while two threads compute, by names of before and of later."""
