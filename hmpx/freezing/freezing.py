@@ -104,7 +104,9 @@ def freeze(
         if example_inputs or kwargs:
             raise OptionError(f'store="{store}" takes no example: it stores all parameters')
         with LOCK:
-            return _layer_cast(model, _LAYER_CAST[store], outputs, keep_fp32=keep_fp32)
+            frozen = _layer_cast(model, _LAYER_CAST[store], outputs, keep_fp32=keep_fp32)
+        patches.forget_compiled()
+        return frozen
     if len(example_inputs) == 1 and not kwargs and _are_keywords(model, *example_inputs):
         kwargs, example_inputs = dict(*example_inputs), ()
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
@@ -145,7 +147,9 @@ def freeze(
         others = {
             f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows
         }
-        return _frozen(model, weights, slots, others, change, keep_fp32=keep_fp32)
+        frozen = _frozen(model, weights, slots, others, change, keep_fp32=keep_fp32)
+    patches.forget_compiled()
+    return frozen
 
 
 def _frozen(
@@ -162,7 +166,6 @@ def _frozen(
     frozen = Frozen(weights, undo, printable(type(model).__name__))
     try:
         change(undo)
-        patches.forget_compiled()
     except BaseException:
         undo()
         raise
@@ -423,12 +426,8 @@ class Frozen:
         if undo is None or undo.is_done or undo.originals is None or sys.is_finalizing():
             return
         has_begun = undo.has_begun
-        # Where another thread holds the lock, the next call of the model does it.
-        if (has_begun or undo.originals.have_places()) and LOCK.acquire(blocking=False):
-            try:
-                undo()
-            finally:
-                LOCK.release()
+        if has_begun or undo.originals.have_places():
+            undo()
             if not has_begun:
                 warn(
                     f"what hmpx.freeze returned for {self._name} is gone, so the model has its fp32 weights again; "

@@ -78,8 +78,11 @@ class Undo:
         Raises ``refuse(faults)`` and changes nothing if some are not; and at the end what was raised.
         """
         self.has_begun = True
-        with LOCK:
-            to_the_end(lambda: self._restore(refuse))
+        try:
+            with LOCK:
+                to_the_end(lambda: self._restore(refuse))
+        finally:
+            patches.forget_compiled()  # takes locks of torch
 
     def _restore(self, refuse: Callable[[dict[Slot, str]], FreezeError] | None) -> None:
         if self.originals is not None:
@@ -100,7 +103,6 @@ class Undo:
                 for end in self.more:
                     end()
             self.is_done = not self.originals.kept
-        patches.forget_compiled()
         self.has_begun = False
 
     def complete(self) -> None:
