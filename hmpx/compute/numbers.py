@@ -70,7 +70,7 @@ def cast_finite(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
     Parameters are biases of layers, so they are just cast.
     """
-    is_bias = type(tensor) is Parameter or tensor.is_nested
+    is_bias = isinstance(tensor, Parameter) or tensor.is_nested
     return CAST[dtype](tensor if is_bias else finite(widen(tensor), dtype))
 
 

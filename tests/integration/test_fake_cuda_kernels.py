@@ -18,6 +18,9 @@ from tests.fake_cuda import candidates, models
 #: casts; the lists name cross_entropy itself.
 LOSS = {"_log_softmax", "_log_softmax_backward_data"}
 
+#: By which T5's masks, which it adds in place, stay finite, and their gradients; torch.autocast makes them infinite.
+MASKS = {"clamp", "neg", "sub_"}
+
 
 @pytest.mark.models
 @pytest.mark.sampled(6)
@@ -28,7 +31,7 @@ def test_no_more_than_autocast(name: str, on_fake_cuda: Callable[..., Any]) -> N
     fp32, autocast, converted = found["fp32"], found["autocast"], found["hmpx"]
 
     # The default lists.
-    assert converted["kernels"] <= autocast["kernels"]
+    assert converted["kernels"] - of_masks(converted) <= autocast["kernels"] - of_masks(autocast)
     assert bytes_without_loss(converted) <= bytes_without_loss(autocast)
 
     # Nothing waits or moves that wouldn't in fp32.
@@ -47,19 +50,25 @@ def test_no_more_than_autocast(name: str, on_fake_cuda: Callable[..., Any]) -> N
     # Frozen weights are not cast.
     frozen = found["inference, hmpx frozen"]
     assert frozen["casts_of_parameters"] == 0
-    assert frozen["kernels"] <= found["inference, autocast"]["kernels"]
+    inference = found["inference, autocast"]
+    assert frozen["kernels"] - of_masks(frozen) <= inference["kernels"] - of_masks(inference)
     assert frozen["bytes"] < found["inference, autocast"]["bytes"]
+
+
+def of_masks(figures: dict[str, Any]) -> int:
+    """Returns how many of a step's kernels keep masks finite."""
+    return sum(op.partition(" ")[0] in MASKS for op in figures["ops"])
 
 
 def bytes_without_loss(figures: dict[str, Any]) -> int:
     """Returns a step's bytes, less those of the loss, whose logarithms the default keeps in fp32."""
     by_op = zip(figures["ops"], figures["bytes_by_op"], strict=True)
-    return sum(n for op, n in by_op if op.partition(" ")[0] not in LOSS)
+    return sum(n for op, n in by_op if op.partition(" ")[0] not in LOSS | MASKS)
 
 
 def without_loss(figures: dict[str, Any]) -> Counter[str]:
     """Returns the ops of a step, less those of the loss; the backward's order is autograd's own."""
-    return Counter(op for op in figures["ops"] if op.partition(" ")[0] not in LOSS)
+    return Counter(op for op in figures["ops"] if op.partition(" ")[0] not in LOSS | MASKS)
 
 
 @pytest.mark.models
