@@ -174,6 +174,71 @@ def test_every_op(
     assert [name for name in expected if seen[name] != expected[name]] == []
 
 
+# --- tools that run the program themselves ---------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Runs an op."""
+
+    def __init__(self, info: OpInfo, kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.run = functools.partial(info.op, **kwargs)
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+TOOLS: dict[str, Callable[[nn.Module, tuple[Any, ...]], object]] = {
+    "bench": lambda model, args: hmpx.bench(
+        lambda: model, args, runs=1, warmup=1, run_s=0.0, variants=["auto"], device="cpu"
+    ),
+    "compare": lambda model, args: hmpx.compare(model, *args, device_types={"cpu"}),
+    "draw": lambda model, args: hmpx.draw(model, *args),
+    "expect.of": lambda model, args: hmpx.expect.of(model, args),
+    "invariance": lambda model, args: hmpx.invariance(model, *args),
+    "plan": lambda model, args: hmpx.plan(model, args, "cpu"),
+    "tune": lambda model, args: hmpx.tune(
+        model, [args], tolerance=0.5, budget=2, device_types={"cpu"}, progress=False
+    ),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_op_in_tools(tool: str, request: pytest.FixtureRequest) -> None:
+    """Arguments, their gradients, random numbers and torch's state are as before, also where a tool refuses."""
+    infos = [info for info in op_db if torch.float32 in info.dtypes]
+    infos = [info for info in infos if not info.name.startswith(_LEFT_OUT)]
+    is_whole = request.config.getoption("whole")
+    changed, refused, ran = [], [], 0
+    for info in infos if is_whole else spread(infos, _MOST // 2):
+        with quiet():
+            sample = next(iter(sample_inputs(info, requires_grad=info.supports_autograd)), None)
+        if sample is None or not isinstance(sample.input, Tensor):
+            continue
+        args = sample.input, *sample.args
+        for each in tree_leaves(args):
+            if isinstance(each, Tensor) and each.is_leaf and each.requires_grad:
+                each.grad = torch.ones_like(each)
+
+        def state(args: tuple[Any, ...] = args) -> Any:
+            given = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            gradients = [each.grad for each in given if each.is_leaf]
+            modes = torch.is_grad_enabled(), torch.get_default_dtype(), hmpx.is_converted()
+            return described(given), described(gradients), modes, torch.get_rng_state().tolist()
+
+        before = state()
+        try:
+            with quiet():
+                TOOLS[tool](Model(info, sample.kwargs), args)
+            ran += 1
+        except Exception as error:  # some take no such arguments or results
+            refused.append(str(error)[:80])
+        if state() != before:
+            changed.append(info.formatted_name)
+    assert not changed
+    assert ran >= 4, refused
+
+
 # --- kinds of tensors ----------------------------------------------------------------------------
 
 
