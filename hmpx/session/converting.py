@@ -312,11 +312,15 @@ def revert() -> None:
 
 @contextlib.contextmanager
 def restoring_conversion() -> Iterator[None]:
-    """Puts the conversion in force before the block in force again if the block raises an error."""
-    before = current()
+    """Restores the conversion, and whether gradients are recorded, if the block raises an error.
+
+    A signal handler's may come before a context inside of the block can restore them.
+    """
+    before, learns = current(), torch.is_grad_enabled()
     try:
         yield
     except BaseException:
+        torch.set_grad_enabled(learns)
         if current() is not before:
             to_the_end(functools.partial(exclusive(switch_to), before))
         raise
