@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .context import raised_at as raised_at
-from .context import record as record
-from .memory import Ledger as Ledger
-from .recorder import Recorder as Recorder
+from .context import raised_at, record
+from .memory import Ledger
+from .recorder import Recorder

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from .converting import casts_enabled as casts_enabled
-from .converting import check_names as check_names
-from .converting import checked_policy as checked_policy
-from .converting import convert as convert
-from .converting import is_converted as is_converted
-from .converting import observable as observable
-from .converting import refuse_where_off as refuse_where_off
-from .converting import restore as restore
-from .converting import restoring_conversion as restoring_conversion
-from .converting import revert as revert
-from .converting import unconverted as unconverted
-from .session import Session as Session
-from .switching import current as current
+from .converting import (
+    casts_enabled,
+    check_names,
+    checked_policy,
+    convert,
+    is_converted,
+    observable,
+    refuse_where_off,
+    restore,
+    restoring_conversion,
+    revert,
+    unconverted,
+)
+from .session import Session
+from .switching import current

@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
-from .chunks import cast_any_layout as cast_any_layout
-from .chunks import cast_as_one as cast_as_one
-from .chunks import chunk_of as chunk_of
-from .chunks import is_in_memory as is_in_memory
-from .dtypes import CAST as CAST
-from .dtypes import COMPUTED as COMPUTED
-from .dtypes import ELIGIBLE as ELIGIBLE
-from .dtypes import LOW_DTYPES as LOW_DTYPES
-from .dtypes import LOW_PRECISION as LOW_PRECISION
-from .dtypes import Named as Named
-from .dtypes import default_device_types as default_device_types
-from .dtypes import is_available as is_available
-from .dtypes import is_low as is_low
-from .dtypes import is_present as is_present
-from .dtypes import long_name as long_name
-from .dtypes import parse_device_type as parse_device_type
-from .dtypes import parse_device_types as parse_device_types
-from .dtypes import parse_name as parse_name
-from .dtypes import short_name as short_name
-from .nested import NUMBERS as NUMBERS
-from .nested import PLAIN_TENSORS as PLAIN_TENSORS
-from .nested import SEQUENCES as SEQUENCES
-from .nested import SPARSE as SPARSE
-from .nested import Args as Args
-from .nested import Constant as Constant
-from .nested import Kwargs as Kwargs
-from .nested import edges_of as edges_of
-from .nested import floating_in as floating_in
-from .nested import is_floating as is_floating
-from .nested import is_leaf as is_leaf
-from .nested import leaves as leaves
-from .nested import map_tensors as map_tensors
-from .nested import node_of as node_of
-from .nested import tensors_in as tensors_in
-from .nested import with_items as with_items
-from .structures import Opaque as Opaque
-from .structures import Part as Part
-from .structures import copied as copied
-from .structures import floating_parts as floating_parts
-from .structures import floats_of as floats_of
-from .structures import is_dense as is_dense
-from .structures import map_all as map_all
-from .structures import parts_of as parts_of
-from .structures import stored_parameters as stored_parameters
-from .structures import tensors_of as tensors_of
-from .structures import widened as widened
+from .chunks import cast_any_layout, cast_as_one, chunk_of, is_in_memory
+from .dtypes import (
+    CAST,
+    COMPUTED,
+    ELIGIBLE,
+    LOW_DTYPES,
+    LOW_PRECISION,
+    Named,
+    default_device_types,
+    is_available,
+    is_low,
+    is_present,
+    long_name,
+    parse_device_type,
+    parse_device_types,
+    parse_name,
+    short_name,
+)
+from .nested import (
+    NUMBERS,
+    PLAIN_TENSORS,
+    SEQUENCES,
+    SPARSE,
+    Args,
+    Constant,
+    Kwargs,
+    edges_of,
+    floating_in,
+    is_floating,
+    is_leaf,
+    leaves,
+    map_tensors,
+    node_of,
+    tensors_in,
+    with_items,
+)
+from .structures import (
+    Opaque,
+    Part,
+    copied,
+    floating_parts,
+    floats_of,
+    is_dense,
+    map_all,
+    parts_of,
+    stored_parameters,
+    tensors_of,
+    widened,
+)

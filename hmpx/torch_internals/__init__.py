@@ -2,132 +2,138 @@
 
 from __future__ import annotations
 
-from .autograd import CHECKPOINT_GENERATOR as CHECKPOINT_GENERATOR
-from .autograd import current_graph_task as current_graph_task
-from .autograd import data_of as data_of
-from .autograd import each_of_batch as each_of_batch
-from .autograd import function_of as function_of
-from .autograd import hide_hook as hide_hook
-from .autograd import hooks_refused as hooks_refused
-from .autograd import is_gradient_batch as is_gradient_batch
-from .autograd import keeps_graph as keeps_graph
-from .autograd import next_number as next_number
-from .autograd import number_of as number_of
-from .autograd import one_of_batch as one_of_batch
-from .autograd import outputs_of as outputs_of
-from .autograd import outside_batches as outside_batches
-from .autograd import pop_hooks as pop_hooks
-from .autograd import push_hooks as push_hooks
-from .autograd import storage_of as storage_of
-from .autograd import top_hooks as top_hooks
-from .autograd import uses as uses
-from .blocked_convolutions import ConvolutionSettings as ConvolutionSettings
-from .blocked_convolutions import can_be_laid_out as can_be_laid_out
-from .blocked_convolutions import convolved as convolved
-from .blocked_convolutions import laid_out as laid_out
-from .compiler import Later as Later
-from .compiler import casts_of_aten as casts_of_aten
-from .compiler import disable_inductor_caches as disable_inductor_caches
-from .compiler import forget_traced as forget_traced
-from .compiler import is_dynamo_frame as is_dynamo_frame
-from .compiler import is_in_subgraph as is_in_subgraph
-from .compiler import later_parts as later_parts
-from .compiler import leave_to_callees as leave_to_callees
-from .compiler import needed_of_later as needed_of_later
-from .compiler import of_later as of_later
-from .compiler import run_when_traced as run_when_traced
-from .compiler import tracing_context as tracing_context
-from .compiler import uncompiled as uncompiled
-from .fake_tensors import HERE as HERE
-from .fake_tensors import address_of as address_of
-from .fake_tensors import differs_in_devices as differs_in_devices
-from .fake_tensors import fake_mode as fake_mode
-from .fake_tensors import here as here
-from .fake_tensors import is_planned as is_planned
-from .fake_tensors import lacks_kernel as lacks_kernel
-from .fake_tensors import needs_values as needs_values
-from .fake_tensors import passes_for_real as passes_for_real
-from .fake_tensors import planning as planning
-from .fake_tensors import quiet as quiet
-from .fake_tensors import replacing_parameters as replacing_parameters
-from .fake_tensors import standing_in as standing_in
-from .modes import AUTOCAST_OPENERS as AUTOCAST_OPENERS
-from .modes import CUSTOM_BACKWARD as CUSTOM_BACKWARD
-from .modes import CUSTOM_FORWARD as CUSTOM_FORWARD
-from .modes import FUNCTION_MODULES as FUNCTION_MODULES
-from .modes import KERNEL_MODULES as KERNEL_MODULES
-from .modes import NAMING_GETTERS as NAMING_GETTERS
-from .modes import OFF_MARK as OFF_MARK
-from .modes import PYTHON as PYTHON
-from .modes import SCRIPTED as SCRIPTED
-from .modes import SNAPSHOT as SNAPSHOT
-from .modes import TRAINING_MARK as TRAINING_MARK
-from .modes import DeviceContext as DeviceContext
-from .modes import DisableAutocast as DisableAutocast
-from .modes import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
-from .modes import FakeTensor as FakeTensor
-from .modes import FunctionalTensor as FunctionalTensor
-from .modes import TorchDispatchMode as TorchDispatchMode
-from .modes import behind_transform as behind_transform
-from .modes import call_in as call_in
-from .modes import device_constructors as device_constructors
-from .modes import disable_modes as disable_modes
-from .modes import dispatch_modes as dispatch_modes
-from .modes import enter_autocast as enter_autocast
-from .modes import exit_autocast as exit_autocast
-from .modes import has_fake_tensors as has_fake_tensors
-from .modes import has_tangents as has_tangents
-from .modes import is_any_autocast_enabled as is_any_autocast_enabled
-from .modes import is_batch as is_batch
-from .modes import is_excluded as is_excluded
-from .modes import is_graph_made as is_graph_made
-from .modes import is_included as is_included
-from .modes import is_jit_tracing as is_jit_tracing
-from .modes import is_mapped as is_mapped
-from .modes import is_noted_in_graph as is_noted_in_graph
-from .modes import is_of_transform as is_of_transform
-from .modes import is_tensor_of_tensors as is_tensor_of_tensors
-from .modes import jit_tracing_state as jit_tracing_state
-from .modes import may_learn as may_learn
-from .modes import transforms as transforms
-from .modules import BATCH_CHECK as BATCH_CHECK
-from .modules import BUFFER_HOOKS as BUFFER_HOOKS
-from .modules import CLIPPING as CLIPPING
-from .modules import FX_MODULE_CALL as FX_MODULE_CALL
-from .modules import FX_TRACING as FX_TRACING
-from .modules import MODULE_HOOKS as MODULE_HOOKS
-from .modules import NODE_KEY as NODE_KEY
-from .modules import NODE_TABLE as NODE_TABLE
-from .modules import NODE_TARGET as NODE_TARGET
-from .modules import PREPARE_STEP as PREPARE_STEP
-from .modules import STEP_HOOKS as STEP_HOOKS
-from .modules import has_hooked_step as has_hooked_step
-from .modules import is_replica as is_replica
-from .modules import rebuild_tensor as rebuild_tensor
-from .operators import BATCH_NORM_OP as BATCH_NORM_OP
-from .operators import CAST_OP as CAST_OP
-from .operators import FLASH_ATTENTION as FLASH_ATTENTION
-from .operators import HAS_OPERATORS as HAS_OPERATORS
-from .operators import MASKED_ATTENTION as MASKED_ATTENTION
-from .operators import NN as NN
-from .operators import NN_NAMESPACE as NN_NAMESPACE
-from .operators import OPERATORS_MODULE as OPERATORS_MODULE
-from .operators import REFRESH_PACKET as REFRESH_PACKET
-from .operators import TOGGLE_DISPATCH as TOGGLE_DISPATCH
-from .operators import VALUE_OP as VALUE_OP
-from .operators import VARIABLE_FUNCTIONS as VARIABLE_FUNCTIONS
-from .operators import VF as VF
-from .operators import VF_NAMESPACE as VF_NAMESPACE
-from .operators import CustomOpDef as CustomOpDef
-from .operators import OpNamespace as OpNamespace
-from .operators import OpOverload as OpOverload
-from .operators import OpOverloadPacket as OpOverloadPacket
-from .operators import effectful_operator as effectful_operator
-from .operators import has_kernel as has_kernel
-from .operators import own_operator as own_operator
-from .operators import schemas_of as schemas_of
-from .operators import set_kernel as set_kernel
-from .torch_part import Part as Part
-from .torch_part import check as check
-from .torch_part import parts as parts
-from .torch_part import torch_version as torch_version
+from .autograd import (
+    CHECKPOINT_GENERATOR,
+    current_graph_task,
+    data_of,
+    each_of_batch,
+    function_of,
+    hide_hook,
+    hooks_refused,
+    is_gradient_batch,
+    keeps_graph,
+    next_number,
+    number_of,
+    one_of_batch,
+    outputs_of,
+    outside_batches,
+    pop_hooks,
+    push_hooks,
+    storage_of,
+    top_hooks,
+    uses,
+)
+from .blocked_convolutions import ConvolutionSettings, can_be_laid_out, convolved, laid_out
+from .compiler import (
+    Later,
+    casts_of_aten,
+    disable_inductor_caches,
+    forget_traced,
+    is_dynamo_frame,
+    is_in_subgraph,
+    later_parts,
+    leave_to_callees,
+    needed_of_later,
+    of_later,
+    run_when_traced,
+    tracing_context,
+    uncompiled,
+)
+from .fake_tensors import (
+    HERE,
+    address_of,
+    differs_in_devices,
+    fake_mode,
+    here,
+    is_planned,
+    lacks_kernel,
+    needs_values,
+    passes_for_real,
+    planning,
+    quiet,
+    replacing_parameters,
+    standing_in,
+)
+from .modes import (
+    AUTOCAST_OPENERS,
+    CUSTOM_BACKWARD,
+    CUSTOM_FORWARD,
+    FUNCTION_MODULES,
+    KERNEL_MODULES,
+    NAMING_GETTERS,
+    OFF_MARK,
+    PYTHON,
+    SCRIPTED,
+    SNAPSHOT,
+    TRAINING_MARK,
+    DeviceContext,
+    DisableAutocast,
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    FunctionalTensor,
+    TorchDispatchMode,
+    behind_transform,
+    call_in,
+    device_constructors,
+    disable_modes,
+    dispatch_modes,
+    enter_autocast,
+    exit_autocast,
+    has_fake_tensors,
+    has_tangents,
+    is_any_autocast_enabled,
+    is_batch,
+    is_excluded,
+    is_graph_made,
+    is_included,
+    is_jit_tracing,
+    is_mapped,
+    is_noted_in_graph,
+    is_of_transform,
+    is_tensor_of_tensors,
+    jit_tracing_state,
+    may_learn,
+    transforms,
+)
+from .modules import (
+    BATCH_CHECK,
+    BUFFER_HOOKS,
+    CLIPPING,
+    FX_MODULE_CALL,
+    FX_TRACING,
+    MODULE_HOOKS,
+    NODE_KEY,
+    NODE_TABLE,
+    NODE_TARGET,
+    PREPARE_STEP,
+    STEP_HOOKS,
+    has_hooked_step,
+    is_replica,
+    rebuild_tensor,
+)
+from .operators import (
+    BATCH_NORM_OP,
+    CAST_OP,
+    FLASH_ATTENTION,
+    HAS_OPERATORS,
+    MASKED_ATTENTION,
+    NN,
+    NN_NAMESPACE,
+    OPERATORS_MODULE,
+    REFRESH_PACKET,
+    TOGGLE_DISPATCH,
+    VALUE_OP,
+    VARIABLE_FUNCTIONS,
+    VF,
+    VF_NAMESPACE,
+    CustomOpDef,
+    OpNamespace,
+    OpOverload,
+    OpOverloadPacket,
+    effectful_operator,
+    has_kernel,
+    own_operator,
+    schemas_of,
+    set_kernel,
+)
+from .torch_part import Part, check, parts, torch_version

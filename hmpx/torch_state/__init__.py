@@ -2,56 +2,59 @@
 
 from __future__ import annotations
 
-from .conversions import conversion as conversion
-from .conversions import conversion_patches as conversion_patches
-from .conversions import decided as decided
-from .conversions import in_force as in_force
-from .conversions import is_below_dispatcher as is_below_dispatcher
-from .conversions import is_covered as is_covered
-from .disabling import apart as apart
-from .disabling import disable_casts as disable_casts
-from .disabling import is_off_by_program as is_off_by_program
-from .disabling import is_unobserved as is_unobserved
-from .disabling import keeps_state as keeps_state
-from .disabling import unobserved_casts as unobserved_casts
-from .disabling import without_casts as without_casts
-from .disabling import without_low_casts as without_low_casts
-from .model_state import ModelState as ModelState
-from .model_state import RandomStates as RandomStates
-from .model_state import accelerators as accelerators
-from .model_state import reached_by as reached_by
-from .model_state import seed_all as seed_all
-from .model_state import state_of_random_numbers as state_of_random_numbers
-from .model_state import unchanged as unchanged
-from .module_names import class_name as class_name
-from .module_names import named_modules as named_modules
-from .module_names import named_tensors as named_tensors
-from .module_path import asked_by as asked_by
-from .module_path import forget_modules as forget_modules
-from .module_path import keeps_place as keeps_place
-from .module_path import module_patches as module_patches
-from .module_path import place as place
-from .module_path import running_module as running_module
-from .module_path import spot as spot
-from .module_path import traced_places as traced_places
-from .phases import Phase as Phase
-from .phases import as_recomputation as as_recomputation
-from .phases import as_training as as_training
-from .phases import is_training as is_training
-from .phases import keeps_kind as keeps_kind
-from .phases import phase as phase
-from .switch import AUTOCAST_STATE as AUTOCAST_STATE
-from .switch import ON as ON
-from .switch import TO_LOW as TO_LOW
-from .switch import Region as Region
-from .switch import close_region as close_region
-from .switch import count_autocast as count_autocast
-from .switch import end_conversion as end_conversion
-from .switch import has_casts as has_casts
-from .switch import is_enabled as is_enabled
-from .switch import is_off as is_off
-from .switch import last_region as last_region
-from .switch import off as off
-from .switch import open_region as open_region
-from .switch import partly_off as partly_off
-from .switch import reserve_marks as reserve_marks
+from .conversions import (
+    conversion,
+    conversion_patches,
+    decided,
+    in_force,
+    is_below_dispatcher,
+    is_covered,
+)
+from .disabling import (
+    apart,
+    disable_casts,
+    is_off_by_program,
+    is_unobserved,
+    keeps_state,
+    unobserved_casts,
+    without_casts,
+    without_low_casts,
+)
+from .model_state import (
+    ModelState,
+    RandomStates,
+    accelerators,
+    reached_by,
+    seed_all,
+    state_of_random_numbers,
+    unchanged,
+)
+from .module_names import class_name, named_modules, named_tensors
+from .module_path import (
+    asked_by,
+    forget_modules,
+    keeps_place,
+    module_patches,
+    place,
+    running_module,
+    spot,
+    traced_places,
+)
+from .phases import Phase, as_recomputation, as_training, is_training, keeps_kind, phase
+from .switch import (
+    AUTOCAST_STATE,
+    ON,
+    TO_LOW,
+    Region,
+    close_region,
+    count_autocast,
+    end_conversion,
+    has_casts,
+    is_enabled,
+    is_off,
+    last_region,
+    off,
+    open_region,
+    partly_off,
+    reserve_marks,
+)

@@ -8,21 +8,12 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias, get_args
 
-from .fixed import Exponent as Exponent
-from .fixed import Fixed as Fixed
-from .floats import Float as Float
-from .number_format import CodedFormat as CodedFormat
-from .number_format import Custom as Custom
-from .number_format import NumberFormat as NumberFormat
-from .number_format import Rounder as Rounder
-from .number_format import code_dtype as code_dtype
-from .scaled import Block as Block
-from .scaled import Scaled as Scaled
-from .scaled import ScaledPlan as ScaledPlan
-from .scaled import SharedScales as SharedScales
-from .tables import Table as Table
-from .tapered import Posit as Posit
-from .tapered import Takum as Takum
+from .fixed import Exponent, Fixed
+from .floats import Float
+from .number_format import CodedFormat, Custom, NumberFormat, Rounder, code_dtype
+from .scaled import Block, Scaled, ScaledPlan, SharedScales
+from .tables import Table
+from .tapered import Posit, Takum
 
 #: A format that has codes.
 Coded: TypeAlias = Float | Exponent | Posit | Takum | Fixed | Block | Scaled | Table
