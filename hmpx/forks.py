@@ -70,6 +70,7 @@ def in_own_thread(function: Callable[[], _T], name: str) -> _T:
     """
     results: list[_T] = []
     errors: list[BaseException] = []
+    ended = threading.Event()
 
     def run() -> None:
         with new_lock():
@@ -77,16 +78,21 @@ def in_own_thread(function: Callable[[], _T], name: str) -> _T:
                 results.append(function())
             except BaseException as error:
                 errors.append(error)
+            finally:
+                ended.set()
 
-    while not (results or errors):  # twice if a signal handler forks before the thread has its lock
+    def wait() -> None:
+        # Before Python 3.13, a signal amid `join` or `is_alive` marks a running thread as ended.
+        while not ended.is_set() and thread in threading.enumerate():
+            ended.wait(_POLL_S)
+
+    while not ended.is_set():  # twice if a signal handler forks before the thread has its lock
         thread = threading.Thread(target=run, name=name)
         try:
             thread.start()
-            while thread.is_alive():
-                thread.join(_POLL_S)
+            wait()
         finally:
-            if thread.is_alive():  # a signal handler raised an error
-                thread.join()
+            wait()  # again: a signal handler raised an error
     if errors:
         raise errors.pop()  # else the error and this frame would keep each other alive
     return results[0]

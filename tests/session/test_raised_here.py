@@ -8,6 +8,7 @@ import functools
 import itertools
 import signal
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -303,6 +304,34 @@ def test_what_others_raise_amid_the_measurement_of_speed_passes(
     monkeypatch.undo()
     assert capability.capability("norm", "cpu", torch.bfloat16).training  # measured now
     assert not caplog.records
+    capability.forget()
+
+
+@pytest.mark.parametrize("interlope", ["signal"], indirect=True)
+def test_what_a_handler_raises_waits_for_the_end_of_a_thread(
+    monkeypatch: pytest.MonkeyPatch, interlope: Callable[[], None]
+) -> None:
+    """Wherever the main thread is when the signal arrives: otherwise the thread measures amid what follows."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signalled: list[int] = []
+    ended: list[int] = []
+
+    def probe(x: Tensor) -> Tensor:
+        if number not in signalled:
+            signalled.append(number)
+            time.sleep(number % 10 * 0.01)
+            signal.pthread_kill(main, signal.SIGUSR1)
+            time.sleep(0.01)
+            ended.append(number)
+        return x
+
+    monkeypatch.setitem(capability._PROBES, "norm", (probe, ((2, 2),)))
+    for number in range(40):
+        capability.forget()
+        with raised_by_others():
+            capability.capability("norm", "cpu", torch.bfloat16)
+        assert ended[-1:] == [number]
     capability.forget()
 
 
