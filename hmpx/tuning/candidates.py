@@ -6,7 +6,7 @@ import functools
 import glob
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from .. import ops
@@ -19,7 +19,7 @@ Spot = tuple[str, str]
 #: Spot -> FLOPs and bytes of its calls.
 Costs = Mapping[Spot, tuple[int, int]]
 
-#: Candidates kept out of low precision: ``"add"`` in fp32, ``"add=follows"``, ``"linear=bfloat16"``.
+#: Candidates kept out of low precision: ``"add"`` in fp32, ``"add=follows"``.
 Kept = frozenset[str]
 
 #: The type of ops that are in low precision only if all their inputs are, and else in fp32.
@@ -62,12 +62,6 @@ class Candidate:
     is_unseen: bool = False  # the score excludes some of its calls, which get no gradient
     prior: float = 0.0  # order if scores are unknown: the smallest is kept first
     may_follow: bool = False  # it may also follow its inputs, call by call
-    saved: float | None = None  # measured share of its fp32 time that low precision saves
-
-    @property
-    def is_free(self) -> bool:
-        """Whether low precision is known to save no time, so that keeping it in fp32 is free."""
-        return self.saved is not None and self.saved <= 0
 
     @property
     def cost(self) -> float:
@@ -78,18 +72,6 @@ class Candidate:
     def op(self) -> str:
         """The op, in one or more modules."""
         return min(self.spots)[0]
-
-
-def timed(
-    candidates: Iterable[Candidate], seconds: Mapping[Spot, tuple[float, float]]
-) -> list[Candidate]:
-    """Returns the candidates with their saved time as benefit; ``seconds``: of each spot in fp32 and low."""
-    whole = sum(fp32 for fp32, _ in seconds.values()) or 1.0
-    found = []
-    for each in candidates:
-        saved = sum(seconds[spot][0] - seconds[spot][1] for spot in each.spots) / whole
-        found.append(replace(each, benefit=max(saved, 0.0), saved=saved))
-    return found
 
 
 def by_op(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
@@ -147,18 +129,9 @@ def _grouped(spots: Costs, scores: Scores | None, key: Callable[[Spot], str]) ->
 # --- members of sets ---------------------------------------------------------------------------------
 
 
-def parted(member: str) -> tuple[str, str]:
-    """Returns the candidate and the type of a member of a set; the type is ``""`` for fp32.
-
-    Module names may contain ``=``, but the op comes after them, and op and type names contain no ``:``.
-    """
-    name, _, other = member.rpartition("=")
-    return (name, other) if name and ":" not in other else (member, "")
-
-
 def bare(member: str) -> str:
-    """Returns the name of a member's candidate, without the type."""
-    return parted(member)[0]
+    """Returns the name of a member's candidate."""
+    return member.removesuffix(f"={FOLLOWS}")
 
 
 def following(name: str) -> str:
@@ -168,7 +141,7 @@ def following(name: str) -> str:
 
 def is_following(member: str) -> bool:
     """Whether a member of a set follows its inputs."""
-    return parted(member)[1] == FOLLOWS
+    return bare(member) != member
 
 
 def is_within(kept: Kept, other: Kept) -> bool:
@@ -237,8 +210,8 @@ def assigned(candidates: Iterable[Candidate], kept: Kept, low_type: str) -> dict
     by_name = {each.name: each for each in candidates}
     types = {spot: low_type for each in by_name.values() for spot in each.spots}
     for member in kept:
-        name, other = parted(member)
-        types |= dict.fromkeys(by_name[name].spots, other or FP32)
+        kept_type = FOLLOWS if is_following(member) else FP32
+        types |= dict.fromkeys(by_name[bare(member)].spots, kept_type)
     return types
 
 
@@ -259,12 +232,10 @@ def policy_source(types: Mapping[Spot, str], low_type: str) -> dict[str, Any]:
         own = tuple(sorted(placed[module].items()))
         alike.setdefault((_depth(module), own), []).append(module)
     sections = [
-        {"module": [glob.escape(module) for module in same], **_lists(dict(own), low_type)}
+        {"module": [glob.escape(module) for module in same], **_lists(dict(own))}
         for (_, own), same in alike.items()
     ]
-    lists: dict[str, Any] = dict(
-        _lists({op: each for op, each in base.items() if each != FOLLOWS}, low_type)
-    )
+    lists: dict[str, Any] = dict(_lists({op: each for op, each in base.items() if each != FOLLOWS}))
     for op in [op for op, each in base.items() if each == FOLLOWS]:
         _make_follow(op, lists)
     source = {"low_precision_type": low_type, "lists": "hmpx", **lists}
@@ -338,7 +309,7 @@ def _depth(module: str) -> int:
     return module.count(".") + 1 if module else 0
 
 
-def _lists(types: Mapping[str, str], low_type: str) -> dict[str, list[str]]:
+def _lists(types: Mapping[str, str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for op, each in types.items():
         if each == FOLLOWS:
@@ -346,6 +317,6 @@ def _lists(types: Mapping[str, str], low_type: str) -> dict[str, list[str]]:
         elif each == FP32:
             found.setdefault("fp32", []).append(op)
         else:
-            found.setdefault("low", []).append(op if each == low_type else f"{op} {each}")
+            found.setdefault("low", []).append(op)
     order = ("low", "fp32", "widest", "first", "pass")
     return {key: found[key] for key in order if key in found}

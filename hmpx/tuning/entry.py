@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from .. import arguments
-from ..errors import OptionError
 from ..policy import LowType, load_policy, set_names
 from ..session import restoring_conversion
 from ..torch_state import unchanged
 from .candidates import (
-    FP32,
-    Candidate,
     Costs,
     Kept,
-    Outcome,
     Score,
     Scores,
     by_module,
     by_op,
     may_follow,
-    timed,
 )
 from .evaluating import Task
-from .profiling import scores_of, seconds_of, spots_of
+from .profiling import scores_of, spots_of
 from .request import FRESH, Request
 from .result import Tuned
-from .runner import Find, Journal, Searching, progress_of
-from .search import Evaluate, Prices, Search, choose, choose_within, sets_of, squared_errors
+from .runner import Journal, Searching, progress_of
+from .search import sets_of
 
 
 @restoring_conversion()
@@ -42,12 +37,9 @@ def tune(
     tolerance: float = 1e-2,
     *,
     by: str = "op",
-    objective: str = "work",
     fresh_inputs: Any = None,
     measure: Callable[..., Any] | None = None,
     samples: int = 1,
-    candidates: Iterable[Any] | None = None,
-    limit: tuple[str, float] | None = None,
     low_precision_type: LowType | str | None = None,
     device_types: Iterable[str] | None = None,
     legalize: str | None = None,
@@ -77,20 +69,12 @@ def tune(
             fp32 or wider.
         tolerance: The largest error allowed.
         by: ``"op"`` decides for each op by name; ``"module"`` for each op in each module that matters.
-        objective: ``"work"`` puts as many FLOPs and bytes as possible in low precision. ``"time"`` saves the
-            most op time, as measured here with ``legalize``; ops that are no faster in low precision,
-            as on hardware without bfloat16, stay in fp32.
         fresh_inputs: Batches on which the set must pass at the end.
         measure: Replaces the metric: ``measure(model, seed)`` gets a copy of the model and returns a number
             that should be small, such as the loss after a short training. The error is the mean increase
             over fp32 with the same seed.
         samples: Most seeds per set for ``measure``: 1, 2, 4, ... until it is clear whether the set passes.
             An undecided set fails.
-        candidates: Types to choose among for each op, such as ``["float8_e4m3fn", "bfloat16", "float32"]``;
-            the cheapest replaces ``low_precision_type``. None: ``low_precision_type`` and float32.
-        limit: With ``candidates``: finds the choice with the least error within this cost, instead of the
-            cheapest choice within the tolerance. ``("bits", 9.5)``: average bits, weighted by bytes;
-            ``("bytes", 0.3)``: share of fp32's bytes; ``("flops", 0.1)``: share not in the cheapest type.
         low_precision_type: As for `hmpx.convert`; None: that of the conversion in force, else bfloat16.
         device_types: Types of the devices whose tensors are cast; None: those of the conversion in force,
             else of the model and the inputs.
@@ -128,14 +112,14 @@ def tune(
         noise = task.noise()
         results = Journal(request.journal, request.header() if request.journal else {})
         spots: Costs = results.by_spot("spots", lambda: spots_of(request), int, int)
-        scores = _scores(request, spots, request.low_type, results)
+        scores = _scores(request, spots, results)
         found = (by_module if request.by == "module" else by_op)(spots, scores)
+        shipped: tuple[Kept, ...] = ()
         if request.may_follow:
             found = [replace(each, may_follow=may_follow(each.op)) for each in found]
-        find = _find(request, spots, scores, found, results)
-        if request.objective == "time":
-            seconds = results.by_spot("seconds", lambda: seconds_of(request, spots), float, float)
-            found = timed(found, seconds)
+            type_ = request.low_type
+            policies = [load_policy(lists=s, low_precision_type=type_) for s in set_names()]
+            shipped = sets_of(policies, found)
         task.candidates, task.spots = tuple(found), spots
         return Searching(
             task.outcome,
@@ -144,72 +128,20 @@ def tune(
             results,
             request.budget,
             progress_of(is_shown=is_shown),
-            find,
-            has_fresh=FRESH in request.inputs and request.limit is None,
+            shipped,
+            has_fresh=FRESH in request.inputs,
             is_noisy=request.measure is not None,
             noise=noise,
             about={
                 "metric": request.metric_name,
                 "low_precision_type": request.low_type,
                 "conversion": request.conversion,
-                "limit": "" if request.limit is None else "{} at most {:g}".format(*request.limit),
             },
         ).run()
 
 
-def _scores(request: Request, spots: Costs, low_type: str, results: Journal) -> Scores | None:
+def _scores(request: Request, spots: Costs, results: Journal) -> Scores | None:
     found = results.by_spot(
-        ["scores", low_type], lambda: scores_of(request, spots, low_type), float, bool, bool
+        ["scores", request.low_type], lambda: scores_of(request, spots), float, bool, bool
     )
     return None if found is None else {spot: Score(*each) for spot, each in found.items()}
-
-
-def _find(
-    request: Request,
-    spots: Costs,
-    scores: Scores | None,
-    found: Sequence[Candidate],
-    results: Journal,
-) -> Find:
-    if request.objective == "time":
-        return find_in_time
-    if not request.types:
-        shipped: tuple[Kept, ...] = ()
-        if request.may_follow:
-            low_type = request.low_type
-            policies = [load_policy(lists=s, low_precision_type=low_type) for s in set_names()]
-            shipped = sets_of(policies, found)
-        return lambda names, most, evaluate: Search(names, most, evaluate, shipped).run()
-    errors = {}
-    for name in request.types:
-        if name == FP32:
-            scores = {}
-        elif name != request.low_type:
-            scores = _scores(request, spots, name, results)
-        if scores is None:
-            raise OptionError(
-                "to choose among several types effects are needed, but what the model returns has no "
-                "gradients; tune one low_precision_type instead"
-            )
-        errors[name] = squared_errors(found, scores)
-    if request.limit is None:
-        prices = Prices(found, request.types, errors)
-        return lambda _, tolerance, evaluate: choose(prices, tolerance, evaluate)
-    unit, most = request.limit
-    prices = Prices(found, request.types, errors, unit)
-    return lambda _, tolerance, evaluate: choose_within(prices, most, evaluate)
-
-
-def find_in_time(candidates: Sequence[Candidate], tolerance: float, evaluate: Evaluate) -> Kept:
-    """Returns a set within the tolerance that takes little time.
-
-    Ops that are no faster in low precision stay in fp32; no other single member can be removed.
-    """
-    free = frozenset(each.name for each in candidates if each.is_free)
-
-    def with_free(kept: Kept, phase: str) -> Outcome:
-        return evaluate(free | kept, phase if kept else "free")
-
-    evaluate(frozenset(), "all low")
-    others = [each for each in candidates if not each.is_free]
-    return free | Search(others, tolerance, with_free).run()

@@ -1,10 +1,9 @@
-"""Profiles a model: ops that may run in low precision, their cost and time, and their effect on the result."""
+"""Profiles a model: ops that may run in low precision, their cost, and their effect on the result."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 import torch
@@ -20,39 +19,28 @@ from .candidates import Costs, Score, Scores, Spot, policy_of
 from .metrics import loss_of
 from .request import TUNING, Request
 
-#: Spot -> time of its calls in fp32, and in low precision with their casts.
-Seconds = Mapping[Spot, tuple[float, float]]
-
-#: How often the model is timed in each type, in turns, after one unmeasured run.
-_ROUNDS: Final = 5
-
 #: Most batches over which effects are summed.
 _MOST_BATCHES: Final = 4
 
 
 def spots_of(request: Request) -> Costs:
     """Maps each op and module that may run in low precision to FLOPs and bytes of its calls."""
-    found = called_spots(_forward(request, observing_policy(), record()))
+    request.state.restore()
+    with (
+        torch.no_grad(),
+        record() as recording,  # first: wrappers are made once and include it
+        session.restore(observing_policy(), request.device_types, request.options, False),
+    ):
+        for index, batch in enumerate(request.inputs[TUNING]):
+            seed_all(request.seed + index)
+            batch.run(request.model)
+    found = called_spots(recording.rows)
     if not found:
         raise OptionError(
             "the model calls no op on fp32 tensors that may run in low precision; are its inputs and "
             f"parameters fp32, and on {' or '.join(sorted(request.device_types))}?"
         )
     return found
-
-
-def _forward(request: Request, policy: Policy, recording: record) -> Iterable[Row]:
-    """Returns the recorded rows of a converted forward of all batches."""
-    request.state.restore()
-    with (
-        torch.no_grad(),
-        recording,  # first: wrappers are made once and include it
-        session.restore(policy, request.device_types, request.options, False),
-    ):
-        for index, batch in enumerate(request.inputs[TUNING]):
-            seed_all(request.seed + index)
-            batch.run(request.model)
-    return recording.rows
 
 
 def called_spots(rows: Iterable[Row]) -> Costs:
@@ -100,12 +88,12 @@ def observing_policy() -> Policy:
     return Policy({name: Decision(DENY) for name in sorted(listed)})
 
 
-def scores_of(request: Request, spots: Collection[Spot], low_type: str) -> Scores | None:
-    """Returns the effect of each spot in a type, and whether its values leave that type's range.
+def scores_of(request: Request, spots: Collection[Spot]) -> Scores | None:
+    """Returns the effect of each spot in low precision, and whether its values leave that type's range.
 
     None if no effect is known because the model's output has no gradients.
     """
-    policy = policy_of(dict.fromkeys(spots, low_type), low_type)
+    policy = policy_of(dict.fromkeys(spots, request.low_type), request.low_type)
     found: dict[Spot, Score] = {}
     for index, batch in enumerate(request.inputs[TUNING][:_MOST_BATCHES]):
         loss: Callable[[Any], Any] | None = None
@@ -131,26 +119,3 @@ def scores_of(request: Request, spots: Collection[Spot], low_type: str) -> Score
                     known.is_unseen or row.unseen > 0 or (math.isnan(row.effect) and row.rel != 0),
                 )
     return found if any(each.effect for each in found.values()) else None
-
-
-def seconds_of(request: Request, spots: Collection[Spot]) -> Seconds:
-    """Measures each spot's calls in fp32, and in low precision with their casts.
-
-    These are medians over several forwards. The types take turns, so that a slow phase of the machine slows
-    both.
-    """
-    low_type = request.low_type
-    policies = observing_policy(), policy_of(dict.fromkeys(spots, low_type), low_type)
-    rounds: list[list[dict[Spot, float]]] = [[], []]
-    for _ in range(_ROUNDS + 1):
-        for policy, found in zip(policies, rounds, strict=True):
-            seconds = dict.fromkeys(spots, 0.0)
-            for row in _forward(request, policy, record(times=True)):
-                if row.phase != "backward" and (row.op, row.module) in seconds:
-                    seconds[row.op, row.module] += row.seconds or 0.0
-            found.append(seconds)
-    fp32, low = (
-        {spot: statistics.median(each[spot] for each in found[1:]) for spot in spots}
-        for found in rounds
-    )
-    return {spot: (fp32[spot], low[spot]) for spot in spots}

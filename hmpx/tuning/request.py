@@ -18,12 +18,9 @@ from ..policy import Policy
 from ..tensors import long_name, parse_device_types, tensors_of
 from ..torch_state import ModelState
 from ..version import __version__
-from .candidates import FP32
 from .metrics import METRICS
-from .search import UNITS, bits_of
 
 BY: Final = ("op", "module")
-OBJECTIVES: Final = ("work", "time")
 
 #: Inputs of an evaluation: those of the search, or those that it has never seen.
 TUNING: Final = "tuning"
@@ -46,8 +43,7 @@ class Batch:
 class Request:
     """The checked arguments of `tune`.
 
-    ``inputs`` maps `TUNING`, and `FRESH` if there are any, to batches. ``types`` are those to choose among, the
-    cheapest first; ``state`` restores the model.
+    ``inputs`` maps `TUNING`, and `FRESH` if there are any, to batches; ``state`` restores the model.
     """
 
     state: ModelState
@@ -67,23 +63,14 @@ class Request:
         self.device_types, self.options = _conversion(
             *(given[name] for name in ("model", "inputs", "device_types", "legalize"))
         )
-        self.types = () if given["candidates"] is None else _types(given["candidates"])
-        if given["limit"] is not None and not self.types:
-            raise OptionError("limit chooses among several types; name them: candidates=[...]")
-        self.objective = arguments.choice("objective", given["objective"], OBJECTIVES)
-        if self.objective == "time" and self.types:
-            raise OptionError(
-                "objective='time' weighs one low_precision_type against float32; leave out candidates"
-            )
         self.inputs = _inputs(given["inputs"], given["fresh_inputs"])
         self.samples = arguments.whole("samples", given["samples"], 1)
         self.tolerance = _tolerance(given["tolerance"])
         self.by = arguments.choice("by", given["by"], BY)
-        self.low_type = self.types[0] if self.types else low_type_name(given["low_precision_type"])
+        self.low_type = low_type_name(given["low_precision_type"])
         self.seed = arguments.whole("seed", given["seed"], 0)
         self.budget = arguments.whole("budget", given["budget"], 2)
         self.journal = arguments.path("journal", given["journal"])
-        self.limit = None if given["limit"] is None else _limit(given["limit"])
         kind = "metric" if self.measure is None else "measure"
         function = self.metric if self.measure is None else self.measure
         is_named = isinstance(function, str)
@@ -103,15 +90,14 @@ class Request:
     @property
     def may_follow(self) -> bool:
         """Whether ops may also follow their inputs: one evaluation must show their dtypes."""
-        is_whole = self.measure is None and not self.types and self.objective == "work"
-        return is_whole and self._is_native
+        return self.measure is None and self._is_native
 
     @property
     def _is_native(self) -> bool:
-        """Whether no type is a number format."""
-        names = {self.low_type, *self.types} - {FP32}
-        found = [Policy.from_ops(low_precision_type=each).low_precision_type for each in names]
-        return all(isinstance(each, torch.dtype) for each in found)
+        """Whether the low-precision type is not a number format."""
+        return isinstance(
+            Policy.from_ops(low_precision_type=self.low_type).low_precision_type, torch.dtype
+        )
 
     def header(self) -> dict[str, Any]:
         """Returns the identity of this search for its journal. The tolerance may differ."""
@@ -131,8 +117,6 @@ class Request:
             "samples": self.samples,
             "by": self.by,
             "low_precision_type": self.low_type,
-            "types": list(self.types),
-            "objective": self.objective,
             "device_types": sorted(self.device_types),
             "options": str(self.options),
             "seed": self.seed,
@@ -147,29 +131,6 @@ def low_type_name(low_precision_type: Any) -> str:
         found = torch.bfloat16 if current is None else current.policy.low_precision_type
         return long_name(found)
     return long_name(Policy({}, low_precision_type).low_precision_type)
-
-
-def _types(value: Any) -> tuple[str, ...]:
-    """Returns the names of types, the cheapest first; at least two, fp32 among them."""
-    given = arguments.items("candidates", value, "a list of types")
-    names = {FP32 if each in (FP32, torch.float32) else low_type_name(each) for each in given}
-    if FP32 not in names or len(names) < 2:
-        raise OptionError(
-            f"candidates must hold float32 and at least one other type, not {shown(value)}"
-        )
-    bits = bits_of(sorted(names))
-    return tuple(sorted(names, key=lambda name: (bits[name], name)))
-
-
-def _limit(value: Any) -> tuple[str, float]:
-    if not (isinstance(value, tuple) and len(value) == 2):
-        raise OptionError(
-            f"limit must be a pair of what is limited and to what, such as ('bits', 9), not {shown(value)}"
-        )
-    unit, most = value
-    if not is_a(most, (int, float)) or not most > 0:
-        raise OptionError(f"a limit must be a number above 0, not {shown(most)}")
-    return arguments.choice("limit", unit, UNITS), float(most)
 
 
 def _conversion(

@@ -30,7 +30,6 @@ from .candidates import (
     bare,
     is_following,
     low_parts,
-    parted,
     policy_of,
     policy_source,
     shares,
@@ -47,8 +46,8 @@ class Tuned:
     Printing it shows the verdict, the kept ops with reasons, and the path of the search.
 
     Attributes:
-        kept: Ops that are not in ``low_precision_type``: by name, or ``"module:op"``. ``"linear=bfloat16"``
-            is in another type than fp32; ``"add=follows"`` is in low precision only if all its inputs are.
+        kept: Ops that are not in ``low_precision_type``: by name, or ``"module:op"``. ``"add=follows"`` is in
+            low precision only if all its inputs are.
             Among modules, an op's name alone stands for the modules that are not candidates themselves;
             ``candidates`` lists what each name stands for.
         error: The error with these in fp32. With several batches, the limit for 95 % of further ones.
@@ -64,7 +63,6 @@ class Tuned:
         stopped_by: Why it ended early: ``"budget"``, ``"interrupt"``, ``"fresh inputs"`` (each smaller set
             failed on them), or ``""``.
         seen: Low-precision shares of the candidates that may follow their inputs, with the set.
-        limit: The limit on the choice of types, as text; ``""`` if a tolerance was the limit.
         searched: The smaller tolerance of the last search, after a set failed on fresh inputs; else None.
         path: The evaluations, in order.
         candidates: All ops that could be kept.
@@ -94,7 +92,6 @@ class Tuned:
     stopped_by: str
     path: tuple[Evaluation, ...] = field(repr=False)
     candidates: tuple[Candidate, ...] = field(repr=False)
-    limit: str = ""
     searched: float | None = None
     seen: Mapping[str, Seen] = field(default_factory=dict, repr=False)
     conversion: Mapping[str, Any] = field(default_factory=dict)
@@ -113,7 +110,7 @@ class Tuned:
     def types(self) -> Mapping[str, str]:
         """The type of each candidate, by name; ``"follows"`` for one that follows its inputs."""
         low = dict.fromkeys((each.name for each in self.candidates), self.low_precision_type)
-        return low | {name: other or FP32 for name, other in map(parted, self.kept)}
+        return low | {bare(each): FOLLOWS if is_following(each) else FP32 for each in self.kept}
 
     @property
     def policy(self) -> Policy:
@@ -135,16 +132,6 @@ class Tuned:
     def low_precision_bytes_share(self) -> float:
         """The share of the bytes that ops read and write, as counted in fp32, in low precision."""
         return shares(self.candidates, self.kept, self.seen)[1]
-
-    @property
-    def time_share(self) -> float | None:
-        """The measured time of all ops, as a share of their time in fp32.
-
-        None without ``objective="time"``.
-        """
-        known = [each for each in self.candidates if each.saved is not None]
-        low = [each.saved or 0.0 for each in known if each.name not in self.keep_fp32]
-        return 1 - sum(low) if known else None
 
     def error_without(self, name: str) -> float | None:
         """Returns the error with the set but without ``name``; None if that was not evaluated."""
@@ -207,10 +194,8 @@ def _text(tuned: Tuned) -> str:
 
 def _verdict(tuned: Tuned) -> str:
     count, low, is_check = len(tuned.kept), tuned.low_precision_type, tuned.metric == CHECK
-    is_wider = any(bare(each) != each and not is_following(each) for each in tuned.kept)
     said = (
-        f"{count} of {len(tuned.candidates)} candidates stay "
-        f"{'in wider types' if is_wider else 'in fp32'} under {low}"
+        f"{count} of {len(tuned.candidates)} candidates stay in fp32 under {low}"
         if count
         else f"Nothing has to stay in fp32 under {low}"
     )
@@ -225,12 +210,6 @@ def _verdict(tuned: Tuned) -> str:
             f"all in {low} {_shown(tuned.all_low_error)}."
         ]
     lines.append(f"{_shares(tuned)}. {tuned.evaluations} evaluations.")
-    if tuned.time_share is not None:
-        lines.append(
-            f"Ops take {tuned.time_share:.2f} of their time in fp32, as measured one by one."
-        )
-    if tuned.limit:
-        lines.append(f"The choice with the least predicted error of those with {tuned.limit}.")
     if tuned.fresh_error is not None:
         lines.append(f"On inputs that the search has not seen: error {_shown(tuned.fresh_error)}.")
     if tuned.is_complete:
@@ -240,12 +219,8 @@ def _verdict(tuned: Tuned) -> str:
                 f" for {_shown(tuned.searched)}, which was searched for since a set within the tolerance "
                 "failed on fresh inputs"
             )
-        free = {each.name for each in tuned.candidates if each.is_free} & tuned.kept
-        if free:
-            lines.append(f"No faster in {low}: {_names(free, 10)}.")
-        if count > len(free) and not tuned.limit:
-            which = "the others" if free else "these"
-            lines.append(f"None of {which} can be taken out: without it {failing}.")
+        if count:
+            lines.append(f"None of these can be taken out: without it {failing}.")
     else:
         why = {
             "budget": "the budget was spent",
@@ -257,16 +232,9 @@ def _verdict(tuned: Tuned) -> str:
 
 
 def _shares(tuned: Tuned) -> str:
-    """Returns the shares of FLOPs and bytes in each type below fp32."""
-    types, found = tuned.types, []
-    for name in dict.fromkeys([tuned.low_precision_type, *sorted(set(types.values()))]):
-        if name in (FP32, FOLLOWS):
-            continue
-        others = {each.name for each in tuned.candidates if types[each.name] not in (name, FOLLOWS)}
-        followed = {each for each in tuned.kept if is_following(each)}
-        flops, count = shares(tuned.candidates, frozenset(others | followed), tuned.seen)
-        found.append(f"In {name}: {flops:.1%} of FLOPs, {count:.1%} of bytes")
-    return "; ".join(found)
+    """Returns the shares of FLOPs and bytes in low precision."""
+    flops, count = tuned.low_precision_flops_share, tuned.low_precision_bytes_share
+    return f"In {tuned.low_precision_type}: {flops:.1%} of FLOPs, {count:.1%} of bytes"
 
 
 def _by_effect(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -21,10 +21,7 @@ from .candidates import COST_OF_A_LINE, Candidate, Evaluation, Kept, Outcome, Se
 from .evaluating import LEAST_OVER_NOISE
 from .request import FRESH, TUNING
 from .result import Tuned
-from .search import Evaluate, Search
-
-#: Searches among candidates, at a tolerance, with a function that evaluates sets.
-Find = Callable[[Sequence[Candidate], float, Evaluate], Kept]
+from .search import Search
 
 #: Factor for the tolerance after a set fails on fresh inputs, and the most retries.
 _TIGHTER: Final = 0.7
@@ -47,7 +44,7 @@ class Searching:
     journal: Journal
     budget: int  # most evaluations
     show: Callable[[str], object] = LOGGER.info  # takes a line on each evaluation
-    find: Find = lambda *args: Search(*args).run()
+    shipped: Sequence[Kept] = ()  # sets that shipped lists keep
     has_fresh: bool = False  # fresh inputs check the set at the end
     is_noisy: bool = False  # errors depend on the tolerance, which determines the number of samples
     noise: float = 0.0  # the error of fp32 against itself
@@ -108,7 +105,7 @@ class Searching:
         tolerance = self.tolerance
         for _ in range(_MOST_ROUNDS):
             evaluate = functools.partial(self.outcome, tolerance=tolerance)
-            kept = self.find(self.candidates, tolerance, evaluate)
+            kept = Search(self.candidates, tolerance, evaluate, self.shipped).run()
             if not self.has_fresh:
                 return self._tuned(kept)
             error = self.outcome(kept, "fresh inputs", inputs=FRESH).error

@@ -9,8 +9,7 @@ import statistics
 
 import pytest
 
-from hmpx.tuning.candidates import Candidate, Kept, Outcome
-from hmpx.tuning.entry import find_in_time
+from hmpx.tuning.candidates import Candidate, Kept
 
 from .oracles import TOLERANCE, Oracle, oracle, run
 
@@ -101,41 +100,6 @@ def test_minimal_sets_by_brute_force() -> None:
         kept, _ = run([Candidate(name, score=draw.random()) for name in names], errors.__getitem__)
         assert errors[kept] <= TOLERANCE
         assert all(errors[kept - {name}] > TOLERANCE for name in kept)
-
-
-def in_time(
-    candidates: list[Candidate], tolerance: float, errors: dict[str, float]
-) -> tuple[Kept, list[tuple[str, Kept]]]:
-    """Returns what a search finds, and what it asks, where squared errors add up."""
-    asked = []
-
-    def evaluate(kept: Kept, phase: str) -> Outcome:
-        asked.append((phase, kept))
-        return Outcome(math.sqrt(sum(errors[name] ** 2 for name in errors if name not in kept)))
-
-    return find_in_time(candidates, tolerance, evaluate), asked
-
-
-def test_what_saves_no_time_stays_in_fp32() -> None:
-    """Whatever its error; of the others none can be taken out, and the one that saves least goes first."""
-    errors = {"linear": 2.0, "matmul": 2.0, "softmax": 0.1, "gelu": 0.1}
-    saved = {"linear": 0.4, "matmul": 0.1, "softmax": -0.01, "gelu": 0.0}
-    candidates = [
-        Candidate(name, score=errors[name], benefit=max(0.0, saved[name]), saved=saved[name])
-        for name in errors
-    ]
-    kept, asked = in_time(candidates, 2.5, errors)
-    assert kept == {"matmul", "softmax", "gelu"}
-    assert asked[0] == ("all low", frozenset())
-    assert asked[1] == ("free", frozenset({"softmax", "gelu"}))
-    assert all({"softmax", "gelu"} <= kept for _, kept in asked[1:])
-    kept, asked = in_time(candidates, 9.0, errors)
-    assert kept == {"softmax", "gelu"}
-    assert len(asked) == 2
-    everything = [Candidate(each.name, score=1.0, saved=-0.1) for each in candidates]
-    assert in_time(everything, 0.1, errors)[0] == frozenset(errors)
-    faster = [Candidate(each.name, score=1.0, benefit=0.1, saved=0.1) for each in candidates]
-    assert in_time(faster, 9.0, errors)[0] == frozenset()
 
 
 def test_what_is_found_costs_little_more_than_the_best() -> None:

@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.tuning import profiling
 
 from .planted import Block, Faulty, inputs
 
@@ -112,53 +110,6 @@ def test_lists_by_module(tmp_path: Path) -> None:
     assert hmpx.load_policy(policy).fingerprint() == best.policy.fingerprint()
 
 
-@pytest.mark.slow
-def test_several_types() -> None:
-    """The cheapest that pass; under a limit, the best of those that cost no more."""
-    model = faulty()
-    types = ["float8_e4m3fn", torch.bfloat16, "float32"]
-    best = tune(model, inputs(), candidates=types)
-    assert best.low_precision_type == "float8_e4m3fn"
-    assert best.error <= 0.02
-    assert {"add", "sub"} <= best.keep_fp32
-    assert "bfloat16" in best.types.values()
-    assert "In bfloat16" in str(best)
-    limited = tune(model, inputs(), candidates=types, limit=("bits", 16))
-    bits = {"float8_e4m3fn": 8, "bfloat16": 16, "float32": 32}
-    total = sum(bits[limited.types[each.name]] * each.bytes for each in limited.candidates)
-    assert total <= 16 * sum(each.bytes for each in limited.candidates)
-    assert limited.evaluations == 3
-    assert limited.error < limited.all_low_error
-    assert "bits at most 16" in str(limited)
-
-
-def test_measured_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no faster in low precision stays in fp32, and is said; times are measured once."""
-    seconds = {"linear": (3.0, 1.0), "gelu": (0.5, 0.9), "tanh": (0.5, 0.5)}
-    asked = []
-
-    def forward(request: Any, policy: hmpx.Policy, recording: Any) -> list[Any]:
-        low = policy["linear"].cast_policy is hmpx.CastPolicy.LOW
-        asked.append(low)
-        rows = real(request, policy, recording)
-        return [replace(row, seconds=seconds.get(row.op, (1.0, 0.5))[low]) for row in rows]
-
-    real = profiling._forward
-    monkeypatch.setattr(profiling, "_forward", forward)
-    journal = tmp_path / "journal"
-    best = tune(faulty(), inputs(), objective="time", journal=journal)
-    assert best.keep_fp32 == {"gelu", "tanh", "add", "sub"}
-    assert best == tune(faulty(), inputs(), objective="time", journal=journal)
-    assert len(asked) == 13  # the spots, then 6 rounds
-    # In low precision: linear in three modules, sigmoid and relu. All: these, and gelu, tanh, add, sub.
-    assert best.time_share == pytest.approx(1 - (3 * 2.0 + 2 * 0.5) / (3 * 3.0 + 2 * 0.5 + 4 * 1.0))
-    assert "No faster in bfloat16: gelu, tanh." in str(best)
-    assert "None of the others can be taken out" in str(best)
-    assert tune(faulty(), inputs()).time_share is None
-    with pytest.raises(hmpx.OptionError, match="belongs to another search: objective differs"):
-        tune(faulty(), inputs(), journal=journal)
-
-
 # --- metrics -----------------------------------------------------------------------------------------
 
 
@@ -231,16 +182,6 @@ def test_what_the_model_raises_passes() -> None:
         ({"low_precision_type": "float33"}, "low_precision_type must be"),
         ({"device_types": {"gpu"}}, "gpu"),
         ({"legalize": "sometimes"}, "legalize must be one of 'auto'"),
-        ({"candidates": ["bfloat16"]}, "candidates must hold float32 and at least one other type"),
-        ({"objective": "memory"}, "objective must be 'work' or 'time'"),
-        (
-            {"objective": "time", "candidates": ["float8_e4m3fn", "float32"]},
-            "objective='time' weighs one low_precision_type",
-        ),
-        ({"limit": ("bits", 8)}, "limit chooses among several types"),
-        ({"candidates": ["bfloat16", "float32"], "limit": 8}, "limit must be a pair"),
-        ({"candidates": ["bfloat16", "float32"], "limit": ("mb", 8)}, "limit must be one of"),
-        ({"candidates": ["bfloat16", "float32"], "limit": ("bits", 0)}, "above 0"),
     ],
 )  # fmt: skip
 def test_invalid_arguments(options: dict[str, Any], message: str) -> None:
