@@ -33,14 +33,9 @@ _LATER: Final = (
 _MOST_ITEMS: Final = 100_000
 
 
-def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
-    """Whether ``value`` is an instance, by its type alone: `isinstance` may run the value's own code."""
-    return issubclass(type(value), kinds)
-
-
 def text(name: str, value: object, what: str = "a string") -> str:
     """Returns ``value`` as a plain string."""
-    if not is_a(value, str):
+    if not isinstance(value, str):
         raise OptionError(f"{name} must be {what}, not {shown(value)}")
     return str.__str__(value)  # an enum's own differs
 
@@ -109,14 +104,14 @@ def path(name: str, value: object) -> str:
     if value is None:
         return ""
     found: object = value
-    if not is_a(value, (str, bytes)) and hasattr(type(value), "__fspath__"):
+    if not isinstance(value, (str, bytes)) and hasattr(type(value), "__fspath__"):
         try:
             found = os.fspath(value)  # type: ignore[call-overload]
         except raised_here(Exception) as error:
             raise OptionError(f"{name} has no path: {said_by(error)}") from error
     if isinstance(found, str):
         return str.__str__(found)
-    remedy = "; os.fsdecode makes a string of bytes" if is_a(found, bytes) else ""
+    remedy = "; os.fsdecode makes a string of bytes" if isinstance(found, bytes) else ""
     raise OptionError(f"{name} must be a string or a path, not {shown(value)}{remedy}")
 
 
@@ -137,17 +132,17 @@ def items(name: str, value: object, what: str) -> list[Any]:
 
 def texts(name: str, value: object, what: str = "a list of strings") -> list[str]:
     """Returns the strings in ``value``; a single string counts as one of them."""
-    if is_a(value, str):
+    if isinstance(value, str):
         return [text(name, value)]
     return [text(f"each of {name}", item) for item in items(name, value, what)]
 
 
 def mapping(name: str, value: object, what: str = "a dict") -> dict[Any, Any]:
     """Returns the mapping ``value`` as a dict."""
-    if not is_a(value, Mapping):
+    if not isinstance(value, Mapping):
         raise OptionError(f"{name} must be {what}, not {shown(value)}")
     try:
-        return dict(value)  # type: ignore[call-overload, no-any-return]
+        return dict(value)
     except raised_here(Exception) as error:
         raise OptionError(f"{name} can't be read: {said_by(error)}") from error
 

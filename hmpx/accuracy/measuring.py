@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import arguments
-from ..arguments import is_a
 from ..errors import OptionError, fielded, shown
 from ..number_formats import FORMATS, Format, decode, encode, get, rounder
 from ..number_formats import Table as Codes
@@ -105,7 +104,7 @@ def table(
         >>> [row.format for row in found.rows]
         ['float8_e4m3fn', 'float8_e5m2', 'posit8_2']
     """
-    if is_a(formats, (str, torch.dtype, *FORMATS)):
+    if isinstance(formats, (str, torch.dtype, *FORMATS)):
         formats = [formats]  # type: ignore[list-item]
     asked = arguments.items("formats", formats, "a list of formats or their names")
     if not asked:

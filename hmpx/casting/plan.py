@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import arguments, compute, number_formats, ops
-from ..arguments import is_a
 from ..compute import PRODUCTS, Lacking
 from ..errors import OptionError, shown
 from ..number_formats import OVERFLOWS, ROUNDING_MODES
@@ -45,17 +44,17 @@ def _option(
 
 
 def _kept_casts(name: str, value: object) -> bool | str:
-    if is_a(value, str) and value == "auto":
+    if isinstance(value, str) and value == "auto":
         return "auto"
-    if is_a(value, (bool, int)) and value in (0, 1):
+    if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise OptionError(f"{name} must be 'auto', True or False, not {shown(value)}")
 
 
 def _rounded_gradients(name: str, value: object) -> bool | Format:
-    if is_a(value, str) or number_formats.is_format(value):
+    if isinstance(value, str) or number_formats.is_format(value):
         return parse_format(name, value)
-    if is_a(value, (bool, int)) and value in (0, 1):
+    if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise OptionError(
         f"{name} must be True, False, or a number format or its name, not {shown(value)}"

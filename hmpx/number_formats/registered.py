@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 import torch
 
 from .. import arguments
-from ..arguments import is_a
 from ..errors import OptionError, cut, shown, suggestion
 from ..registry import Registry, exclusive
 from .families import (
@@ -151,7 +150,7 @@ def register(format: Format, code: int | None = None) -> None:
         tensor([3.1250])
         >>> hmpx.formats.unregister("posit10")
     """
-    if not is_a(format, FORMATS):
+    if not isinstance(format, FORMATS):
         *others, last = [family.__name__ for family in FORMATS]
         families = f"{', '.join(others)} or {last}"
         raise OptionError(f"register takes a {families} format, not {shown(format)}")
@@ -211,8 +210,8 @@ def get(name: str | torch.dtype | Format) -> Format:
         >>> hmpx.formats.get(torch.float8_e5m2).name
         'float8_e5m2'
     """
-    if is_a(name, FORMATS):
-        return name  # type: ignore[return-value]
+    if isinstance(name, FORMATS):
+        return name
     spelling = name_of(name)
     if spelling is None:
         raise OptionError(f"a format must be a name or a format, not {shown(name)}")

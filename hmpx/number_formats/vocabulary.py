@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeGuard
 
 import torch
 
-from ..arguments import is_a
 from ..data_files import read_sections
 from ..torch_internals import run_when_traced
 
@@ -39,7 +38,7 @@ def is_format(value: object) -> TypeGuard[Format]:
     # A format exists only if they are imported.
     families: Any = sys.modules.get(f"{__package__}.families")
     classes = getattr(families, "FORMATS", None)
-    return classes is not None and is_a(value, classes)
+    return classes is not None and isinstance(value, classes)
 
 
 def spellings(section: str) -> Mapping[str, str]:
@@ -77,13 +76,13 @@ def said_of(name: str) -> str:
 
 def name_of(value: object) -> str | None:
     """Returns the format name in ``value``, text or a dtype of torch, numpy or ml_dtypes; else None."""
-    if is_a(value, str):
+    if isinstance(value, str):
         return str(value)
-    if is_a(value, torch.dtype):
+    if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     numpy: Any = sys.modules.get("numpy")  # its dtypes exist only if it is imported
-    if numpy is not None and is_a(value, numpy.dtype):
-        return str(value.name)  # type: ignore[attr-defined]
+    if numpy is not None and isinstance(value, numpy.dtype):
+        return str(value.name)
     if numpy is not None and isinstance(value, type) and issubclass(value, numpy.generic):
         return value.__name__
     return None

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 
 from .. import arguments, number_formats, tensors
-from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
 from ..number_formats import OVERFLOWS, ROUNDING_MODES, is_format
 
@@ -118,7 +117,7 @@ class Decision:
     reason: str = field(default="", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not is_a(self.cast_policy, CastPolicy):
+        if not isinstance(self.cast_policy, CastPolicy):
             raise OptionError(
                 "a decision's policy must be hmpx.ALLOW, FOLLOW or DENY, or another "
                 f"hmpx.CastPolicy, not {shown(self.cast_policy)}"
@@ -130,7 +129,7 @@ class Decision:
                 CastPolicy.LOW: tensors.LOW_PRECISION,
                 CastPolicy.FP32: (torch.float32,),
             }.get(self.cast_policy, ())
-            if not is_a(self.dtype, torch.dtype) or self.dtype not in allowed:
+            if not isinstance(self.dtype, torch.dtype) or self.dtype not in allowed:
                 kinds = " or ".join(map(str, allowed)) or "left out"
                 if self.cast_policy is CastPolicy.LOW:
                     kinds += " or an hmpx.formats format"
@@ -140,14 +139,16 @@ class Decision:
         self._check_formats()
         for name in ("accumulate_dtype", "output_dtype"):
             value = getattr(self, name)
-            if name == "output_dtype" and is_a(value, str) and value == INPUT:
+            if name == "output_dtype" and isinstance(value, str) and value == INPUT:
                 if is_format(self.dtype):
                     raise OptionError(
                         "output_dtype 'input' is for dtypes; an op in a number format returns what "
                         "is rounded to it, or a dtype such as torch.float32"
                     )
                 continue
-            if value is not None and not (is_a(value, torch.dtype) and value in tensors.COMPUTED):
+            if value is not None and not (
+                isinstance(value, torch.dtype) and value in tensors.COMPUTED
+            ):
                 known = ", ".join(str(dtype) for dtype in tensors.COMPUTED)
                 raise OptionError(f"{name} must be one of {known}, not {shown(value)}")
         if self.cast_policy is CastPolicy.PASS and self.is_composed:
@@ -224,14 +225,14 @@ def parse_low_type(value: object) -> LowType:
     """Returns the low-precision type ``value``: one of torch's dtypes, a number format, or a name of one."""
     if is_format(value):
         return value
-    if is_a(value, torch.dtype) and value in tensors.LOW_PRECISION:
+    if isinstance(value, torch.dtype) and value in tensors.LOW_PRECISION:
         return value
     native = {tensors.long_name(dtype): dtype for dtype in tensors.LOW_PRECISION}
     given = number_formats.name_of(value) or ""
     name = given if given in native else number_formats.canonical(given)
     if name in native:
         return native[name]
-    if is_a(value, torch.dtype) and value in tensors.COMPUTED:
+    if isinstance(value, torch.dtype) and value in tensors.COMPUTED:
         name = ""  # the format float32 is available by name
     if name in number_formats.names() or re.match(r"custom\[|e\d+m\d+$", name):
         return number_formats.get(name)
@@ -246,7 +247,7 @@ def parse_low_type(value: object) -> LowType:
 
 def parse_format(name: str, value: object) -> Format:
     """Returns the number format ``value``, or the one of that name; for a dtype, the format that emulates it."""
-    if is_a(value, torch.dtype) and value in tensors.COMPUTED:
+    if isinstance(value, torch.dtype) and value in tensors.COMPUTED:
         value = tensors.long_name(value)
     try:
         return number_formats.get(value)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from .. import arguments, number_formats, ops
-from ..arguments import is_a
 from ..errors import OptionError, PolicyFileError, shown, suggestion, warn
 from ..number_formats import is_format
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
@@ -86,7 +85,7 @@ def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
 def _made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
     bf16_path, policy = given["bf16_file_path"], given["policy"]
     for kinds, remedy in _MISPLACED:
-        if is_a(bf16_path, kinds):
+        if isinstance(bf16_path, kinds):
             found = shown(bf16_path)
             raise OptionError(f"bf16_file_path must be a string or a path, not {found}; {remedy}")
     bf16_path = arguments.path("bf16_file_path", bf16_path)
@@ -130,9 +129,9 @@ def _read_source(policy: object) -> PolicySource:
         return policy
     from . import files  # yaml
 
-    if is_a(policy, Mapping):
-        return files.from_mapping(policy)  # type: ignore[arg-type]
-    if is_a(policy, str) or hasattr(type(policy), "__fspath__"):
+    if isinstance(policy, Mapping):
+        return files.from_mapping(policy)
+    if isinstance(policy, str) or hasattr(type(policy), "__fspath__"):
         return files.read_policy_file(arguments.path("policy", policy))
     raise OptionError(
         f"policy must be an hmpx.Policy, the path of a policy file, or a dict, not {shown(policy)}"

@@ -13,7 +13,6 @@ import torch
 import yaml
 
 from .. import tensors
-from ..arguments import is_a
 from ..errors import OptionError, PolicyFileError, cut, raised_here, shown, suggestion
 from ..number_formats import is_format
 from .sections import regex_of
@@ -72,22 +71,22 @@ def of_mapping(mapping: Mapping[Any, Any], source: str = DICT) -> yaml.Node:
 
 def _node(source: str, path: str, value: Any) -> yaml.Node:
     node: yaml.Node
-    if is_a(value, Mapping):
+    if isinstance(value, Mapping):
         items = []
         for key, each in value.items():
-            if not is_a(key, (str, int, float, type(None))):
+            if not isinstance(key, (str, int, float, type(None))):
                 raise PolicyFileError(f"{source}{path}: a key must be a string, not {shown(key)}")
             key_node = _node(source, f"{path}[{shown(key)}]", key)
             key_node.start_mark = f"{path}[{shown(key_node.value)}]"
             items.append((key_node, _node(source, key_node.start_mark, each)))
         node = yaml.MappingNode("tag:yaml.org,2002:map", items)
-    elif is_a(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset)):
         several = [_node(source, f"{path}[{n}]", each) for n, each in enumerate(value)]
         node = yaml.SequenceNode("tag:yaml.org,2002:seq", several)
     else:
-        if is_a(value, torch.dtype) or is_format(value):
+        if isinstance(value, torch.dtype) or is_format(value):
             value = tensors.long_name(value)
-        elif is_a(value, str):
+        elif isinstance(value, str):
             value = str.__str__(value)
         elif value is not None and type(value) not in (bool, int, float):
             raise PolicyFileError(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from .. import arguments, ops
-from ..arguments import is_a
 from ..errors import OptionError, shown
 from ..number_formats import is_format
 from . import sections
@@ -61,7 +60,7 @@ class Policy:
         settled: dict[str, Decision] = {}
         given = arguments.mapping("decisions", self.decisions, _DECISIONS)
         for op, said in given.items():
-            if not is_a(op, str) or not is_a(said, Decision):
+            if not isinstance(op, str) or not isinstance(said, Decision):
                 raise OptionError(
                     f"decisions must be {_DECISIONS}; it holds {shown(op)}: {shown(said)}"
                 )

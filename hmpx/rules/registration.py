@@ -10,7 +10,6 @@ from typing import Any, Final, TypeVar, overload
 from torch import Tensor
 
 from .. import arguments, ops
-from ..arguments import is_a
 from ..errors import OptionError, RuleError, raised_here, said_by, shown
 from ..policy import Call, Verdict
 from ..registry import Registry, exclusive
@@ -204,8 +203,8 @@ def all_rules() -> tuple[Registered, ...]:
 
 def _resolved(op: str | Iterable[str]) -> list[str]:
     found: list[str] = []
-    named = [op] if is_a(op, str) else arguments.items("op", op, "an op name, or several")
-    if not named or not all(is_a(name, str) for name in named):
+    named = [op] if isinstance(op, str) else arguments.items("op", op, "an op name, or several")
+    if not named or not all(isinstance(name, str) for name in named):
         raise OptionError(f"op must be an op name, or several, not {shown(op)}")
     for name in dict.fromkeys(map(str.__str__, named)):
         resolved = "*" if name == "*" else ops.resolve(name)

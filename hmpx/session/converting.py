@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from .. import torch_internals, torch_state
-from ..arguments import is_a
 from ..casting import Options
 from ..errors import OptionError, shown, suggestion, to_the_end, warn
 from ..observers import LOGGER, announce_conversion, show_log
@@ -200,11 +199,11 @@ def _verbosity(verbose: object, of_hmp: object) -> bool | str:
     name, value = ("verbose", verbose) if of_hmp is None else ("isVerbose", of_hmp)
     if value is None:
         return False
-    if is_a(value, str):
+    if isinstance(value, str):
         text = str.__str__(value)
         if text in ("once", "hmp"):
             return text
-    elif is_a(value, (bool, int)) and value in (0, 1):
+    elif isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise OptionError(f"{name} must be True, False, 'once' or 'hmp', not {shown(value)}")
 

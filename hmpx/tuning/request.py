@@ -11,7 +11,6 @@ from typing import Any, Final
 import torch
 
 from .. import arguments, session
-from ..arguments import is_a
 from ..casting import LEGALIZE_MODES, Options
 from ..errors import OptionError, shown
 from ..policy import Policy
@@ -172,9 +171,9 @@ def _batches(name: str, inputs: Any) -> tuple[Batch, ...]:
 
 
 def _tolerance(value: object) -> float:
-    if not is_a(value, (int, float)) or isinstance(value, bool):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise OptionError(f"tolerance must be a number, not {shown(value)}")
-    found = float(value)  # type: ignore[arg-type]
+    found = float(value)
     if not (found > 0 and math.isfinite(found)):
         raise OptionError(
             f"tolerance must be above 0 and finite, not {shown(value)}: the largest error that passes, "

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ... import arguments
-from ...arguments import is_a
 from ...errors import OptionError, shown, suggestion
 from ...forks import CachedProperty
 from ...tensors import CAST, PLAIN_TENSORS, Constant
@@ -110,7 +109,7 @@ class NumberFormat:
     def check_overflow(self, overflow: object) -> None:
         """Raises `OptionError` if the format does not support an overflow behaviour."""
         allowed = self.allowed_overflow
-        if overflow is not None and (not is_a(overflow, str) or overflow not in allowed):
+        if overflow is not None and (not isinstance(overflow, str) or overflow not in allowed):
             raise OptionError(
                 f"format {self.name}: overflow must be {listed(allowed)} or None, not {shown(overflow)}"
                 f"{hint(overflow, allowed)}"
@@ -312,7 +311,7 @@ def check_name(name: object) -> None:
 
 def check_int(name: str, field: str, value: object, least: int, most: int) -> None:
     """Raises `OptionError` if a field of the format ``name`` is not an integer in these bounds."""
-    if not is_a(value, int) or is_a(value, bool) or not least <= value <= most:  # type: ignore[operator]
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise OptionError(
             f"format {name}: {field} must be an integer from {least} to {most}, not {shown(value)}"
         )
@@ -336,4 +335,4 @@ def listed(names: Iterable[str]) -> str:
 
 def hint(value: object, candidates: Iterable[str], others: Mapping[str, str] | None = None) -> str:
     """Returns a suggestion among the candidates, as the end of a message."""
-    return suggestion(str.__str__(value), candidates, others) if is_a(value, str) else ""
+    return suggestion(str.__str__(value), candidates, others) if isinstance(value, str) else ""

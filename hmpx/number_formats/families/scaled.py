@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ... import arguments
-from ...arguments import is_a
 from ...errors import OptionError, shown
 from ...tensors import CAST, SPARSE
 from ...torch_internals import run_when_traced
@@ -474,13 +473,13 @@ class Block(SharedScales):
     def __post_init__(self) -> None:
         check_name(self.name)
         what, element = f"format {self.name}", self.element
-        if not is_a(element, (Float, Fixed)):
+        if not isinstance(element, (Float, Fixed)):
             raise OptionError(
                 f"{what}: element must be a Float or Fixed, not {shown(element)}; "
                 "get(name) returns a registered one"
             )
         # Then elements are exact in float32, also divided or multiplied by their scale.
-        least = 1 if is_a(element, Float) else -1
+        least = 1 if isinstance(element, Float) else -1
         if not (least <= exponent_of(element.max) <= 16 and element.smallest_subnormal >= 2.0**-22):
             raise OptionError(
                 f"{what}: element {element.name} must have a largest exponent from {least} to 16 "
@@ -603,13 +602,13 @@ class Scaled(SharedScales):
     def __post_init__(self) -> None:
         check_name(self.name)
         what = f"format {self.name}"
-        if not is_a(self.element, (Float, Fixed, Table)):
+        if not isinstance(self.element, (Float, Fixed, Table)):
             raise OptionError(
                 f"{what}: element must be a Float, Fixed or Table, not {shown(self.element)}; "
                 "get(name) returns a registered one"
             )
         fits = self.element.fits_in_float32 and (
-            is_a(self.element, Table) or self.element.is_exact_in_float32
+            isinstance(self.element, Table) or self.element.is_exact_in_float32
         )
         if not fits:
             raise OptionError(f"{what}: element {self.element.name} does not fit in float32")
@@ -623,7 +622,7 @@ class Scaled(SharedScales):
             object.__setattr__(self, "rule", arguments.choice(f"{what}: rule", self.rule, RULES))
             if scale_format != "e8m0":
                 raise OptionError(f"{what}: rule is for scales in e8m0, not {scale_format}")
-            if self.rule == "even" and is_a(self.element, Table):
+            if self.rule == "even" and isinstance(self.element, Table):
                 raise OptionError(f"{what}: rule 'even' is for floats and fixed point, not tables")
         check_int(self.name, "axis", self.axis, -64, 63)
         object.__setattr__(self, "amax_rule", self._checked_history(what))
@@ -777,9 +776,9 @@ class Scaled(SharedScales):
 
 
 def _checked_granularity(what: str, value: Any) -> Granularity:
-    if is_a(value, str) and value in _LAYOUTS:
+    if isinstance(value, str) and value in _LAYOUTS:
         return str.__str__(value)  # type: ignore[return-value]  # one of these
-    if is_a(value, (tuple, list)):
+    if isinstance(value, (tuple, list)):
         if len(value) == 2 and all(map(_is_size, value)):
             return tuple(value)
     elif _is_size(value):
@@ -791,4 +790,4 @@ def _checked_granularity(what: str, value: Any) -> Granularity:
 
 
 def _is_size(value: Any) -> bool:
-    return is_a(value, int) and not is_a(value, bool) and 1 <= value <= _MOST_SIZE
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_SIZE
