@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from .. import arguments, session
 from ..accuracy import Origins, is_readable, may_read
 from ..compute import nodes_made, tensors_saved_by
 from ..errors import ContractError, OptionError, shown
-from ..observers import Attached, OpCall, user_location
+from ..observers import Attached, OpCall, Values, user_location
 from ..ops import facts
 from ..places import located
 from ..policy import Call
@@ -30,6 +30,9 @@ from ..torch_internals import next_number, uncompiled
 from ..torch_state import named_tensors, place, spot, unchanged
 from .lines import KEYS, Line, read, real, written
 from .writing import as_yaml, contract_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Mode = Literal["raise", "collect"]
 
@@ -190,17 +193,10 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def _check_call(
-        self,
-        call: OpCall,
-        inputs: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        /,
-    ) -> None:
+    def _check_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         if not may_read():
             return
+        inputs, _, _, result = values
         self._check_saved(result)
         seen = _call(call.op, inputs)
         if any("contents" in line.expected for line in self._lines):

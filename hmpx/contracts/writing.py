@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from ..accuracy import contents, is_readable, may_read
 from ..observers import Attached, OpCall
@@ -29,9 +29,7 @@ def contract_of(
     computed: dict[tuple[str, str], _Dtypes] = defaultdict(dict)
     returned: dict[tuple[str, str], _Dtypes] = defaultdict(dict)
 
-    def note(
-        call: OpCall, inputs: list[Tensor], args: Any, kwargs: Mapping[str, Any], result: Any, /
-    ) -> None:
+    def note(call: OpCall, /, *_: object) -> None:
         if call.op in facts("converting") or not may_read():
             return
         key = call.op, call.module

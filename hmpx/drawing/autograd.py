@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from .. import arguments, ops, session, torch_state
-from ..observers import Attached, OpCall
+from ..observers import Attached, OpCall, Values
 from ..tensors import edges_of, node_of, short_name, tensors_in
 from ..torch_internals import (
     disable_modes,
@@ -27,6 +27,9 @@ from ..torch_internals import (
     outputs_of,
     uncompiled,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: An output's dtype and shape, as far as known.
 Output = tuple[torch.dtype | None, tuple[int, ...] | None]
@@ -182,16 +185,9 @@ class Observation:
         position = bisect.bisect_right(self.boundaries, number) - 1
         return self.modules[position] if position >= 0 else ""
 
-    def add(
-        self,
-        call: OpCall,
-        _: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        /,
-    ) -> None:
+    def add(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         """Assigns the nodes between a call's inputs and its results to the call."""
+        _, args, kwargs, result = values
         given = tensors_in([args, list(kwargs.values())])
         waiting = [node for each in tensors_in([result]) if (node := node_of(each)) is not None]
         is_in_place = call.site.endswith("_") and not call.site.endswith("__")

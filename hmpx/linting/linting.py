@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 from .. import arguments
 from ..accuracy import Origins, contents, is_readable, may_read
 from ..errors import OptionError
-from ..observers import Attached, OpCall
+from ..observers import Attached, OpCall, Values
 from ..patches import SCALERS
 from ..session import observable
 from ..tensors import LOW_DTYPES, node_of, short_name
@@ -28,6 +28,9 @@ from .findings import RULES, Finding, is_ignored
 from .integers import IntegerCasts
 from .rules import findings_of
 from .trace import Seen, Trace
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Lint:
@@ -110,16 +113,9 @@ class Lint:
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def _check_call(
-        self,
-        call: OpCall,
-        inputs: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        /,
-    ) -> None:
-        seen = Seen(call, inputs, args, kwargs, result)
+    def _check_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
+        inputs, _, _, result = values
+        seen = Seen(call, *values)
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
         if call.phase == "forward" and self._fp16 is None:

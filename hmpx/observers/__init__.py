@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .attached import ATTACHED, PAUSED, Attached, Observer, TensorObserver, ValueObserver, attach
+from .attached import ATTACHED, PAUSED, Attached, Observer, TensorObserver, Values, attach
 from .graphs import is_put_in_graph, number_in_graphs, put_in_graph
 from .kernels import Kernels
 from .log import LOGGER, announce_conversion, announcing, log_observer, show_log

@@ -20,9 +20,9 @@ from .op_calls import CallTensors, OpCall
 Observer = Callable[[OpCall], None]
 #: Likewise, with the call's tensors, which are None while a graph is traced.
 TensorObserver = Callable[[OpCall, CallTensors | None], None]
-#: A part of hmpx that gets the call, its floating inputs, all arguments before casts, and its result. It switches
-#: off casts and gradients for its own computations, and writes to no argument.
-ValueObserver = Callable[[OpCall, list[Tensor], tuple[Any, ...], Mapping[str, Any], Any], None]
+#: What parts of hmpx get after the call: its floating inputs, all arguments before casts, and its result. They
+#: switch off casts and gradients for their own computations, and write to no argument.
+Values = tuple[list[Tensor], tuple[Any, ...], Mapping[str, Any], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Attached:
         observer: The observer passed to `attach`.
         tensors: Whether it gets tensors.
         every_op: Whether it also gets ops that the policy leaves alone.
-        values: Whether it is a `ValueObserver`.
+        values: Whether it gets the call and its `Values`.
         times: Whether it gets the duration of calls. Each call then waits for its accelerator.
         kernels: Whether it gets the dtypes that kernels computed in.
         graphs: Whether it gets tensors of compiled calls, too, each time that their graph runs.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,16 @@ from .. import ops
 from ..errors import raised_here
 from ..forks import in_own_thread, new_lock
 from ..number_formats import is_format
-from ..observers import OpCall
+from ..observers import OpCall, Values
 from ..reports import Row, Waste, add_up, added, added_waste
-from ..tensors import LOW_DTYPES, Args, floating_in, node_of, tensors_in
+from ..tensors import LOW_DTYPES, floating_in, node_of, tensors_in
 from ..torch_internals import disable_modes, is_jit_tracing, is_noted_in_graph
 from ..torch_state import without_casts
 from .casts import Casts
 from .signatures import Shape, Signature, rebuilt, shapes, signature, tensors_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _CONVERTING: Final = ops.facts("converting").keys()
 
@@ -75,16 +78,9 @@ class Recorder:
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def __call__(
-        self,
-        call: OpCall,
-        inputs: list[Tensor],
-        args: Args,
-        kwargs: Mapping[str, Any],
-        result: Any,
-        /,
-    ) -> None:
+    def __call__(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         """Counts one call, unless it becomes part of a graph and says nothing about the program."""
+        inputs, args, kwargs, result = values
         if torch.compiler.is_compiling() or is_noted_in_graph() or is_jit_tracing():
             return
         if call.op in _CONVERTING:

@@ -10,12 +10,12 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
 from ..forks import new_lock
-from ..observers import OpCall
+from ..observers import OpCall, Values
 from ..tensors import edges_of, is_leaf, node_of, tensors_in
 from ..torch_state import running_module
 from .records import (
@@ -33,6 +33,9 @@ from .records import (
 )
 from .slots import Slots
 from .trials import Arguments, can_change, kept, tried, tried_forward
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Key of a node's metadata for the cells of its results.
 _CELLS: Final = "hmpx.watched"
@@ -90,17 +93,11 @@ class Notes:
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def add_call(  # like a `ValueObserver`
-        self,
-        call: OpCall,
-        inputs: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
-    ) -> None:
+    def add_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         """Records a call after it ran."""
         if not self.is_open or is_off_limits():
             return
+        inputs, args, kwargs, result = values
         written = args[0] if call.op == "setitem" else result
         if is_measurable(written):
             results = [written]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -17,7 +16,7 @@ from torch.optim.optimizer import (
 
 from .. import arguments, session
 from ..errors import NonFiniteError, OptionError, noted, shown
-from ..observers import LOGGER, Attached, OpCall
+from ..observers import LOGGER, Attached, OpCall, Values
 from ..patches import SCALERS
 from ..tensors import floating_in, node_of
 from ..torch_internals import uncompiled
@@ -27,6 +26,9 @@ from .notes import Notes, sources_of
 from .records import is_measurable
 from .slots import Slots
 from .underflow import Underflow, UnderflowCounts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Mode = Literal["raise", "log", "collect"]
 
@@ -239,14 +241,7 @@ class Watch:
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def _observe(  # like a `ValueObserver`
-        self,
-        call: OpCall,
-        inputs: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
-    ) -> None:
+    def _observe(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         notes = self._notes
         if notes.is_full:
             self._judge_notes(ends_step=False)
@@ -257,8 +252,8 @@ class Watch:
             and (self._scaling.is_used() or not self._has_optimizer)
         ):
             self._close_skipped()
-        notes.add_call(call, inputs, args, kwargs, result)
-        self._underflow.add(call, inputs)
+        notes.add_call(call, *values)
+        self._underflow.add(call, values[0])
 
     def _close_skipped(self) -> None:
         """Ends a step that may have ended without an optimizer's: skipped by a loss scaler, or done by hand."""
