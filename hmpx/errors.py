@@ -14,6 +14,7 @@ import os
 import reprlib
 import signal
 import sys
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -180,12 +181,31 @@ def to_the_end(restore: Callable[[], object]) -> None:
         except HmpxError:  # deliberate
             raise
         except BaseException as error:
+            end_contexts_left_open(error)
             errors.append(error)
     if errors:
         try:
             raise errors[0]
         finally:
             errors.clear()  # else they would keep their frames alive
+
+
+def end_contexts_left_open(error: BaseException) -> None:
+    """Ends contexts whose own beginning or end a signal handler's error has stopped, by letting go of what frames hold.
+
+    They would end with the error's traceback, amid what follows, and restore a state that is out of date. The
+    frames of the program keep their variables, for debuggers.
+    """
+    handlers, frames = _handlers(), list[types.FrameType]()
+    seen: BaseException | None = error
+    while seen is not None:
+        frames += [frame for frame, _ in traceback.walk_tb(seen.__traceback__)]
+        seen = seen.__context__
+    if isinstance(error, KeyboardInterrupt) or any(each.f_code in handlers for each in frames):
+        for frame in frames:
+            if is_own(frame):
+                with passing_over(RuntimeError):  # it is still running
+                    frame.clear()
 
 
 # --- values in messages ------------------------------------------------------------------------

@@ -42,7 +42,7 @@ _NOISY: Final = 1.3
 _FAILURES: Final = (Exception, SystemExit)
 
 
-@session.restoring_conversion()
+@session.restoring
 def bench(
     make: Callable[[], Any],
     inputs: Any = None,

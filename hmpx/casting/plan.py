@@ -19,7 +19,7 @@ from ..errors import OptionError, shown
 from ..number_formats import OVERFLOWS, ROUNDING_MODES
 from ..ops import Numbers, Parameters
 from ..policy import INPUT, RELATIVE, CastPolicy, Decision, parse_format
-from ..tensors import LOW_DTYPES
+from ..tensors import LOW_DTYPES, promoted
 
 if TYPE_CHECKING:
     from ..compute import Emulation, Formats, Lowering
@@ -337,7 +337,7 @@ class CallPlan:
         """
         are_joined = self.site.op in _JOINING
         dtypes = [t.dtype for t in tensors if t.dim() or are_joined] or [t.dtype for t in tensors]
-        return functools.reduce(torch.promote_types, dtypes)
+        return promoted(dtypes)
 
     def is_widened(self, inputs: Iterable[Tensor]) -> bool:
         """Whether torch itself computes a call on these floating inputs in fp32, as the plan requires."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import arguments
 from ..errors import FreezeError, OptionError, noted, raised_here, said_by, shown
 from ..freezing import is_sealed
-from ..session import check_names, convert, current, refuse_where_off, restoring_conversion
+from ..session import check_names, convert, current, refuse_where_off, restoring
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import reached_by, unchanged, without_casts
 from .calls import Kept, LowRun, ShadowRun
@@ -27,7 +27,7 @@ Exact = tuple[Done, list[tuple[str, Tensor]], ShadowRun]
 _REFERENCES: Final = (torch.float32, torch.float64)
 
 
-@restoring_conversion()
+@restoring
 def compare(
     model: Callable[..., Any],
     *inputs: Any,

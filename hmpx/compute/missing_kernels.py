@@ -28,7 +28,16 @@ from ..device_types import DEVICE_TYPES
 from ..errors import is_own
 from ..ops import parameter_named
 from ..places import with_callers
-from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name, tensors_in
+from ..tensors import (
+    CAST,
+    LOW_DTYPES,
+    Args,
+    Kwargs,
+    map_tensors,
+    promoted,
+    short_name,
+    tensors_in,
+)
 from ..torch_internals import (
     data_of,
     has_fake_tensors,
@@ -197,7 +206,7 @@ def _widest(args: Args, kwargs: Kwargs) -> torch.dtype:
     named = [value for name, value in kwargs.items() if name != "out"]
     floating = [v for v in (*args, *named) if isinstance(v, Tensor) and v.is_floating_point()]
     dtypes = [t.dtype for t in floating if t.dim()] or [t.dtype for t in floating]
-    return functools.reduce(torch.promote_types, dtypes)
+    return promoted(dtypes)
 
 
 def _tried(callee: Callee, args: Args, kwargs: Kwargs, low: Tensor, dtype: torch.dtype) -> Any:

@@ -20,13 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import arguments, session
 from ..accuracy import Origins, is_readable, may_read
 from ..compute import nodes_made, tensors_saved_by
-from ..errors import ContractError, OptionError, shown
+from ..errors import ContractError, OptionError, shown, to_the_end
 from ..observers import Attached, OpCall, Values, user_location
 from ..ops import facts
 from ..places import located
 from ..policy import Call
 from ..tensors import LOW_DTYPES, floating_in, long_name, node_of, tensors_in
-from ..torch_internals import next_number, uncompiled
+from ..torch_internals import next_number, uncompiled, unseen
 from ..torch_state import named_tensors, place, spot, unchanged
 from .lines import KEYS, Line, read, real, written
 from .writing import as_yaml, contract_of
@@ -140,6 +140,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
 
     # --- the block -------------------------------------------------------------------------------
 
+    @session.restoring
     def __enter__(self) -> expect:
         if self._block is not None:
             raise OptionError("this contract was entered before; make a new one with hmpx.expect()")
@@ -160,7 +161,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._block is not None:
-            self._block.close()
+            to_the_end(self._block.close)
         if error is None:
             for model in self._models.values():
                 self._check_tensors(model)
@@ -173,7 +174,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         return f"<hmpx.expect: {len(self._lines)} lines, {len(self.breaches)} breaches>"
 
     @staticmethod
-    @session.restoring_conversion()
+    @session.restoring
     def of(model: Callable[..., object], inputs: Any) -> str:
         """Returns the contract that a call of ``model`` keeps today: the text of a file, to be kept in CI.
 
@@ -235,6 +236,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
             self._compare(line, "contents", place, found, lost)
 
     def _check_gradients(self, line: Line, place: _Place, result: Any) -> None:
+        @unseen
         def check(gradients: tuple[Tensor | None, ...]) -> None:
             for each in gradients:
                 if each is not None and each.is_floating_point():
@@ -258,11 +260,13 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
 
     # --- modules and their tensors -----------------------------------------------------------------
 
+    @unseen
     def _note_model(self, module: nn.Module, args: Any) -> None:
         if module is spot()[0] and id(module) not in self._models and may_read():
             self._models[id(module)] = module
             self._check_tensors(module)
 
+    @unseen
     def _check_module(self, module: nn.Module, args: Any, result: Any) -> None:
         self._check_saved(result)
         call, name = _call("", floating_in([args])), type(module).__name__
@@ -284,6 +288,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
                 if line.is_about(name) and not line.optimizer and is_readable(tensor):
                     self._check_tensor(line, name, tensor)
 
+    @unseen
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, state in optimizer.state.items():
             name = self._names.get(id(parameter), "")

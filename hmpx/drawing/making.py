@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import arguments, torch_state
 from ..compute import saved_by
 from ..errors import OptionError, raised_here, shown
+from ..session import restoring
 from ..tensors import node_of
 from .autograd import Names, Observation, Step, observed, short, walk
 from .graph import Edge, Node, Saved
@@ -24,6 +25,7 @@ _WALKED: Final = 10
 _MOST_NAMES: Final = 20
 
 
+@restoring
 def draw(
     output: Any,
     *inputs: Any,

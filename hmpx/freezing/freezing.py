@@ -40,7 +40,7 @@ _LAYER_CAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORES: Final = ("dtype", "prepared", "codes", *_LAYER_CAST)
 
 
-@session.restoring_conversion()
+@session.restoring
 def freeze(
     model: nn.Module,
     *example_inputs: Any,
@@ -370,7 +370,7 @@ class Frozen:
         """Returns a table: the bytes before and after, and for each weight its dtype and the reason."""
         return table(self._name, self.weights, is_undone=self._undo.is_done)
 
-    @session.restoring_conversion()
+    @session.restoring
     def undo(self, *, strict: bool = True) -> None:
         """Restores the model's fp32 weights, bit for bit; does nothing the second time.
 

@@ -18,8 +18,8 @@ from ..policy import LowType
 from ..reports import Table
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, short_name
 from ..torch_internals import (
+    DispatchMode,
     FakeTensor,
-    TorchDispatchMode,
     casts_of_aten,
     is_tensor_of_tensors,
     uncompiled,
@@ -164,15 +164,8 @@ class Uses:
     as_data: str = ""
 
 
-class Watch(TorchDispatchMode):  # type: ignore[misc]
+class Watch(DispatchMode):
     """Records every use of the watched places; writes to them can be taken back."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Prevents compilation meanwhile; torch would import Dynamo, 70 MB, just to notify it."""
-        return False
 
     def __init__(self, found: Sequence[Slot]) -> None:
         super().__init__()

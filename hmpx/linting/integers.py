@@ -12,7 +12,7 @@ from torch import Tensor
 from ..accuracy import Origins, is_readable, may_read
 from ..observers import user_location
 from ..tensors import LOW_DTYPES, leaves, short_name
-from ..torch_internals import TorchDispatchMode, call_in, dispatch_modes
+from ..torch_internals import DispatchMode, call_in, dispatch_modes
 from ..torch_state import spot
 from .findings import Finding
 from .trace import CONVERTING, DIFFERENCES, Seen, Trace
@@ -75,7 +75,7 @@ def _rounded(
 _ARITHMETIC: Final = CONVERTING | DIFFERENCES | {"mul", "rmul", "imul", "truediv", "div", "pow"}
 
 
-class IntegerCasts(TorchDispatchMode):  # type: ignore[misc]
+class IntegerCasts(DispatchMode):
     """HP102 for calls without a floating-point input: casts of integers, and ranges made in a low type."""
 
     def __init__(self, add: Callable[[Iterable[Finding]], None]) -> None:
@@ -111,7 +111,7 @@ class IntegerCasts(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         kwargs = kwargs or {}
         result = call_in(self, func, args, kwargs)
-        name = func.overloadpacket.__name__
+        name = getattr(func, "overloadpacket", func).__name__
         if name not in ("_to_copy", "arange") or not (may_read() and is_readable(result)):
             return result
         if result.dtype in LOW_DTYPES and result.dim():

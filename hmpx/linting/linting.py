@@ -17,12 +17,12 @@ from torch.optim.optimizer import (
 
 from .. import arguments
 from ..accuracy import Origins, contents, is_readable, may_read
-from ..errors import OptionError
+from ..errors import OptionError, to_the_end
 from ..observers import Attached, OpCall, Values
 from ..patches import SCALERS
-from ..session import observable
+from ..session import observable, restoring
 from ..tensors import LOW_DTYPES, node_of, short_name
-from ..torch_internals import uncompiled
+from ..torch_internals import uncompiled, unseen
 from ..torch_state import named_tensors, spot, without_casts
 from .findings import RULES, Finding, is_ignored
 from .integers import IntegerCasts
@@ -77,6 +77,7 @@ class Lint:
 
     # --- the block -------------------------------------------------------------------------------
 
+    @restoring
     def __enter__(self) -> Lint:
         if self._block is not None:
             raise OptionError("this lint was entered before; make a new one with hmpx.lint()")
@@ -96,7 +97,7 @@ class Lint:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._block is not None:
-            self._block.close()
+            to_the_end(self._block.close)
         self._check_scaling()
         for model in self._models.values():
             self._check_made(model)
@@ -145,6 +146,10 @@ class Lint:
         self._check_scaling()
         if self._step % self._every:
             return
+        self._note_parameters(optimizer)
+
+    @unseen
+    def _note_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         names = {
             id(each): name for model in self._models.values() for name, each in named_tensors(model)
         }
@@ -157,7 +162,8 @@ class Lint:
                 if each.dtype in LOW_DTYPES and each.grad is not None
             ]
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    @unseen
+    def _check_parameters(self) -> None:
         """HP107: low-precision parameters that a step can't move."""
         with without_casts(), torch.no_grad():
             for name, tensor, before in self._before:
@@ -169,12 +175,16 @@ class Lint:
                     remedy = "keep float32 parameters and convert instead, or round stochastically"
                     self._add([Finding("HP107", name, "", "", evidence, share, None, remedy)])
         self._before = []
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._check_parameters()
         self._step += 1
         for each in (self._attached, self._integers):
             if each is not None:
                 each.pause() if self._step % self._every else each.resume()
         self._trace, self._origins = Trace(), Origins()  # which keep tensors alive
 
+    @unseen
     def _check_scaling(self) -> None:
         """HP110: a backward through float16 without a loss scaler."""
         call, self._fp16 = self._fp16, None

@@ -5,14 +5,15 @@ The session replaces the wrappers when observers are attached or detached.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor
 
 from .. import arguments
-from ..errors import OptionError, shown
+from ..errors import OptionError, shown, to_the_end
 from ..registry import Registry, exclusive
 from .op_calls import CallTensors, OpCall
 
@@ -40,6 +41,7 @@ class Attached:
         times: Whether it gets the duration of calls. Each call then waits for its accelerator.
         kernels: Whether it gets the dtypes that kernels computed in.
         graphs: Whether it gets tensors of compiled calls, too, each time that their graph runs.
+        thread: The thread that made it.
 
     Example:
         >>> attached = hmpx.attach(lambda call: print(call.op))
@@ -56,6 +58,7 @@ class Attached:
     times: bool = False
     kernels: bool = False
     graphs: bool = False
+    thread: int = field(default_factory=threading.get_ident, init=False)
 
     def tell(self, call: OpCall, tensors: CallTensors | None) -> None:
         """Passes a call on to the observer."""
@@ -79,7 +82,7 @@ class Attached:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.detach()
+        to_the_end(self.detach)
 
     @exclusive
     def detach(self) -> None:

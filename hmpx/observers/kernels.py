@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from ..tensors import floating_in
-from ..torch_internals import TorchDispatchMode, call_in
+from ..tensors import floating_in, promoted
+from ..torch_internals import DispatchMode, call_in
 
 #: Kernels that move values or call other kernels, and whose schemas don't tell so.
 _MOVES: Final = frozenset(
@@ -25,9 +25,12 @@ _OF_NEW: Final = frozenset({"dtype", "layout", "device"})
 
 @functools.cache
 def _is_computing(kernel: Any) -> bool:
-    """Whether a kernel computes, rather than makes a tensor, a view, a copy or a Python number."""
-    schema = kernel._schema
-    return not (
+    """Whether a kernel computes, rather than makes a tensor, a view, a copy or a Python number.
+
+    Not a higher-order operator, such as `torch.cond`, which takes functions.
+    """
+    schema = getattr(kernel, "_schema", None)
+    return schema is not None and not (
         kernel.is_view
         or torch.Tag.view_copy in kernel.tags
         or kernel.overloadpacket.__name__ in _MOVES
@@ -36,7 +39,7 @@ def _is_computing(kernel: Any) -> bool:
     )
 
 
-class Kernels(TorchDispatchMode):  # type: ignore[misc]
+class Kernels(DispatchMode):
     """Collects the dtypes of the floating inputs of kernels that compute."""
 
     def __init__(self) -> None:
@@ -62,6 +65,6 @@ class Kernels(TorchDispatchMode):  # type: ignore[misc]
             dtypes = [each.dtype for each in given]
             if torch.Tag.pointwise in func.tags and dtypes:  # they convert inputs to one dtype
                 deciding = [each.dtype for each in given if each.dim()] or dtypes
-                dtypes = [functools.reduce(torch.promote_types, deciding)]
+                dtypes = [promoted(deciding)]
             self._dtypes.update(dict.fromkeys(dtypes))
         return call_in(self, func, args, kwargs)

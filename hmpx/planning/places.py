@@ -27,8 +27,8 @@ from ..torch_internals import (
     NN,
     VALUE_OP,
     VF,
+    DispatchMode,
     FakeTensor,
-    TorchDispatchMode,
     disable_modes,
     fake_mode,
     has_fake_tensors,
@@ -156,7 +156,7 @@ _NORMS: Final = {
 }
 
 
-class _Corrections(TorchDispatchMode):  # type: ignore[misc]
+class _Corrections(DispatchMode):
     """Corrects the results of fake tensors' kernels."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from ..freezing import freeze
 from ..observers import Attached
 from ..recording import Ledger, Recorder, raised_at
 from ..reports import Report
-from ..session import check_names, convert, restoring_conversion, unconverted
+from ..session import check_names, convert, restoring, unconverted
 from ..tensors import default_device_types, floats_of, parse_device_type, stored_parameters
 from ..torch_internals import (
     DisableAutocast,
@@ -34,7 +34,7 @@ from .result import Plan, Run, ShardGroup, groups_of
 _REFUSED: Final = ("verbose", "isVerbose", "device_types")
 
 
-@restoring_conversion()
+@restoring
 def plan(
     model_fn: Callable[[], Any],
     inputs_fn: Any,

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from .. import arguments
-from ..errors import OptionError, said_by
+from ..errors import OptionError, said_by, to_the_end
 from ..observers import Attached, user_location
 from ..policy import policy_line
 from ..reports import Memory, Report, Row, Views, Waste
-from ..session import current
+from ..session import current, restoring
 from ..torch_internals import uncompiled
 from ..version import __version__
 from .memory import Ledger
@@ -60,6 +60,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
         self._error: str | None = None
         self._error_location = ""
 
+    @restoring
     def __enter__(self) -> record:
         if self._block is not None:
             raise OptionError("this record was entered before; make a new one with hmpx.record()")
@@ -78,7 +79,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
         if error is not None:
             self._error, self._error_location = said_by(error), raised_at(error)
         if self._block is not None:
-            self._block.close()
+            to_the_end(self._block.close)
 
     def forget(self) -> None:
         """Drops all recorded calls. A forked process drops those of its parent."""

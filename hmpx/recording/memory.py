@@ -28,7 +28,7 @@ from ..reports import Memory, Moment
 from ..tensors import tensors_in, tensors_of
 from ..torch_internals import (
     CAST_OP,
-    TorchDispatchMode,
+    DispatchMode,
     call_in,
     current_graph_task,
     is_of_transform,
@@ -37,6 +37,7 @@ from ..torch_internals import (
     next_number,
     storage_of,
     transforms,
+    unseen,
 )
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -102,7 +103,7 @@ class _Saved:
         self._log.extend([(What.RELEASED, each, "") for each in released])
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[misc]
+class _Mode(DispatchMode):
     """Records the tensors of each call below autograd."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -165,11 +166,14 @@ class Ledger:
 
     # --- current memory ----------------------------------------------------------------------------
 
+    @unseen
     def note(self, tensor: Tensor) -> Stored | None:
         """Returns the record of a tensor's memory; None if it has none of its own."""
         try:
             storage = storage_of(tensor)
-        except raised_here(RuntimeError):  # sparse, or of another library
+        except raised_here(
+            RuntimeError, ValueError
+        ):  # sparse, of another library, or of a lazy module
             return None
         key = storage._cdata
         stored = self._stored.get(key)
@@ -185,6 +189,7 @@ class Ledger:
             stored = self._start(key, storage, Stored(size_bytes, stored.dtype, stored))
         return stored
 
+    @unseen
     def note_saved(self, tensors: list[Tensor]) -> None:
         """Records what the nodes of tensors, and of the last results, save; torch's hooks would change it."""
         if transforms() is not None:
@@ -238,10 +243,12 @@ class Ledger:
 
     # --- hooks -------------------------------------------------------------------------------------
 
+    @unseen
     def _note_call(self, module: nn.Module, args: Any) -> None:
         if module not in self._modules:
             self.note_module(module)
 
+    @unseen
     def _note_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._is_stepping = True
         for group in optimizer.param_groups:
@@ -249,10 +256,12 @@ class Ledger:
                 self._note_parameter(parameter)
         self._note_gradients()
 
+    @unseen
     def _note_state(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._is_stepping = False
         self._mark(tensors_of(list(optimizer.state.values())), "optimizer state")
 
+    @unseen
     def _note_gradients(self) -> None:
         found = [parameter.grad for parameter in self._parameters]
         self._mark([each for each in found if each is not None], "gradients")

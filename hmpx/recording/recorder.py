@@ -16,7 +16,7 @@ from ..forks import in_own_thread, new_lock
 from ..number_formats import is_format
 from ..observers import OpCall, Values
 from ..reports import Row, Waste, add_up, added, added_waste
-from ..tensors import LOW_DTYPES, floating_in, node_of, tensors_in
+from ..tensors import LOW_DTYPES, floating_in, node_of, promoted, tensors_in
 from ..torch_internals import disable_modes, is_jit_tracing, is_noted_in_graph
 from ..torch_state import without_casts
 from .casts import Casts
@@ -269,7 +269,7 @@ def _computed_in(call: OpCall) -> str:
     dtype = call.output_dtypes[0] if call.reason == OWN_CAST else call.dtype
     if dtype is None:  # it was left alone: it computes in its inputs' dtype
         real = [each for each in call.cast_dtypes if each.is_floating_point] or call.cast_dtypes
-        dtype = functools.reduce(torch.promote_types, real)
+        dtype = promoted(real)
     assert isinstance(dtype, torch.dtype)
     return _name(dtype)
 

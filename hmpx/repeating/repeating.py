@@ -19,7 +19,7 @@ from .. import arguments
 from ..errors import OptionError, noted, raised_here, said_by
 from ..observers import Attached, CallTensors, OpCall
 from ..patching import Patch, apply, undo
-from ..session import is_converted, observable, restoring_conversion
+from ..session import is_converted, observable, restoring
 from ..tensors import CAST, LOW_DTYPES, copied, map_all, tensors_in, tensors_of
 from ..torch_internals import BATCH_CHECK, uncompiled
 from ..torch_state import state_of_random_numbers, unchanged
@@ -39,7 +39,7 @@ _RANDOM: Final = "by definition: draws random numbers for the whole batch"
 _TIMED: Final = 5
 
 
-@restoring_conversion()
+@restoring
 def invariance(
     model: Callable[..., Any], *batch: Any, rows: int = 8, threads: Sequence[int] | None = None
 ) -> Invariance:

@@ -11,7 +11,7 @@ from .converting import (
     observable,
     refuse_where_off,
     restore,
-    restoring_conversion,
+    restoring,
     revert,
     unconverted,
 )

@@ -6,26 +6,30 @@ import contextlib
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import torch
 
 from .. import torch_internals, torch_state
 from ..casting import Options
-from ..errors import OptionError, shown, suggestion, to_the_end, warn
-from ..observers import LOGGER, announce_conversion, show_log
+from ..errors import OptionError, end_contexts_left_open, shown, suggestion, to_the_end, warn
+from ..observers import ATTACHED, LOGGER, announce_conversion, show_log
 from ..policy import UNNAMED, CastPolicy, Decision, LowType, Policy, PolicySource, made_policy
 from ..registry import exclusive
 from ..rules import all_rules
 from ..tensors import default_device_types, is_present, parse_device_types
+from ..torch_internals import mode_stack, restore_modes
 from .session import Session
 from .switching import current, forget_left, left_one, switch_to
 
 if TYPE_CHECKING:
     from ..number_formats import Format
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @exclusive
@@ -309,20 +313,36 @@ def revert() -> None:
     forget_left()
 
 
-@contextlib.contextmanager
-def restoring_conversion() -> Iterator[None]:
-    """Restores the conversion, and whether gradients are recorded, if the block raises an error.
+def restoring(function: _F) -> _F:
+    """Makes ``function`` restore what it has changed in torch if it raises an error.
 
-    A signal handler's may come before a context inside of the block can restore them.
+    A signal handler's may come before a context inside of it can restore it: the conversion, observers, dispatch
+    modes, whether gradients are recorded.
     """
-    before, learns = current(), torch.is_grad_enabled()
-    try:
-        yield
-    except BaseException:
-        torch.set_grad_enabled(learns)
-        if current() is not before:
-            to_the_end(functools.partial(exclusive(switch_to), before))
-        raise
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        session, attached = current(), ATTACHED.value
+        learns, modes = torch.is_grad_enabled(), mode_stack()
+
+        @exclusive
+        def restore() -> None:
+            torch.set_grad_enabled(learns)
+            restore_modes(modes)
+            for each in ATTACHED.value:
+                if each not in attached and each.thread == threading.get_ident():
+                    each.detach()
+            if current() is not session:
+                switch_to(session)
+
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            end_contexts_left_open(error)
+            to_the_end(restore)
+            raise
+
+    return wrapper  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from .dtypes import (
     parse_device_type,
     parse_device_types,
     parse_name,
+    promoted,
     short_name,
 )
 from .nested import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, Protocol, TypeGuard
 
@@ -40,6 +40,25 @@ CAST: Mapping[torch.dtype, Callable[[Tensor], Tensor]] = MappingProxyType(
         torch.float64: Tensor.double,
     }
 )
+
+_PROMOTING: Final = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex32, torch.complex64, torch.complex128,
+)  # fmt: skip
+_PROMOTED: Final = {(a, b): torch.promote_types(a, b) for a in _PROMOTING for b in _PROMOTING}
+
+
+def promoted(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Returns the dtype to which dtypes promote, without a call that the program's dispatch modes see.
+
+    Those of 8 bits don't promote in torch: the wider one counts, or the first.
+    """
+    first, *others = dtypes
+    for each in others:
+        first = _PROMOTED.get((first, each)) or max(first, each, key=lambda each: each.itemsize)
+    return first
+
 
 _SHORT_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
     {

@@ -69,6 +69,7 @@ from .modes import (
     DeviceContext,
     DisableAutocast,
     DisableTorchFunctionSubclass,
+    DispatchMode,
     FakeTensor,
     FunctionalTensor,
     TorchDispatchMode,
@@ -93,7 +94,10 @@ from .modes import (
     is_tensor_of_tensors,
     jit_tracing_state,
     may_learn,
+    mode_stack,
+    restore_modes,
     transforms,
+    unseen,
 )
 from .modules import (
     BATCH_CHECK,

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.masked.maskedtensor.core
 from torch import Tensor
 
-from .torch_part import rely_on
+from .torch_part import do_nothing, rely_on
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Modules that name `torch.overrides.get_default_nowrap_functions`: getters whose results are not wrapped.
 NAMING_GETTERS = (torch._tensor, torch.masked.maskedtensor.core)
 
-#: The class of tensors without values; a context in which subclasses' ``__torch_function__`` is not called.
-FakeTensor, DisableTorchFunctionSubclass = rely_on("tensor subclasses")
+#: The class of tensors without values; a context in which subclasses' ``__torch_function__`` is not called, and one in
+#: which function modes' is not either.
+FakeTensor, DisableTorchFunctionSubclass, _DisableTorchFunction, _has_function_modes = rely_on(
+    "tensor subclasses"
+)
 
 
 #: A context in which no dispatch mode sees a call; the class of modes; tensors of graphs being traced;
@@ -25,6 +31,17 @@ FakeTensor, DisableTorchFunctionSubclass = rely_on("tensor subclasses")
 disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_on(
     "dispatch modes and tensors in graphs"
 )
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[misc,valid-type]
+    """Base of hmpx's dispatch modes."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Prevents compilation meanwhile; torch would import Dynamo in the first call, 70 MB, just to notify it."""
+        return False
 
 
 #: The functions to which a device context passes its device, and the class of the function mode that
@@ -74,11 +91,28 @@ def is_transformed() -> bool:
 jit_tracing_state, is_jit_tracing = rely_on("torch.jit.trace")
 
 #: The number of active dispatch modes.
-dispatch_modes, _mode_of, _mode_keys = rely_on(
+dispatch_modes, _mode_of, _mode_keys, _mode_at, _push_mode, _pop_mode = rely_on(
     "dispatch modes",
-    instead=(lambda: 1, lambda key: True, types.SimpleNamespace(PROXY=None, FAKE=None)),
+    instead=(
+        *(lambda: 1, lambda key: True, types.SimpleNamespace(PROXY=None, FAKE=None)),
+        *(do_nothing, do_nothing, do_nothing),
+    ),
 )
 _PROXY, _FAKE = _mode_keys.PROXY, _mode_keys.FAKE
+
+
+def mode_stack() -> list[Any]:
+    """Returns the active dispatch modes, the innermost last."""
+    return list(map(_mode_at, range(dispatch_modes())))
+
+
+def restore_modes(stack: list[Any]) -> None:
+    """Makes ``stack`` the active dispatch modes."""
+    if mode_stack() != stack:
+        for _ in range(dispatch_modes()):
+            _pop_mode()
+        for mode in stack:
+            _push_mode(mode)
 
 
 def has_fake_tensors() -> bool:
@@ -94,6 +128,29 @@ def is_noted_in_graph() -> bool:
 def is_graph_made() -> bool:
     """Whether calls are recorded in a graph, or compute only shapes and dtypes."""
     return _mode_of(_PROXY) is not None or _mode_of(_FAKE) is not None
+
+
+def unseen(function: _F) -> _F:
+    """Makes a function of an observer run where no mode of the program sees its calls."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        is_dispatched = dispatch_modes() and not all(
+            isinstance(each, DispatchMode) for each in mode_stack()
+        )
+        if (
+            not (is_dispatched or _has_function_modes())
+            or torch.compiler.is_dynamo_compiling()
+            or is_graph_made()
+        ):
+            return function(*args, **kwargs)
+        with (
+            _DisableTorchFunction(),
+            disable_modes() if is_dispatched else contextlib.nullcontext(),
+        ):
+            return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
 
 
 is_excluded, is_included, _dispatch_keys = rely_on("calls below the dispatcher")

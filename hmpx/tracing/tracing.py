@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from .. import arguments, session
 from ..accuracy import may_read
-from ..errors import OptionError, raised_here, short, shown, warn
+from ..errors import OptionError, raised_here, short, shown, to_the_end, warn
 from ..files import unwritable
 from ..observers import Attached, CallTensors, OpCall
 from ..policy import load_policy, matches
@@ -79,6 +79,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
     def __repr__(self) -> str:
         return f"<hmpx.trace to {self._path.name}>"
 
+    @session.restoring
     def __enter__(self) -> trace:
         if self._block is not None:
             raise OptionError("this trace was entered before; make a new one with hmpx.trace()")
@@ -103,7 +104,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._block is not None:
-            self._block.close()
+            to_the_end(self._block.close)
         if self._modules and not self._writer.calls and error is None:
             warn(f"nothing was traced: no call was in the modules {', '.join(self._modules)}")
 

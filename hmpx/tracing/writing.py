@@ -23,6 +23,7 @@ from ..files import unwritable
 from ..forks import new_lock
 from ..observers import CallTensors, OpCall
 from ..tensors import long_name, map_tensors, node_of, tensors_in
+from ..torch_internals import unseen
 from ..torch_state import named_tensors, without_casts
 from ..version import __version__
 from .reading import FORMAT, Header
@@ -125,6 +126,7 @@ class Writer:
         self.calls += 1
 
     def _follow_gradients(self, call: int, results: list[Tensor]) -> None:
+        @unseen
         def note(gradients: tuple[Tensor | None, ...]) -> None:
             if torch.compiler.is_dynamo_compiling():  # a compiled backward
                 return
@@ -136,6 +138,7 @@ class Writer:
         for node in {node_of(each) for each in results if each.requires_grad} - {None}:
             node.register_prehook(note)
 
+    @unseen
     def parameter_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Writes the gradient of a parameter, as the optimizer gets it."""
         with self._lock, without_casts(), torch.no_grad():

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import arguments
 from ..policy import LowType, load_policy, set_names
-from ..session import restoring_conversion
+from ..session import restoring
 from ..torch_state import unchanged
 from .candidates import (
     Costs,
@@ -28,7 +28,7 @@ from .runner import Journal, Searching, progress_of
 from .search import sets_of
 
 
-@restoring_conversion()
+@restoring
 def tune(
     model: Callable[..., Any],
     inputs: Any,

@@ -17,7 +17,7 @@ from ..forks import in_own_thread
 from ..observers import LOGGER, OpCall, attach
 from ..policy import Policy
 from ..reports import clean
-from ..tensors import LOW_DTYPES, Opaque, copied, parts_of, widened
+from ..tensors import LOW_DTYPES, Opaque, copied, parts_of, promoted, widened
 from ..torch_internals import uncompiled
 from ..torch_state import disable_casts, seed_all, without_casts
 from . import metrics
@@ -209,7 +209,7 @@ class _Observed:
         given = call.input_dtypes[:1] if reads_first(call.op) else call.input_dtypes
         dtype = call.dtype
         if dtype is None:  # it was left alone: it computes in its inputs' dtype
-            dtype = functools.reduce(torch.promote_types, call.cast_dtypes)
+            dtype = promoted(call.cast_dtypes)
         counts[0] += 1
         counts[1] += dtype in LOW_DTYPES
         counts[2] += all(each in LOW_DTYPES for each in given)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..forks import new_lock
 from ..observers import OpCall, Values
 from ..tensors import edges_of, is_leaf, node_of, tensors_in
+from ..torch_internals import unseen
 from ..torch_state import running_module
 from .records import (
     CallRecord,
@@ -296,11 +297,13 @@ class _Hooks:
         for node, edges in exits.items():
             node.register_hook(functools.partial(self._pass_on, edges, entries.get(node)))
 
+    @unseen
     def _arrive(self, numbers: Mapping[int, int], grad_outputs: Sequence[Tensor | None]) -> None:
         if not self._is_closed():
             self._take(numbers, grad_outputs)
             self._add([])
 
+    @unseen
     def _pass_on(
         self,
         edges: Sequence[int],

@@ -15,11 +15,11 @@ from torch.optim.optimizer import (
 )
 
 from .. import arguments, session
-from ..errors import NonFiniteError, OptionError, noted, shown
+from ..errors import NonFiniteError, OptionError, noted, shown, to_the_end
 from ..observers import LOGGER, Attached, OpCall, Values
 from ..patches import SCALERS
 from ..tensors import floating_in, node_of
-from ..torch_internals import uncompiled
+from ..torch_internals import uncompiled, unseen
 from ..torch_state import state_of_random_numbers
 from .culprit import Judge, Offence, offence_of
 from .notes import Notes, sources_of
@@ -91,6 +91,7 @@ class Watch:
 
     # --- the block -------------------------------------------------------------------------------
 
+    @session.restoring
     def __enter__(self) -> Watch:
         if self._attached is not None:
             raise OptionError("this watch is running already; make another one with hmpx.watch()")
@@ -127,7 +128,7 @@ class Watch:
             self._close_step(may_raise=error is None)
         finally:
             if self._block is not None:
-                self._block.close()
+                to_the_end(self._block.close)
         found = self.offences[before:]
         is_own = isinstance(error, NonFiniteError)
         if found and error is not None and not is_own and self._mode == "raise":
@@ -265,6 +266,7 @@ class Watch:
 
     # --- verdicts --------------------------------------------------------------------------------
 
+    @unseen
     def _judge_notes(self, *, ends_step: bool, may_raise: bool = True) -> bool:
         """Reads the measurements; returns whether anything was wrong."""
         records = self._notes.take(ends_step=ends_step)

@@ -36,6 +36,7 @@ from ..tensors import (
     Args,
     Kwargs,
     Named,
+    promoted,
     short_name,
     tensors_in,
 )
@@ -105,7 +106,7 @@ class Descriptions:
         if self._plan.decision.is_named or self._plan.site.op in facts("converting"):
             return found
         dtype = next((each.dtype for each in tensors_in([result]) if each.dtype in ELIGIBLE), None)
-        given = found.dtype or functools.reduce(torch.promote_types, found.cast_dtypes)
+        given = found.dtype or promoted(found.cast_dtypes)
         if dtype in (None, given) or given not in ELIGIBLE or names_dtype(args, kwargs):
             return found
         return _by_autocast(found, dtype)

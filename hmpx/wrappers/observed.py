@@ -37,6 +37,7 @@ from ..torch_internals import (
     is_jit_tracing,
     run_when_traced,
     tracing_context,
+    unseen,
 )
 from ..torch_state import (
     apart,
@@ -227,14 +228,19 @@ def _observed(
         )
         present = told if is_on else for_every_op
         if values is not None:
-            for each in present:
-                if each.values and each not in PAUSED:
-                    each.observer(call, *values)
+            tell_values(
+                [each for each in present if each.values and each not in PAUSED], call, values
+            )
         others = [each for each in present if not each.values]
         if others:
             with apart():
                 for each in others:
                     each.tell(call, tensors if tensors is None else _own(tensors))
+
+    @unseen
+    def tell_values(present: list[Attached], call: OpCall, values: tuple[Any, ...]) -> None:
+        for each in present:
+            each.observer(call, *values)
 
     def numbered(found: Description, outputs: tuple[torch.dtype, ...]) -> int:
         call = called(found, outputs, 0, None, is_legalized=False, kernels=())

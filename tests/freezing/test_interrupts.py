@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import linecache
+import os
 import random
 import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,6 +80,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     found["modes"] = (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
         hmpx.torch_state.is_off(), hmpx.session.current() is None, _len_torch_dispatch_stack(),
+        hmpx.observers.ATTACHED.value,
     )  # fmt: skip
     for owner in (torch, F, torch.linalg, Tensor, torch._C._nn):
         found[f"slots of {owner.__name__}"] = {
@@ -316,6 +320,14 @@ def converted(model: nn.Module, x: Tensor) -> None:
         model(x)
 
 
+def within(block: Callable[[], contextlib.AbstractContextManager[Any]]) -> Form:
+    def run(model: nn.Module, x: Tensor) -> None:
+        with block():
+            model(x)
+
+    return run
+
+
 def tuned(model: nn.Module, x: Tensor) -> None:
     hmpx.tune(model, x, tolerance=0.9, budget=2, device_types={"cpu"}, progress=False)
 
@@ -327,45 +339,52 @@ TOOLS: dict[str, tuple[Form, dict[str, Any] | None]] = {
     "compare": (lambda model, x: hmpx.compare(model, x, device_types={"cpu"}), None),
     "tune": (tuned, None),
     "plan": (lambda model, x: hmpx.plan(model, x, "cpu"), None),
+    "draw": (lambda model, x: hmpx.draw(model, x), None),
+    "expect": (
+        within(lambda: hmpx.expect({"expect": [{"op": "conv2d", "compute": "float32"}]})),
+        None,
+    ),
+    "expect.of": (lambda model, x: hmpx.expect.of(model, x), None),
     "invariance": (lambda model, x: hmpx.invariance(model, x), None),
+    "lint": (within(hmpx.lint), None),
+    "record": (within(functools.partial(hmpx.record, memory=True)), None),
+    "trace": (within(lambda: hmpx.trace(os.devnull)), None),
+    "watch": (within(functools.partial(hmpx.watch, "collect")), None),
 }
-
-
-@contextlib.contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """Raises InterruptError in its block after some time, if it still runs."""
-
-    def interrupt(number: int, frame: types.FrameType | None) -> None:
-        if frame is not None and frame.f_code.co_name == "find_torch_dispatch_rule":
-            # Called by C++ code of torch that ends the process at an error.
-            signal.setitimer(signal.ITIMER_REAL, 1e-5)
-        else:
-            raise InterruptError
-
-    former = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
 
 
 def interrupted(model: nn.Module, x: Tensor, tool: Form, count: int) -> int:
     """Runs a tool ``count`` times, each with an interrupt at a random time; returns how many came."""
+    is_armed = False
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        names = {each.f_code.co_name for each, _ in traceback.walk_stack(frame)}
+        if not is_armed:
+            return
+        if names & {"find_torch_dispatch_rule", "__torch_dispatch__"}:
+            # Called by C++ code of torch that ends the process at some errors.
+            signal.setitimer(signal.ITIMER_REAL, 1e-5)
+        else:
+            raise InterruptError
+
     tool(model, x)
     start = time.perf_counter()
     tool(model, x)
     took = time.perf_counter() - start
     inside, came = state(model), 0
+    former = signal.signal(signal.SIGALRM, interrupt)
     for number in range(count):
         after = random.uniform(1e-5, 1.1 * took)
         try:
-            with alarm(after):
-                tool(model, x)
+            is_armed = True
+            signal.setitimer(signal.ITIMER_REAL, after)
+            tool(model, x)
+            is_armed = False
         except InterruptError:
-            came += 1
+            is_armed, came = False, came + 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
         assert_as_before(model, inside, (number, after, took))
+    signal.signal(signal.SIGALRM, former)
     return came
 
 

@@ -14,9 +14,13 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hmpx
 
@@ -352,9 +356,69 @@ def of_optimizer() -> Any:
     return [*model.parameters()], [each.grad for each in model.parameters()]
 
 
+def of_lazy_modules() -> Any:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    y = model(torch.randn(4, 2))
+    y.sum().backward()
+    return y, [each.grad for each in model.parameters()]
+
+
+def of_higher_order_operators() -> Any:
+    q = torch.randn(1, 1, 16, 8)
+    chosen = torch.cond(q.sum() > 0, lambda x: x + 1, lambda x: x - 1, (q,))
+    return chosen, flex_attention(q, q, q)
+
+
+def of_checkpoints() -> Any:
+    """Both kinds, and one that keeps the results of some ops, which a mode finds in order."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    x = torch.randn(3, 4, requires_grad=True)
+    keeping = functools.partial(
+        create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+    )
+    for options in ({"use_reentrant": True}, {}, {"context_fn": keeping}):
+        y = checkpoint(model, x, **{"use_reentrant": False, **options})
+        y.float().exp().sum().backward()
+    # In a mode, torch adds up gradients in new memory.
+    return x.grad.clone(), [each.grad.clone() for each in model.parameters()]
+
+
+def of_dispatch_modes() -> Any:
+    """All calls that a mode of the program sees, in the backward too."""
+    seen: list[str] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with Seeing():
+        for _ in range(2):
+            model(torch.randn(3, 4)).float().softmax(-1).square().sum().backward()
+            optimizer.step()
+    return seen
+
+
+def of_function_modes() -> Any:
+    seen: list[str] = []
+
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
+    with Seeing():
+        model(torch.randn(3, 4)).float().softmax(-1).square().sum().backward()
+    return seen
+
+
 KINDS = [
-    of_complex, of_generators, of_grad, of_inference, of_jacrev, of_jvp, of_meta, of_nested, of_optimizer,
-    of_quantized, of_sparse, of_sparse_csr, of_subclass, of_twice_differentiated, of_views, of_vmap,
+    of_checkpoints, of_complex, of_dispatch_modes, of_function_modes, of_generators, of_grad,
+    of_higher_order_operators, of_inference, of_jacrev, of_jvp, of_lazy_modules, of_meta, of_nested,
+    of_optimizer, of_quantized, of_sparse, of_sparse_csr, of_subclass, of_twice_differentiated, of_views, of_vmap,
 ]  # fmt: skip
 
 
