@@ -91,13 +91,17 @@ class Lint:
             block.enter_context(register_optimizer_step_post_hook(self._after_step))
             block.enter_context(uncompiled())
             self._integers.__enter__()
-            block.callback(self._integers.pause)
             self._block = block.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._block is not None:
-            to_the_end(self._block.close)
+        if (block := self._block) is not None:
+
+            def leave() -> None:
+                self._integers.pause()
+                block.close()
+
+            to_the_end(leave)
         self._check_scaling()
         for model in self._models.values():
             self._check_made(model)

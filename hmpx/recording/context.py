@@ -75,11 +75,13 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._about = _about()
-        if error is not None:
-            self._error, self._error_location = said_by(error), raised_at(error)
-        if self._block is not None:
-            to_the_end(self._block.close)
+        try:
+            self._about = _about()
+            if error is not None:
+                self._error, self._error_location = said_by(error), raised_at(error)
+        finally:
+            if self._block is not None:
+                to_the_end(self._block.close)
 
     def forget(self) -> None:
         """Drops all recorded calls. A forked process drops those of its parent."""

@@ -43,6 +43,13 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[misc,valid-type]
         """Prevents compilation meanwhile; torch would import Dynamo in the first call, 70 MB, just to notify it."""
         return False
 
+    def __exit__(self, *exc_info: Any) -> None:
+        if (
+            self not in mode_stack()
+        ):  # an interrupt has stopped a block without modes at its own end
+            _push_mode(self)
+        super().__exit__(*exc_info)
+
 
 #: The functions to which a device context passes its device, and the class of the function mode that
 #: `torch.device` enters. torch caches the functions on the first call, which must come before any patch.

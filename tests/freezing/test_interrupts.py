@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import linecache
-import os
 import random
 import signal
 import sys
@@ -15,7 +13,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import hmpx
+from hmpx.session import switching
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:what hmpx.freeze returned"),
@@ -320,14 +319,6 @@ def converted(model: nn.Module, x: Tensor) -> None:
         model(x)
 
 
-def within(block: Callable[[], contextlib.AbstractContextManager[Any]]) -> Form:
-    def run(model: nn.Module, x: Tensor) -> None:
-        with block():
-            model(x)
-
-    return run
-
-
 def tuned(model: nn.Module, x: Tensor) -> None:
     hmpx.tune(model, x, tolerance=0.9, budget=2, device_types={"cpu"}, progress=False)
 
@@ -340,16 +331,8 @@ TOOLS: dict[str, tuple[Form, dict[str, Any] | None]] = {
     "tune": (tuned, None),
     "plan": (lambda model, x: hmpx.plan(model, x, "cpu"), None),
     "draw": (lambda model, x: hmpx.draw(model, x), None),
-    "expect": (
-        within(lambda: hmpx.expect({"expect": [{"op": "conv2d", "compute": "float32"}]})),
-        None,
-    ),
     "expect.of": (lambda model, x: hmpx.expect.of(model, x), None),
     "invariance": (lambda model, x: hmpx.invariance(model, x), None),
-    "lint": (within(hmpx.lint), None),
-    "record": (within(functools.partial(hmpx.record, memory=True)), None),
-    "trace": (within(lambda: hmpx.trace(os.devnull)), None),
-    "watch": (within(functools.partial(hmpx.watch, "collect")), None),
 }
 
 
@@ -399,3 +382,51 @@ def test_at_random_times(name: str, request: pytest.FixtureRequest) -> None:
         count = 300 if request.config.getoption("whole") else 15
         assert interrupted(model, x, tool, count) > count / 3
     assert_as_before(model, before, name)
+
+
+# --- blocks -----------------------------------------------------------------------------------------
+
+BLOCKS: dict[str, Callable[[Path], contextlib.AbstractContextManager[Any]]] = {
+    "attach": lambda path: hmpx.attach(lambda call: None, every_op=True),
+    "expect": lambda path: hmpx.expect({"expect": [{"op": "conv2d", "compute": "float32"}]}),
+    "lint": lambda path: hmpx.lint(),
+    "record": lambda path: hmpx.record(memory=True),
+    "trace": lambda path: hmpx.trace(path / "a.hmpx"),
+    "watch": lambda path: hmpx.watch("collect"),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_that_is_interrupted_in_its_beginning_or_end_is_left(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever one of its changes of torch is made."""
+    model, x = made()
+    changes: list[int] = []
+    stop = -1
+    change = switching._change
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        changes.append(len(changes))
+        found = change(*args, **kwargs)
+        if len(changes) - 1 == stop:
+            raise InterruptError
+        return found
+
+    def run() -> None:
+        with BLOCKS[name](tmp_path):
+            model(x)
+
+    monkeypatch.setattr(switching, "_change", interrupt)
+    with hmpx.convert(device_types={"cpu"}):
+        before = state(model)["modes"]
+        changes.clear()
+        run()
+        count = len(changes)
+        assert count >= 2
+        for stop in range(count):
+            changes.clear()
+            with pytest.raises(InterruptError):
+                run()
+            assert state(model)["modes"] == before, stop
+        stop = -1
