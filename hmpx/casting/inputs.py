@@ -7,16 +7,18 @@ functions of a plan and arguments.
 from __future__ import annotations
 
 import functools
+import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType, NoneType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from ..compute import SLOW_KINDS, cast_finite, names_dtype
+from ..compute import SLOW_KINDS, cast_finite, is_onnx_made, names_dtype
 from ..ops import parameter_named
 from ..policy import CastPolicy
 from ..tensors import (
@@ -234,7 +236,7 @@ def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> 
     if "sparse" in plan.skipped and argument(plan, "sparse", args, kwargs):
         cast = cast_any_layout(dtype)
     as_one = dtype if plan.facts.kind == "rnn" else None
-    masks = plan.masks if dtype in LOW_DTYPES else ()
+    masks = plan.masks if dtype in LOW_DTYPES and not _is_copy(plan, args) else ()
     convert = _unless_fp32(
         lambda name, tensor: (
             tensor
@@ -248,6 +250,20 @@ def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> 
     return _with_inputs(convert, plan, args, kwargs, as_one)
 
 
+def _is_copy(plan: CallPlan, args: Args) -> bool:
+    """Whether torch itself casts what a call stores, as by ``x[1:3] = y``: then the program asked for that cast."""
+    if plan.site.op != "setitem" or len(args) < 2:
+        return False
+    return all(map(_is_single, args[1] if isinstance(args[1], tuple) else (args[1],)))
+
+
+def _is_single(index: Any) -> bool:
+    """Whether an index is a number or a range; torch casts nothing that it stores by lists and tensors of indices."""
+    if isinstance(index, Tensor):
+        return not index.dim() and index.dtype is not torch.bool
+    return isinstance(index, (numbers.Integral, slice, NoneType, EllipsisType))
+
+
 def _unless_fp32(
     convert: Callable[[str, Tensor], Any],
     dtype: torch.dtype,
@@ -257,14 +273,16 @@ def _unless_fp32(
 ) -> Callable[[str, Tensor], Any]:
     """Makes ``convert`` leave some arguments in fp32, alongside inputs of ``dtype``, if kernels accept that.
 
-    These are a norm's parameters; the kernels for nested tensors and the formulas of torch.func.vmap don't. And
-    what vmap adds to a matrix product: like torch.autocast it promotes.
+    These are a norm's parameters and attention's mask; the kernels for nested tensors and the formulas of
+    torch.func.vmap don't. And what vmap adds to a matrix product: like torch.autocast it promotes.
     """
     facts, names = plan.facts, plan.site.parameters.names
-    kept, device_types = facts.norm_parameters, facts.mixed_device_types
+    kept, device_types = facts.norm_parameters or plan.masks, facts.mixed_device_types
     if transforms() is not None:
         is_added = any(map(is_mapped, tensors_in((*args, *kwargs.values()))))
         kept, device_types = facts.addends if is_added else frozenset(), plan.device_types
+    elif plan.masks and is_onnx_made():  # ONNX rejects mixed dtypes
+        return convert
     elif kept:
         first = args[0] if args else kwargs.get(names[0])
         if isinstance(first, Tensor) and first.is_nested:
@@ -432,7 +450,13 @@ def casts_of(plan: CallPlan) -> Mapping[int, Callable[[Any], Any]]:
         return value if is_left else unusual
 
     def cast_mask(value: Any) -> Any:
-        return value if value is None else cast(value, convert_mask)
+        if value is None or (may_stay(value) and transforms() is None and not is_onnx_made()):
+            return value
+        return cast(value, convert_mask)
+
+    def may_stay(value: Any) -> bool:
+        is_fp32 = type(value) in PLAIN_TENSORS and value.dtype is torch.float32
+        return is_fp32 and value.device.type in plan.facts.mixed_device_types
 
     def cast_number(value: Any) -> Any:
         return value if type(value) in NUMBERS else cast(value)

@@ -141,7 +141,7 @@ class OpFacts:
     updates_if: str | None = None  # the argument by which statistics are updated; None for always
     #: A norm's weight and bias, which stay fp32 alongside a low-precision input on ``mixed_device_types``.
     norm_parameters: frozenset[str] = frozenset()
-    mixed_device_types: frozenset[str] = frozenset()
+    mixed_device_types: frozenset[str] = frozenset()  # there a mask stays fp32, too
     rounds_statistics: bool = False  # casts running statistics to the input's dtype
     never_narrows: bool = False  # rejects a ``dtype=`` narrower than its input
     is_view: bool = False  # computes nothing

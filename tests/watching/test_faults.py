@@ -234,6 +234,13 @@ def infinity_less_infinity() -> Tensor:
     return (best - best).sum()  # here
 
 
+@Fault("setitem", remedy="none: setitem writes to a tensor of float16")
+def assigned_to_half() -> Tensor:
+    h = torch.zeros(4, dtype=FP16)
+    h[1] = torch.tensor(1e6)  # here
+    return h + 1
+
+
 @Fault("add", kind="nan", source="input")
 def data_with_nan() -> Tensor:
     data = torch.tensor([1.0, float("nan")])
