@@ -173,11 +173,6 @@ def _counting_without_driver() -> Iterator[None]:
         os.environ.pop(_NVML_CHECK, None)
 
 
-def is_dynamo_loaded() -> bool:
-    """Whether torch.compile's frontend, which takes seconds to import, is imported."""
-    return "torch._dynamo" in sys.modules
-
-
 def is_dynamo_frame(frame: Any) -> bool:
     """Whether a frame belongs to torch.compile's tracing."""
     return str(frame.f_globals.get("__name__")).startswith("torch._dynamo.")
@@ -221,7 +216,7 @@ def uncompiled() -> Iterator[None]:
     block = object()
     try:
         with _stance_lock:
-            if not _asking and not is_dynamo_loaded():  # its import takes seconds
+            if not _asking and "torch._dynamo" not in sys.modules:  # its import takes seconds
                 sys.meta_path.insert(0, _later_stance)
             elif not _asking:
                 _stance.enter_context(torch.compiler.set_stance("force_eager"))

@@ -388,7 +388,7 @@ def test_at_random_times(name: str, request: pytest.FixtureRequest) -> None:
 
 BLOCKS: dict[str, Callable[[Path], contextlib.AbstractContextManager[Any]]] = {
     "attach": lambda path: hmpx.attach(lambda call: None, every_op=True),
-    "expect": lambda path: hmpx.expect({"expect": [{"op": "conv2d", "compute": "float32"}]}),
+    "expect": lambda path: hmpx.expect({"expect": [{"op": "conv2d", "compute": "bfloat16"}]}),
     "lint": lambda path: hmpx.lint(),
     "record": lambda path: hmpx.record(memory=True),
     "trace": lambda path: hmpx.trace(path / "a.hmpx"),
