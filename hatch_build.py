@@ -1,12 +1,13 @@
-"""Compiles the kernels that round to number formats, when hmpx is installed or a wheel is built.
+"""Compiles the kernels that round to number formats, and the nodes of `linear` for the torch that is there.
 
-Without a compiler hmpx is installed all the same, and torch's ops round. ``python hatch_build.py``
-compiles the kernels of this checkout again, after a change of their sources.
+It runs when hmpx is installed or a wheel is built. What can't be compiled is missing, and hmpx works without
+it. ``python hatch_build.py`` compiles for this checkout again, after a change of the sources or of torch.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.util
 import os
 import platform
 import runpy
@@ -21,7 +22,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-KERNELS = Path(__file__).parent / "hmpx" / "number_formats" / "kernels"
+PACKAGE = Path(__file__).parent / "hmpx"
+KERNELS, NODES = PACKAGE / "number_formats" / "kernels", PACKAGE / "compute" / "nodes"
 
 _sources = runpy.run_path(str(KERNELS / "sources.py"))
 SOURCE, DIGEST = str(_sources["SOURCE"]), _sources["digest"]()
@@ -34,6 +36,14 @@ FLAGS = (
 #: OpenMP's functions are found in what torch has loaded: a second runtime would have threads of its own.
 LINKING = ("-shared", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))
 LIMIT_S = 600
+
+_nodes = runpy.run_path(str(NODES / "library.py"))
+
+#: No path to torch's libraries: they are loaded before.
+NODES_FLAGS = (
+    "-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-w", "-D_GLIBCXX_USE_CXX11_ABI=1",
+)  # fmt: skip
+NODES_LIBRARIES = ("-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10")
 
 
 def variants() -> dict[str, tuple[str, ...]]:
@@ -60,6 +70,19 @@ def are_compiled() -> bool:
     return all(path.exists() and DIGEST.encode() in path.read_bytes() for path in paths)
 
 
+def compiler_of(variable: str, *names: str) -> list[str]:
+    """Returns the command of the compiler that an environment variable names, or else of the first that is there.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    named = shlex.split(os.environ.get(variable, ""))
+    compiler = named or [next(filter(shutil.which, names), names[0])]
+    if shutil.which(compiler[0]) is None:
+        raise RuntimeError(f"there is no compiler {compiler[0]}; {variable} can name one")
+    return compiler
+
+
 def compile_kernels() -> None:
     """Compiles all variants into the package, in place of earlier ones.
 
@@ -68,10 +91,7 @@ def compile_kernels() -> None:
     """
     if sys.platform == "win32":
         raise RuntimeError("they are compiled on Linux and macOS only")
-    named = shlex.split(os.environ.get("CC", ""))
-    compiler = named or [next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")]
-    if shutil.which(compiler[0]) is None:
-        raise RuntimeError(f"there is no C compiler {compiler[0]}")
+    compiler = compiler_of("CC", "cc", "gcc", "clang")
     version = f'-DSOURCE_DIGEST="{DIGEST}"'
 
     def compile_one(name: str, march: tuple[str, ...], folder: str) -> Path:
@@ -100,8 +120,60 @@ def compile_kernels() -> None:
             raise RuntimeError(str(error)) from error
 
 
-class KernelsHook(BuildHookInterface):
-    """Puts compiled kernels into wheels, which are then for one platform and for every Python."""
+def installed_torch() -> Path:
+    """Returns the folder of the torch that can be imported here. Raises RuntimeError if there is none."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise RuntimeError(
+            "torch can't be imported here; where it can, use pip install --no-build-isolation"
+        )
+    return Path(found.origin).parent
+
+
+def path_of_nodes() -> Path:
+    """Returns where the nodes for that torch are installed."""
+    version = runpy.run_path(str(installed_torch() / "version.py"))["__version__"]
+    path: Path = _nodes["path_for"](version)
+    return path
+
+
+def compile_nodes() -> None:
+    """Compiles the nodes for that torch, into the package; removes those of other sources.
+
+    Raises:
+        RuntimeError: torch, Python's headers or a compiler is missing, or it fails.
+    """
+    target, torch = path_of_nodes(), installed_torch()
+    if sys.platform != "linux":
+        raise RuntimeError("they are compiled on Linux only")
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        raise RuntimeError(f"{headers / 'Python.h'} is missing; install the headers of Python")
+    compiler = compiler_of("CXX", "c++", "g++", "clang++")
+    folders = (torch / "include", torch / "include" / "torch" / "csrc" / "api" / "include", headers)
+    command = [*compiler, *NODES_FLAGS, *(f"-I{each}" for each in folders), str(_nodes["SOURCE"])]
+    unfinished = target.with_suffix(f".{os.getpid()}")
+    command += ["-o", str(unfinished), f"-L{torch / 'lib'}", *NODES_LIBRARIES]
+    try:
+        subprocess.run(command, check=True, timeout=LIMIT_S)
+        unfinished.replace(target)
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(f"{compiler[0]} fails with status {error.returncode}") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RuntimeError(str(error)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    digest = target.suffixes[-2]
+    for other in _nodes["compiled"]():
+        if other.suffixes[-2] != digest:
+            other.unlink()
+
+
+class CompiledHook(BuildHookInterface):
+    """Puts what is compiled into wheels, which are then for one platform and for every Python.
+
+    Another Python or torch than that of the nodes leaves these aside.
+    """
 
     PLUGIN_NAME = "custom"
 
@@ -109,19 +181,33 @@ class KernelsHook(BuildHookInterface):
         """Compiles, unless this is a source distribution."""
         if self.target_name != "wheel":
             return
+        artifacts = []
         try:
             if not are_compiled():
                 compile_kernels()
+            artifacts.append("hmpx/number_formats/kernels/*.so")
         except RuntimeError as error:
             self.app.display_warning(
                 f"hmpx has no compiled kernels, so torch's ops round to number formats: {error}"
             )
-            return
-        build_data["artifacts"].append("hmpx/number_formats/kernels/*.so")
-        build_data["pure_python"] = False
-        system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["tag"] = f"py3-none-{system}"
+        try:
+            if not path_of_nodes().exists():
+                compile_nodes()
+        except RuntimeError as error:
+            if not _nodes["compiled"]():  # for other versions of torch
+                self.app.display_warning(
+                    f"hmpx has no compiled nodes, so linear takes the host longer: {error}"
+                )
+        if _nodes["compiled"]():
+            artifacts.append("hmpx/compute/nodes/*.so")
+        if artifacts:
+            build_data["artifacts"] += artifacts
+            build_data["pure_python"] = False
+            system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["tag"] = f"py3-none-{system}"
 
 
 if __name__ == "__main__":
-    compile_kernels()
+    if not are_compiled():
+        compile_kernels()
+    compile_nodes()

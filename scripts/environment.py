@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 CONSTRAINTS = ROOT / "constraints.txt"
+#: What builds hmpx where torch can be imported: `pip install --no-build-isolation`.
+BUILD = ("hatchling>=1.26", "editables")
 
 
 def program(name: str, venv: Path = VENV) -> str:
@@ -42,8 +44,8 @@ def prepare(extra: str) -> None:
         print(f"Making {VENV}", flush=True)
         make(VENV)
     # What is compiled when hmpx is installed.
-    kernels = sorted((ROOT / "hmpx" / "number_formats" / "kernels").glob("*.[ch]"))
-    sources = (ROOT / "pyproject.toml", ROOT / "hatch_build.py", CONSTRAINTS, *kernels)
+    compiled = sorted([*ROOT.glob("hmpx/*/kernels/*.[ch]"), *ROOT.glob("hmpx/*/nodes/*.cpp")])
+    sources = (ROOT / "pyproject.toml", ROOT / "hatch_build.py", CONSTRAINTS, *compiled)
     state = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     stamp = VENV / f"installed-{extra}.txt"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == state:
@@ -52,9 +54,10 @@ def prepare(extra: str) -> None:
     # Python compiles the modules that it imports; pip would compile all the others too.
     install += ["--no-compile", "-c", str(CONSTRAINTS)]
     print(f"Installing torch into {VENV}, once: some minutes, 1.5 GB (step 1 of 2)", flush=True)
-    run([*install, "torch"])  # by itself, so that no other package decides which torch it is
+    # By itself, so that no other package decides which torch it is; with what builds hmpx beside it.
+    run([*install, "torch", *BUILD])
     print(f"Installing hmpx[{extra}] (step 2 of 2)", flush=True)
-    run([*install, "-e", f"{ROOT}[{extra}]"])
+    run([*install, "--no-build-isolation", "-e", f"{ROOT}[{extra}]"])
     stamp.write_text(state, encoding="utf-8")
 
 

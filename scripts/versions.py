@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import environment
-from environment import CONSTRAINTS, ROOT, program, run
+from environment import BUILD, CONSTRAINTS, ROOT, program, run
 
 #: Results by version, from which the page is written.
 RESULTS = ROOT / "scripts" / "versions.json"
@@ -72,8 +72,8 @@ def python_of(version: str) -> str:
     if not Path(python).exists():
         environment.make(venv)
         pip = [python, "-m", "pip", "install", "--quiet"]
-        run([*pip, f"torch=={version}"])
-        run([*pip, f"torch=={version}", "-e", f"{ROOT}[test]"])
+        run([*pip, f"torch=={version}", *BUILD])
+        run([*pip, "--no-build-isolation", f"torch=={version}", "-e", f"{ROOT}[test]"])
     return python
 
 

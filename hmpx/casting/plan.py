@@ -222,6 +222,7 @@ class CallPlan:
     composes: bool = field(init=False)  # computes in ``accumulate_dtype``, or its outputs are cast
     legalizes: bool = field(init=False)  # may be computed in fp32 and rounded, where low is slow
     keeps_parameters: bool = field(init=False)  # autograd may keep them instead of their casts
+    has_nodes: bool = field(init=False)  # compiled autograd nodes may compute it and its casts
 
     def __post_init__(self) -> None:
         """Sets the derived fields, once instead of in each call."""
@@ -427,6 +428,13 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
             decision.reason,
             _numbers(plan.site),
         )
+    keeps_parameters = (
+        options.keep_weight_casts is not True
+        and (options.keep_weight_casts is False or "cpu" in plan.device_types)
+        and facts.kind in compute.PRODUCTS | {"attention"}
+        and plan.target is None
+        and emulation is None
+    )
     may_run_low = plan.is_low or (decision.dtype is None and facts.kind in compute.SLOW_KINDS)
     computes_itself = decision.accumulate_dtype is not None or facts.is_view
     return {
@@ -438,12 +446,11 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
             and not computes_itself
             and plan.target is None
         ),
-        "keeps_parameters": (
-            options.keep_weight_casts is not True
-            and (options.keep_weight_casts is False or "cpu" in plan.device_types)
-            and facts.kind in compute.PRODUCTS | {"attention"}
-            and plan.target is None
-            and emulation is None
+        "keeps_parameters": keeps_parameters,
+        "has_nodes": (
+            plan.site.op == "linear"
+            and plan.is_low
+            and not (decision.is_composed or keeps_parameters or options.reuse_casts)
         ),
     }
 

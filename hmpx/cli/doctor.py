@@ -43,6 +43,9 @@ examples:
   hmpx doctor my_package.model transformers.models.bert.modeling_bert"""
 
 
+_REMEDY: Final = "get them by `pip install --no-build-isolation .` in hmpx's directory, after `pip install hatchling`"
+
+
 def run(options: argparse.Namespace) -> int:
     """Prints versions, devices and uncast functions; status 1 if there are such."""
     if options.torch:
@@ -61,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     with output.with_warnings_shown(session.convert, **list_options(options)) as active:
         missed = sorted(active.missed())
         low_type = active.policy.low_precision_type
-        kernels = number_formats.kernels_in_use()
+        kernels, nodes = number_formats.kernels_in_use(), compute.nodes_in_use()
         found = {
             **_versions(torch_internals.parts()),
             "low_precision_type": str(getattr(low_type, "name", low_type)).removeprefix("torch."),
@@ -70,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
                 for device_type in sorted(active.device_types)
             },
             "kernels": {"path": kernels.path and str(kernels.path), "fault": kernels.fault},
+            "nodes": {"path": nodes.path and str(nodes.path), "fault": nodes.fault},
             "modules": options.modules,
             "uncast": [{"place": place, "function": repr(each)} for place, each in missed],
         }
@@ -146,6 +150,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     kernels = found["kernels"]
     why = kernels["fault"] or "HMPX_KERNELS=off"
     yield f"compiled kernels of number formats: {kernels['path'] or f'none, torch ops round: {why}'}"
+    nodes = found["nodes"]
+    why = f"{nodes['fault']}; {_REMEDY}" if nodes["fault"] else "HMPX_NODES=off"
+    yield f"compiled nodes of linear: {nodes['path'] or f'none, torch has its own: {why}'}"
     for device_type, known in found["devices"].items():
         yield from _capability_lines(device_type, found["low_precision_type"], known)
     for each in found["uncast"]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,13 @@ from .running import callee_of, keeping_parameters
 from .source import make_generated
 
 
-def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any] | None:
-    """Returns the wrapper of ``original`` at ``plan.site``; None if no call is ever cast."""
+def make_wrapper(
+    original: Callable[..., Any], plan: CallPlan, *, fuses: bool = True
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of ``original`` at ``plan.site``; None if no call is ever cast.
+
+    Without ``fuses`` autograd's nodes are torch's.
+    """
     is_single = not plan.site.is_python and not plan.site.parameters.has_several_tensors
     is_uncast = (plan.is_relative and is_single) or plan.decision.cast_policy is CastPolicy.PASS
     if is_uncast and not plan.composes:
@@ -42,6 +48,9 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
     complete = completed(original, plan)
     narrowed = narrower(original, plan, functools.partial(make_wrapper, original))
     call, cast_and_run = call_of(original, complete, plan, control, narrowed)
+    fused = None
+    if fuses and plan.has_nodes and isinstance(complete, types.BuiltinFunctionType):
+        fused = compute.fused_linear(plan.decision.dtype, plan.device_types)
     wrapper = make_generated(
         plan,
         original=complete,
@@ -52,6 +61,7 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
         control=control,
         retry=functools.partial(retry_in_fp32, original, plan, control),
         dtype=plan.decision.dtype,
+        fused=fused,
     )
     return named_after(original, wrapper, plan.site.name, control)
 

@@ -253,7 +253,7 @@ def _observed(
         return numbered(found, outputs) if in_graphs else -1
 
     narrowed = narrower(original, plan, lambda others: _observed(original, others, attached))
-    inner = make_wrapper(original, plan) or complete
+    inner = make_wrapper(original, plan, fuses=False) or complete  # observers know torch's nodes
     cast_here = functools.partial(_amid_call, cast_where_on, plan)
     return run
 

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import has_torch_function, has_torch_function_variadic
 
 from ..casting import CallPlan, casts_of, is_settled, unusual
-from ..compute import LEAST_ELEMENTS
+from ..compute import LEAST_ELEMENTS, Linear
 from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS, Kwargs
 from ..torch_internals import transforms
 from ..torch_state import switch  # its gate, as it is at each call
@@ -32,7 +32,9 @@ def make({parameters}):
 """
 
 #: The parameters of the function that creates a wrapper: see `make_generated`.
-_PARAMETERS: Final = "original, call, cast_and_run, native, widens, casts, control, retry, dtype"
+_PARAMETERS: Final = (
+    "original, call, cast_and_run, native, widens, casts, control, retry, dtype, fused"
+)
 
 #: A call whose dtypes torch's function rejects runs in fp32 instead. Other errors propagate: their
 #: tracebacks have no frame but the wrapper's, and no frame keeps them alive.
@@ -69,7 +71,7 @@ if not (
 
 #: Plain tensors, all given by position, to one fixed dtype.
 _CAST: Final = """\
-    if not ({unless}is_below_dispatcher()):
+    if not ({unless}is_below_dispatcher()):{if_fused}
         {casts}
         if not ({are_unusual}):{if_large}
             if kwargs:
@@ -82,6 +84,13 @@ _FILL: Final = """\
     if {last} is missing and {before} is not missing and (not kwargs or are_plain(kwargs)):
         {fills}
 """
+
+#: If compiled nodes may compute casts and op together.
+_IF_FUSED: Final = """
+        if not (kwargs or rest or is_dynamo_compiling()):
+            result = fused({names})
+            if result is not None:
+                return result"""
 
 #: If autograd may keep parameters instead of their casts.
 _IF_LARGE: Final = """
@@ -102,10 +111,12 @@ _IF_MISSING: Final = """
             return original(*given({names}rest))"""
 
 
-def make_generated(plan: CallPlan, **parameters: Any) -> Callable[..., Any]:
+def make_generated(
+    plan: CallPlan, *, fused: Linear | None = None, **parameters: Any
+) -> Callable[..., Any]:
     """Returns the wrapper for ``plan``."""
-    casts = tuple(casts_of(plan).values())
-    wrapper: Callable[..., Any] = _compiled(source_of(plan))(casts=casts, **parameters)
+    casts, source = tuple(casts_of(plan).values()), source_of(plan, is_fused=fused is not None)
+    wrapper: Callable[..., Any] = _compiled(source)(casts=casts, fused=fused, **parameters)
     return wrapper
 
 
@@ -155,6 +166,7 @@ _CONSTANTS: Final = {
     "has_torch_function_variadic": has_torch_function_variadic,
     "given": given,
     "transforms": transforms,
+    "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
     "is_settled": is_settled,
     "unusual": unusual,
 }
@@ -165,7 +177,7 @@ def _indented(lines: str, spaces: int) -> str:
     return " " * spaces + lines.replace("\n", "\n" + " " * spaces)
 
 
-def source_of(plan: CallPlan) -> str:
+def source_of(plan: CallPlan, *, is_fused: bool = False) -> str:
     """Returns the source of the function that creates the wrapper for ``plan``."""
     names = [f"a{position}" for position in range(plan.position_count)]
     listed = "".join([f"{name}, " for name in names])
@@ -190,7 +202,7 @@ def source_of(plan: CallPlan) -> str:
             and_given = f" and {names[-1]} is not missing" if may_be_missing else ""
             body += _SETTLED_BESIDE_KEYWORDS.format(names=listed, and_given=and_given)
         if casts:
-            body += _fill(plan, names) + _cast(plan, names, [*casts])
+            body += _fill(plan, names) + _cast(plan, names, [*casts], is_fused=is_fused)
         body += f"    return cast_and_run({arguments}, kwargs)\n"
     if names:
         body += f"if {names[-1]} is not missing:\n    return call(({listed}*rest), kwargs)\n"
@@ -229,7 +241,7 @@ def _fill(plan: CallPlan, names: list[str]) -> str:
     )
 
 
-def _cast(plan: CallPlan, names: list[str], positions: list[int]) -> str:
+def _cast(plan: CallPlan, names: list[str], positions: list[int], *, is_fused: bool) -> str:
     cast = "".join([f"{'b' if p in positions else 'a'}{p}, " for p in range(len(names))])
     listed = "".join([f"{name}, " for name in names])
     unless = "kwargs or " if plan.site.parameters.has_keyword_tensors else '"out" in kwargs or '
@@ -245,6 +257,7 @@ def _cast(plan: CallPlan, names: list[str], positions: list[int]) -> str:
     )
     return _CAST.format(
         unless=unless,
+        if_fused=_IF_FUSED.format(names=listed.removesuffix(", ")) if is_fused else "",
         casts="\n        ".join([f"b{p} = cast{p}(a{p})" for p in positions]),
         are_unusual=" or ".join([f"b{p} is unusual" for p in positions]),
         if_large=large if plan.keeps_parameters else "",

@@ -17,6 +17,7 @@ import torch
 
 import hmpx
 from hmpx import cli, ops
+from hmpx.compute import nodes_in_use
 from hmpx.compute.legalize import capability
 from hmpx.policy import lists as oplists
 from hmpx.torch_internals import torch_part as torch_parts
@@ -567,8 +568,9 @@ def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     """What torch reports of each device's hardware, and each kind of op as measured."""
     actual = finish_hmpx("doctor", "--low-precision-type", "float16", directory=tmp_path)
     assert (actual.status, actual.err) == (0, "")
-    kernels, said, what, head, *rows = actual.out.splitlines()[3:]
+    kernels, nodes, said, what, head, *rows = actual.out.splitlines()[3:]
     assert kernels.startswith("compiled kernels of number formats: ")
+    assert nodes.startswith("compiled nodes of linear: ")
     assert re.fullmatch(r"float16 on cpu: torch reports that the hardware (has|lacks) it", said)
     assert (
         what
@@ -578,6 +580,16 @@ def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     assert [row.split()[0] for row in rows] == list(capability.KINDS)
     for row in rows:
         assert re.fullmatch(r" +\w+( +\d+\.\d){2}( +slow)?", row)
+
+
+def test_doctor_shows_whether_nodes_are_in_use(tmp_path: Path) -> None:
+    """And otherwise why not, and the command that gets them."""
+    found = nodes_in_use()
+    shown = str(found.path) if found.path else f"none, torch has its own: {found.fault}"
+    actual = finish_hmpx("doctor", directory=tmp_path)
+    [line] = [each for each in actual.out.splitlines() if each.startswith("compiled nodes of")]
+    assert line.startswith(f"compiled nodes of linear: {shown}")
+    assert ("pip install --no-build-isolation" in line) is (found.path is None)
 
 
 def test_doctor_gives_data(tmp_path: Path) -> None:

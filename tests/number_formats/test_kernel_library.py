@@ -149,7 +149,7 @@ def test_a_wheel_has_the_kernels_and_needs_no_compiler(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(copied)]
     for compiler, tag in (("no-such-compiler", "py3-none-any"), ("cc", "py3-none-")):
         out = tmp_path / compiler
-        environment = {**os.environ, "CC": compiler}
+        environment = {**os.environ, "CC": compiler, "CXX": "no-such-compiler"}
         done = subprocess.run(
             [*build, "--outdir", str(out)],
             env=environment,

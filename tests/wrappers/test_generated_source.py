@@ -48,6 +48,20 @@ def test_the_source_is_as_kept(op: str) -> None:
     assert max(map(len, actual.splitlines())) <= 120
 
 
+def test_the_source_with_compiled_nodes() -> None:
+    """They come ahead of the casts."""
+    without = source_of(plan("linear")).splitlines()
+    added = source_of(plan("linear"), is_fused=True).splitlines()
+    first = next(n for n, line in enumerate(added) if line != without[n])
+    assert [line.strip() for line in added[first : first + 4]] == [
+        "if not (kwargs or rest or is_dynamo_compiling()):",
+        "result = fused(a0, a1, a2)",
+        "if result is not None:",
+        "return result",
+    ]
+    assert added[:first] + added[first + 4 :] == without
+
+
 @pytest.mark.native
 def test_the_source_is_shown_in_tracebacks() -> None:
     """By `linecache`, as that of any function."""

@@ -1,0 +1,86 @@
+"""`linear` with the casts of its inputs as two autograd nodes, instead of torch's seven: less work for the host.
+
+They are compiled for one torch, when hmpx is installed. Without them torch's nodes give the same bits.
+``HMPX_NODES=off`` switches them off.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from ...errors import OptionError, printable, suggestion
+from .library import compiled, path_for
+
+#: (x, weight, bias or None); returns None for unusual calls, which take torch's way.
+Linear = Callable[[Any, Any, Any], "Tensor | None"]
+
+_LOGGER: Final = logging.getLogger("hmpx")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The compiled nodes of this process, or None; their path, and why there are none."""
+
+    module: Any = None
+    path: Path | None = None
+    fault: str = ""  # empty if ``HMPX_NODES`` is off
+
+
+@functools.cache
+def nodes_in_use() -> Nodes:
+    """Returns the nodes of this process, which are looked up once.
+
+    Raises:
+        OptionError: ``HMPX_NODES`` has an invalid value.
+    """
+    setting = os.environ.get("HMPX_NODES", "").strip().lower()
+    if setting not in {"", "on", "off"}:
+        hint = suggestion(setting, ["on", "off"])
+        raise OptionError(f"HMPX_NODES={printable(setting)}: it can be on or off{hint}")
+    if setting == "off":
+        return Nodes()
+    path, found = path_for(torch.__version__), compiled()
+    if path in found:
+        return _loaded(path)
+    if not found:
+        return Nodes(fault="none were compiled when hmpx was installed")
+    names = ", ".join([each.name for each in found])
+    return _refused(f"{path.name} is needed for this torch, Python and hmpx, and there is {names}")
+
+
+def _loaded(path: Path) -> Nodes:
+    spec = importlib.util.spec_from_file_location(f"{__name__}.nodes", path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:  # torch has the version, but other symbols
+        return _refused(printable(str(error)))
+    Node.register(module.Node)
+    return Nodes(module, path)
+
+
+def _refused(fault: str) -> Nodes:
+    _LOGGER.info("linear runs without compiled nodes, which takes the host longer: %s", fault)
+    return Nodes(fault=fault)
+
+
+def fused_linear(dtype: Any, device_types: frozenset[str]) -> Linear | None:
+    """Returns `linear` in ``dtype`` for tensors on these devices; None without compiled nodes."""
+    nodes = nodes_in_use().module
+    if nodes is None:
+        return None
+    devices = sum([nodes.device_bit(torch.device(each)) for each in device_types])
+    return functools.partial(nodes.linear, dtype, devices)
