@@ -166,8 +166,8 @@ STEPS: dict[str, Callable[[], str]] = {
         *("vermin", "--quiet", "-t=3.10-", "--violations", "--eval-annotations", "--no-tips"),
         *("hmpx", "scripts", "tests", "examples", "benchmarks"),
     ),
-    "types for Python 3.10": command("mypy", "--strict", "--python-version", "3.10", "hmpx"),
-    "types for Python 3.13": command("mypy", "--strict", "--python-version", "3.13", "hmpx"),
+    "types for Python 3.10": command("mypy", "--python-version", "3.10", "hmpx"),
+    "types for Python 3.13": command("mypy", "--python-version", "3.13", "hmpx"),
     "site": command("mkdocs", "build", "--strict", "--quiet"),
     "wheel": test_wheel,
 }

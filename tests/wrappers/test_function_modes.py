@@ -221,6 +221,15 @@ def test_ops_in_python_are_cast_alike_under_modes(
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.filterwarnings("ignore:torch.lu is deprecated")
+@pytest.mark.filterwarnings("ignore:A window was not provided")
+@pytest.mark.parametrize("low", [BF16, torch.float16])
+def test_ops_in_python_take_inputs_of_low_types(low: torch.dtype) -> None:
+    """What layers before them make of fp32: `torch.lobpcg` knows no float16."""
+    with hmpx.convert(device_types={"cpu"}, low_precision_type=low):
+        assert outcomes(low, None).keys() == CALLS.keys()
+
+
 def test_every_op_in_python_that_is_wrapped_is_called_here() -> None:
     """So that one that comes with another version of torch is not forgotten."""
     with hmpx.convert(policy={"lists": "none", "low": ["*"]}, device_types={"cpu"}):
