@@ -272,15 +272,13 @@ class Draft:
             self.put(patch)
         return applied
 
-    def put(self, *patches: Patch) -> None:
-        """Drafts ``patches`` that are never undone."""
-        self._values.update({patch.key: (patch, patch.value) for patch in patches})
-
-    def begin_with(self, patches: Iterable[Patch]) -> None:
-        """Drafts ``patches`` that are never undone, to be made before all others."""
-        first = Draft()
-        first.put(*patches)
-        self._values = first._values | self._values
+    def put(self, *patches: Patch, first: bool = False) -> None:
+        """Drafts ``patches`` that are never undone; with ``first`` they are made before all others."""
+        new = {patch.key: (patch, patch.value) for patch in patches}
+        if first:
+            self._values = new | self._values
+        else:
+            self._values.update(new)
 
     def undo(self, applied: Sequence[Applied]) -> list[Patch]:
         """Drafts that ``applied`` are undone, newest first, but for those that it returns.

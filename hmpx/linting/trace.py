@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import raised_here
 from ..observers import OpCall
-from ..ops import facts
+from ..ops import draws, facts
 from ..tensors import LOW_DTYPES, floating_in, map_tensors
 from ..torch_state import without_casts
 
@@ -80,7 +80,7 @@ class Seen:
         Returns:
             The floating results; None if the call writes to its inputs, draws random numbers or fails.
         """
-        if self.writes or self.call.op in facts("random"):
+        if self.writes or draws(self.call.op):
             return None
 
         def given(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..ops import facts
+from ..ops import draws
 from ..tensors import SEQUENCES, Args, Kwargs, long_name, tensors_in
 from ..torch_internals import effectful_operator, is_in_subgraph, tracing_context, transforms
 from ..torch_state import apart
@@ -83,7 +83,7 @@ def _tell(  # noqa: PLR0917  # as its signature
 
 
 def _run(call: OpCall, /, *args: Any, is_whole: bool, **kwargs: Any) -> Any:
-    if not is_whole or call.op in facts("random"):
+    if not is_whole or draws(call.op):
         raise ValueError(f"{call.op} in a compiled graph can't be repeated with the same arguments")
     with apart():
         return call.function(*args, **kwargs)

@@ -14,7 +14,7 @@ from .foreign import (
     same,
     why_not,
 )
-from .known_facts import Product, facts, product
+from .known_facts import Product, draws, facts, product
 from .op_table import (
     Op,
     covered,

@@ -15,6 +15,11 @@ def facts(section: str) -> Mapping[str, tuple[str, ...]]:
     return _all_facts()[section]
 
 
+def draws(op: str) -> bool:
+    """Whether an op draws random numbers, itself or in ops that its code calls."""
+    return op in facts("random") or op in facts("random_inside")
+
+
 @functools.cache
 def renamings(section: str) -> Mapping[str, str]:
     """Returns a section of ``ops.ini`` that maps each name to one other name."""

@@ -25,7 +25,6 @@ from ..torch_internals import (
     Later,
     enter_autocast,
     exit_autocast,
-    is_any_autocast_enabled,
     is_dynamo_frame,
     run_when_traced,
 )
@@ -35,6 +34,7 @@ from ..torch_state import (
     close_region,
     count_autocast,
     has_casts,
+    is_autocast_on,
     is_covered,
     is_enabled,
     last_region,
@@ -55,7 +55,7 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
         """Represents this thread's regions that no wrapper has counted."""
         return f"autocast before convert in {threading.get_ident()}"
 
-    if is_any_autocast_enabled():
+    if is_autocast_on():
         count_autocast(earlier(), +1)
 
     def noted_enter(enter: Callable[..., Any], self: torch.autocast) -> Any:
@@ -81,7 +81,7 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
             close_region(region)
             if region is None:
                 count_autocast(id(self), -1)
-            if not is_any_autocast_enabled():
+            if not is_autocast_on():
                 count_autocast(earlier(), -1)
 
     yield draft.around(torch.autocast, "__enter__", noted_enter)

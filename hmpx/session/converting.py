@@ -32,6 +32,42 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def restoring(function: _F) -> _F:
+    """Makes ``function`` restore what it has changed in torch if it raises an error.
+
+    A signal handler's may come before a context inside of it can restore it: the conversion, observers, dispatch
+    modes, whether gradients are recorded.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        session, attached = current(), ATTACHED.value
+        converts = 0 if session is None else session.converts
+        learns, modes = torch.is_grad_enabled(), mode_stack()
+
+        @exclusive
+        def restore() -> None:
+            torch.set_grad_enabled(learns)
+            restore_modes(modes)
+            for each in ATTACHED.value:
+                if each not in attached and each.thread == threading.get_ident():
+                    each.detach()
+            if session is not None:
+                session.converts = converts
+            if current() is not session:
+                switch_to(session)
+
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            end_contexts_left_open(error)
+            to_the_end(restore)
+            raise
+
+    return wrapper  # type: ignore[return-value]
+
+
+@restoring
 @exclusive
 def convert(
     bf16_file_path: str | os.PathLike[str] = "",
@@ -311,38 +347,6 @@ def revert() -> None:
     if session is not None:
         session.revert()
     forget_left()
-
-
-def restoring(function: _F) -> _F:
-    """Makes ``function`` restore what it has changed in torch if it raises an error.
-
-    A signal handler's may come before a context inside of it can restore it: the conversion, observers, dispatch
-    modes, whether gradients are recorded.
-    """
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        session, attached = current(), ATTACHED.value
-        learns, modes = torch.is_grad_enabled(), mode_stack()
-
-        @exclusive
-        def restore() -> None:
-            torch.set_grad_enabled(learns)
-            restore_modes(modes)
-            for each in ATTACHED.value:
-                if each not in attached and each.thread == threading.get_ident():
-                    each.detach()
-            if current() is not session:
-                switch_to(session)
-
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
-            end_contexts_left_open(error)
-            to_the_end(restore)
-            raise
-
-    return wrapper  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -115,14 +115,14 @@ class Session:
         self._is_entered, self._is_left = True, False
         return self
 
-    @exclusive
     def __exit__(self, *exc_info: object) -> None:
+        to_the_end(self._leave)
+
+    @exclusive
+    def _leave(self) -> None:
         if self.converts > 1:
             self.converts -= 1
-        else:
-            to_the_end(self._leave)
-
-    def _leave(self) -> None:
+            return
         self._is_left = True
         previous = self._previous
         while previous is not None and previous._is_left:  # blocks of tasks may overlap
@@ -288,7 +288,7 @@ def _draft_steps(
     others = foreign_patches(conversion, draft, foreign_names(policy))
     wrapping += others.patches
     made += others.made
-    draft.begin_with(in_use(made))  # before calls can find one in a slot
+    draft.put(*in_use(made), first=True)  # before calls can find one in a slot
     installed = Installation(
         wrappers=tuple(made),
         rules=rules,

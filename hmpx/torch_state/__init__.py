@@ -50,6 +50,7 @@ from .switch import (
     count_autocast,
     end_conversion,
     has_casts,
+    is_autocast_on,
     is_enabled,
     is_off,
     last_region,

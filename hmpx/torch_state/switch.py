@@ -17,7 +17,13 @@ import torch
 
 from ..device_types import DEVICE_TYPES
 from ..forks import holding, new_lock
-from ..torch_internals import OFF_MARK, current_graph_task, run_when_traced
+from ..torch_internals import (
+    OFF_MARK,
+    TRAINING_MARK,
+    current_graph_task,
+    is_any_autocast_enabled,
+    run_when_traced,
+)
 from . import conversions
 from .conversions import is_below_dispatcher  # noqa: F401  # for wrappers: these are their globals
 
@@ -67,6 +73,14 @@ def mark_every(is_off: bool) -> None:
 def is_every_marked() -> bool:
     """Whether all casts are marked as off."""
     return is_enabled(_MARK)
+
+
+def is_autocast_on() -> bool:
+    """Whether torch.autocast is on in this thread, for any device type whose bit is not a mark."""
+    if not is_any_autocast_enabled():
+        return False
+    marks = {*_marks.values(), TRAINING_MARK}
+    return any(is_enabled(each.name) for each in DEVICE_TYPES if each.name not in marks)
 
 
 def reserve_marks(device_types: frozenset[str]) -> None:

@@ -27,7 +27,7 @@ from ..observers import (
     put_in_graph,
     user_location,
 )
-from ..ops import facts
+from ..ops import draws, facts
 from ..policy import CastPolicy
 from ..tensors import PLAIN_TENSORS, Args, Kwargs, map_tensors, tensors_in
 from ..torch_internals import (
@@ -307,7 +307,7 @@ def _tensors(
     options = dataclasses.replace(plan.options, reuse_casts=False)
     state = (
         state_of_random_numbers([*args, *kwargs.values()])
-        if plan.facts.is_random or plan.emulation is not None
+        if draws(plan.site.op) or plan.emulation is not None
         else None
     )
     with apart():

@@ -280,7 +280,11 @@ def _tests(plan: CallPlan) -> list[str]:
         if kinds[reference] != "T":
             return []
         tests = [f"(dtype_ := a{reference}.dtype)"]
-    sharing = _sharing(plan) if plan.site.statistics else []
+    sharing: list[int] = []
+    if plan.site.statistics:  # a norm's parameters and statistics share a dtype
+        names, own = plan.site.parameters.names, plan.facts.norm_parameters
+        parameters = [p for p in plan.cast_kinds if names[p] in own]
+        sharing = sorted([*parameters, *plan.statistic_positions])
     fillable = plan.site.parameters.fillable
     left = {reference, *sharing, *(plan.fp32_positions or ())}
     for position, kind in sorted(kinds.items()):
@@ -305,13 +309,6 @@ _TESTS: Final = {
     "N": "(type({0}) in numbers or {0}.dtype is {1})",
     "A": "is_settled({0}, {1})",
 }
-
-
-def _sharing(plan: CallPlan) -> list[int]:
-    """Returns the positions of a norm's parameters and statistics, which share a dtype."""
-    names = plan.site.parameters.names
-    parameters = [p for p in plan.cast_kinds if names[p] in plan.facts.norm_parameters]
-    return sorted([*parameters, *plan.statistic_positions])
 
 
 def _norm_test(plan: CallPlan, positions: list[int], dtype: str) -> str:

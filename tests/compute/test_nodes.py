@@ -676,3 +676,22 @@ def test_a_wheel_without_nodes_says_why_in_one_line(
         "no-such-compiler; CXX can name one"
     ]
     assert data["artifacts"] == ["hmpx/number_formats/kernels/*.so"]
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("observe", [hmpx.record, hmpx.lint, hmpx.watch])
+def test_an_observer_in_a_hook_of_the_backward_leaves_them_in_use(
+    observe: Callable[[], contextlib.AbstractContextManager[object]],
+) -> None:
+    """There hmpx's own marks are among the bits of torch.autocast."""
+
+    def hook(gradient: Tensor) -> None:
+        with observe():
+            gradient.mul(2)
+
+    net = make_net()
+    with converted():
+        result = net(X)
+        result.register_hook(hook)
+        result.float().sum().backward()
+        assert is_fused(F.linear(X, net[0].weight, net[0].bias))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -89,19 +90,36 @@ def test_invariance_leaves_generators() -> None:
 
 
 def test_python_functions_that_draw_are_known() -> None:
-    """Those whose code names a function that draws; torch's tags are compared by `test_missing_kernels`."""
+    """Those whose code, or code that it calls in its module, names a function that draws.
+
+    torch's tags are compared by `test_missing_kernels`.
+    """
     known = {*ops.facts("random"), "rand", "randn", "randint", "randperm"}
-    found = set()
-    for name, op in ops.table().items():
-        for site in op.sites:
-            function: Any = inspect.unwrap(getattr(site.owner, site.attribute))
-            names = {
-                each.removesuffix("_") for each in getattr(function, "__code__", _none).co_names
-            }
-            if names & known:
-                found.add(name)
-    assert found >= {"gumbel_softmax", "dropout2d"}
-    assert found <= set(ops.facts("random"))
 
+    def draws(function: Any, seen: set[types.CodeType]) -> bool:
+        function = inspect.unwrap(function)
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or function.__code__ in seen:
+            return False
+        seen.add(function.__code__)
+        codes, names = [function.__code__], set[str]()
+        while codes:  # nested functions too
+            code = codes.pop()
+            names.update(each.removesuffix("_") for each in code.co_names)
+            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        if names & known:
+            return True
+        called = [function.__globals__.get(each) for each in function.__code__.co_names]
+        of_classes = [vars(each).values() for each in called if isinstance(each, type)]
+        module = function.__module__
+        called += [each for values in of_classes for each in values]
+        return any(draws(f, seen) for f in called if getattr(f, "__module__", None) == module)
 
-_none = (lambda: None).__code__
+    found = {
+        name
+        for name, op in ops.table().items()
+        for site in op.sites
+        if draws(getattr(site.owner, site.attribute), set())
+    }
+    assert found >= {"gumbel_softmax", "dropout2d", "lobpcg"}
+    assert all(map(ops.draws, found))
