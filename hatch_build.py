@@ -79,7 +79,7 @@ def compiler_of(variable: str, *names: str) -> list[str]:
     named = shlex.split(os.environ.get(variable, ""))
     compiler = named or [next(filter(shutil.which, names), names[0])]
     if shutil.which(compiler[0]) is None:
-        raise RuntimeError(f"there is no compiler {compiler[0]}; {variable} can name one")
+        raise RuntimeError(f"compiler {compiler[0]} not found; set {variable} to name one")
     return compiler
 
 

@@ -54,7 +54,7 @@ def prepare(extra: str) -> None:
     # Python compiles the modules that it imports; pip would compile all the others too.
     install += ["--no-compile", "-c", str(CONSTRAINTS)]
     print(f"Installing torch into {VENV}, once: some minutes, 1.5 GB (step 1 of 2)", flush=True)
-    # By itself, so that no other package decides which torch it is; with what builds hmpx beside it.
+    # Separately, so that no other package decides the version of torch; hmpx is built with both.
     run([*install, "torch", *BUILD])
     print(f"Installing hmpx[{extra}] (step 2 of 2)", flush=True)
     run([*install, "--no-build-isolation", "-e", f"{ROOT}[{extra}]"])

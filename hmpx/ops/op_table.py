@@ -260,14 +260,9 @@ def _members() -> Iterator[tuple[str, str, Any]]:
                 or (is_method and operator_in(attribute))  # Tensor.__add__, though listed today
                 or namespace == NN_NAMESPACE  # torch._C._nn._upsample_bicubic2d_aa
                 or (is_builtin and namespace == "torch.sparse")  # torch.sparse.sampled_addmm
-                # torch._convolution: lists may use ATen's own names
+                # torch._convolution: lists may use ATen's names; torch.segment_reduce has a private one.
                 or (is_builtin and namespace == "torch" and attribute[0] == "_" != attribute[1])
-                # torch.segment_reduce has a private name
-                or (
-                    is_builtin
-                    and namespace == "torch"
-                    and vars(torch).get(f"_{attribute}") is value
-                )
+                or (is_builtin and vars(torch).get(f"_{attribute}") is value)
             ):
                 found.add(attribute)
                 yield namespace, attribute, value

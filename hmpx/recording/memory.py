@@ -171,9 +171,8 @@ class Ledger:
         """Returns the record of a tensor's memory; None if it has none of its own."""
         try:
             storage = storage_of(tensor)
-        except raised_here(
-            RuntimeError, ValueError
-        ):  # sparse, of another library, or of a lazy module
+        # Sparse, of another library, or of a lazy module.
+        except raised_here(RuntimeError, ValueError):
             return None
         key = storage._cdata
         stored = self._stored.get(key)

@@ -44,9 +44,8 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[misc,valid-type]
         return False
 
     def __exit__(self, *exc_info: Any) -> None:
-        if (
-            self not in mode_stack()
-        ):  # an interrupt has stopped a block without modes at its own end
+        # An interrupt may have stopped a block without modes at its own end.
+        if self not in mode_stack():
             _push_mode(self)
         super().__exit__(*exc_info)
 
@@ -142,9 +141,7 @@ def unseen(function: _F) -> _F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        is_dispatched = dispatch_modes() and not all(
-            isinstance(each, DispatchMode) for each in mode_stack()
-        )
+        is_dispatched = any(not isinstance(each, DispatchMode) for each in mode_stack())
         if (
             not (is_dispatched or _has_function_modes())
             or torch.compiler.is_dynamo_compiling()

@@ -21,7 +21,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _len_torch_dispatch_stack,
+    _pop_mode,
+)
 
 import hmpx
 from hmpx.session import switching
@@ -430,3 +434,50 @@ def test_a_block_that_is_interrupted_in_its_beginning_or_end_is_left(
                 run()
             assert state(model)["modes"] == before, stop
         stop = -1
+
+
+class Seeing(TorchDispatchMode):
+    """A mode that passes calls on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Stopped(nn.Module):
+    """Interrupted where contexts that it has entered can't end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Seeing().__enter__()
+        hmpx.attach(lambda call: None)
+        hmpx.convert(policy={"low": ["mm"]}, device_types={"cpu"})
+        torch.set_grad_enabled(False)
+        raise InterruptError
+
+
+RUNNERS: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    **{name: getattr(hmpx, name) for name in ("compare", "draw", "freeze", "invariance")},
+    "bench": lambda model, x: hmpx.bench(lambda: lambda: model(x), runs=1, warmup=1),
+    "expect.of": hmpx.expect.of,
+    "plan": lambda model, x: hmpx.plan(model, x, "cpu"),
+    "tune": lambda model, x: hmpx.tune(model, [x], tolerance=0.5, progress=False),
+}
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_tools_restore_what_contexts_that_never_ended_have_changed(name: str) -> None:
+    """Dispatch modes, observers, the conversion, and whether gradients are recorded."""
+    model, x = Stopped().eval(), torch.randn(2, 4)
+    with hmpx.convert(device_types={"cpu"}) if name == "freeze" else contextlib.nullcontext():
+        before = state(model)["modes"]
+        try:
+            with pytest.raises(InterruptError):
+                RUNNERS[name](model, x)
+            assert state(model)["modes"] == before
+        finally:
+            while _len_torch_dispatch_stack():
+                _pop_mode()
+            torch.set_grad_enabled(True)

@@ -25,7 +25,7 @@ MASKS = {"t5": 6}
 #: Of each element: clamp reads and writes 4; the sum reads 8, and writes 2 that count twice. A cast takes 6.
 BYTES_OF_A_MASK = (8 + 12 - 6) * 4 * 128 * 128
 
-#: What is called in place of a mask's cast.
+#: The kernels that replace the cast of a mask.
 CLAMPED = ("clamp float32 -> float32", "add float32,float32,bfloat16 -> bfloat16")
 
 
