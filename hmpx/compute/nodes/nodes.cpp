@@ -38,6 +38,16 @@ using Few = c10::SmallVector<T, 3>;
 
 PyTypeObject* parameter_class = nullptr;
 
+// Makes a node, held by the pointers of this torch: `shared_ptr` of older ones.
+template <typename T>
+auto make_node() {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<T>();
+  } else {
+    return std::shared_ptr<T>(new T(), [](auto* node) { deleteNode(node); });
+  }
+}
+
 // --- what is usual -------------------------------------------------------------------------------
 
 // Modes and transforms, and tensors that belong to them.
@@ -274,11 +284,11 @@ void cast_all(std::array<Tensor, 3>& tensors, at::ScalarType low, bool learns) {
     }
     copy_all(to, from);
   }
-  c10::intrusive_ptr<CastsBackward> node;
+  decltype(make_node<CastsBackward>()) node;
   for (size_t i = 0; i < places.size(); i++) {
     if (learns && from[i].requires_grad()) {
       if (!node) {
-        node = c10::make_intrusive<CastsBackward>();
+        node = make_node<CastsBackward>();
       }
       node->add_next_edge(torch::autograd::impl::gradient_edge(from[i]));
       node->dtypes.push_back(static_cast<int64_t>(from[i].scalar_type()));
@@ -311,7 +321,7 @@ Tensor low_linear(std::array<Tensor, 3> tensors, at::ScalarType low) {
     }
   }
   if (learns) {
-    auto node = c10::make_intrusive<LinearBackward>();
+    auto node = make_node<LinearBackward>();
     node->is_flat = x.dim() == 2;
     node->add_next_edge(torch::autograd::impl::gradient_edge(x));
     node->add_next_edge(torch::autograd::impl::gradient_edge(weight));
@@ -409,7 +419,7 @@ PyMODINIT_FUNC PyInit_nodes() {
     return nullptr;
   }
   // The class of all nodes that torch has no class for.
-  PyObject* node = torch::autograd::functionToPyObject(c10::make_intrusive<LinearBackward>());
+  PyObject* node = torch::autograd::functionToPyObject(make_node<LinearBackward>());
   if (node == nullptr || PyModule_AddObjectRef(module, "Node", reinterpret_cast<PyObject*>(Py_TYPE(node))) < 0) {
     Py_XDECREF(node);
     Py_DECREF(module);
