@@ -226,7 +226,12 @@ class Journal:
         if name not in self._known:
             text = json.dumps({"key": key, "value": compute()})
             self._known[name] = self._path, json.loads(text)["value"]
-            self._append(text.encode() + b"\n")
+            try:
+                if self._path:
+                    self._write(text.encode() + b"\n")
+            except raised_here(OptionError) as error:  # a full disk ends the journal, not the search
+                self._path = ""
+                warn(f"{error}; the search goes on without its journal")
         where, value = self._known[name]
         try:
             return shaped(value, kind)
@@ -243,15 +248,6 @@ class Journal:
         row = types.GenericAlias(tuple, (str, str, *kinds))
         known = self.remembered(key, rows, tuple[row, ...] | None)  # type: ignore[valid-type]
         return None if known is None else {(op, module): tuple(each) for op, module, *each in known}
-
-    def _append(self, data: bytes) -> None:
-        """Appends a line; a full disk ends the journal, not the search."""
-        try:
-            if self._path:
-                self._write(data)
-        except raised_here(OptionError) as error:
-            self._path = ""
-            warn(f"{error}; the search goes on without its journal")
 
     def _write(self, data: bytes, size: int | None = None) -> None:
         """Appends to the file, cut to ``size`` before if given, and flushes it to disk."""
