@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .casting import register_rule, unregister_rule
 from .errors import (
     BenchError,
     CheckpointError,
@@ -22,25 +23,19 @@ from .errors import (
 from .later import shown_later
 from .observers import Attached, CallTensors, OpCall, attach
 from .policy import ALLOW, DENY, FOLLOW, Call, CastPolicy, Decision, Policy, load_policy
-from .rules import register_rule, unregister_rule
 from .session import Session, casts_enabled, convert, is_converted, revert
 from .torch_state import disable_casts
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import formats
-    from .accuracy import contents
-    from .benchmarking import Bench, bench
-    from .comparing import Comparison, compare
-    from .contracts import Breach, expect
-    from .drawing import Drawing, draw
-    from .explaining import Explanation, Explanations, explain
+    from .checking import Breach, Finding, Lint, expect, lint
+    from .comparing import Comparison, compare, contents
     from .freezing import Frozen, Weight, freeze
-    from .linting import Finding, Lint, lint
-    from .planning import Plan, plan
-    from .recording import record
-    from .repeating import Invariance, Variation, invariance
-    from .tracing import RunDiff, diff_runs, trace
+    from .planning import Bench, Plan, bench, plan
+    from .recording import Drawing, draw, record
+    from .session import Explanation, Explanations, explain
+    from .tracing import Invariance, RunDiff, Variation, diff_runs, invariance, trace
     from .tuning import Tuned, tune
     from .watching import Offence, Watch, watch
 else:  # not needed by a program's first op
@@ -48,18 +43,13 @@ else:  # not needed by a program's first op
         __name__,
         {
             "formats": "",
-            "accuracy": "contents",
-            "benchmarking": "Bench bench",
-            "comparing": "Comparison compare",
-            "contracts": "Breach expect",
-            "drawing": "Drawing draw",
-            "explaining": "Explanation Explanations explain",
+            "comparing": "Comparison compare contents",
+            "checking": "Breach Finding Lint expect lint",
             "freezing": "Frozen Weight freeze",
-            "linting": "Finding Lint lint",
-            "planning": "Plan plan",
-            "recording": "record",
-            "repeating": "Invariance Variation invariance",
-            "tracing": "RunDiff diff_runs trace",
+            "planning": "Bench Plan bench plan",
+            "recording": "Drawing draw record",
+            "session": "Explanation Explanations explain",
+            "tracing": "Invariance RunDiff Variation diff_runs invariance trace",
             "tuning": "Tuned tune",
             "watching": "Offence Watch watch",
         },

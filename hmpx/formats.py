@@ -5,7 +5,7 @@ The public namespace ``hmpx.formats``; defines nothing itself.
 
 from __future__ import annotations
 
-from .accuracy import ErrorStatistics, ErrorTable, error, plot, table
+from .comparing import ErrorStatistics, ErrorTable, error, plot, table
 from .compute import create_lower_func, register_op, unregister
 from .number_formats import (
     Block,

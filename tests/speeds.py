@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from hmpx.casting import legalized
 from hmpx.compute.legalize import capability
 from hmpx.compute.legalize.capability import Capability
-from hmpx.wrappers import legalized
 
 
 def known_as(patches: pytest.MonkeyPatch, answer: Callable[..., Capability]) -> None:

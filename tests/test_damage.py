@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import contracts, files, reports
+from hmpx import checking, files, reports
 from hmpx.errors import HmpxError
 from hmpx.files import Kind
 from hmpx.tuning.runner import Journal
@@ -130,8 +130,8 @@ GOOD: dict[tuple[Kind, str], tuple[Any, Callable[[str], object]]] = {
     (files.REPORT, ".json"): (_report, _read_report),
     (files.TRACE, ".hmpx"): (_trace, _read_trace),
     (files.JOURNAL, ".jsonl"): (_journal, _read_journal),
-    (files.STATE, ".pt"): (_state(".pt"), contracts.read_state),
-    (files.STATE, ".safetensors"): (_state(".safetensors"), contracts.read_state),
+    (files.STATE, ".pt"): (_state(".pt"), checking.read_state),
+    (files.STATE, ".safetensors"): (_state(".safetensors"), checking.read_state),
 }
 
 #: Kinds whose reader must name the line, too, wherever a line is damaged.

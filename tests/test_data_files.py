@@ -15,7 +15,7 @@ FILES = [
     ("hmpx.number_formats", "vocabulary.ini"),
     ("hmpx.torch_internals", "compiler.ini"),
     ("hmpx.torch_internals", "parts.ini"),
-    ("hmpx.gaudi", "habana.ini"),
+    ("hmpx.integrations", "habana.ini"),
 ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hmpx
-from hmpx import contracts, files, reports
+from hmpx import checking, files, reports
 from hmpx.errors import HmpxError
 from hmpx.tuning.runner import Journal
 
@@ -37,9 +37,9 @@ ALLOWED = {
     "cli/lists.py": {"read_bytes": "the shipped lists"},
     "cli/scripts.py": {"read_bytes": "the program, as python reads it", "is_zipfile": "a regular file"},
     "cli/output.py": {"open": "/dev/null, to write to"},
-    "benchmarking/runner.py": {"read_text": "/proc/self", "write_text": "/proc/self"},
-    "contracts/states.py": {"load_file": "of a file that is open"},
-    "linting/findings.py": {"getline": "the running program"},
+    "planning/runner.py": {"read_text": "/proc/self", "write_text": "/proc/self"},
+    "checking/states.py": {"load_file": "of a file that is open"},
+    "checking/findings.py": {"getline": "the running program"},
     "reports/report_page.py": {"getlines": "the cache, for what is not on the disk"},
     "tracing/tracing.py": {"open": "a trace, written as it goes"},
     "tuning/runner.py": {"open": "a journal, written as it goes"},
@@ -80,7 +80,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "report.json": reports.read_json,
     "trace.hmpx": lambda path: hmpx.diff_runs(path, path),
     "journal.jsonl": lambda path: Journal(path, {}),
-    "state.pt": contracts.read_state,
+    "state.pt": checking.read_state,
     "baseline.txt": lambda path: files.read_text(path, files.BASELINE),
 }
 

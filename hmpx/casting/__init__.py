@@ -1,28 +1,12 @@
-"""The rule for one call: the dtypes to which its inputs are cast."""
+"""How one call is cast: users' rules, the plan of a call, the dtypes of its inputs, the wrappers in torch."""
 
 from __future__ import annotations
 
 from .cache import cache_patches
-from .inputs import (
-    ALONE,
-    cast_args,
-    cast_dtypes,
-    casts_of,
-    counted,
-    emulated_args,
-    floating_inputs,
-    given_out,
-    is_emulated,
-    is_on_device,
-    is_settled,
-    placer,
-    rounds_into_out,
-    target_dtype,
-    unusual,
-    usual_caster,
-    widener,
-    written,
-)
+from .calls import hands_over
+from .judging import Judge
+from .making import make_choosing_wrapper, make_wrapper, make_wrapper_where_lacking
+from .observed import make_observed_wrapper
 from .plan import (
     LEGALIZE_MODES,
     CallPlan,
@@ -33,4 +17,14 @@ from .plan import (
     is_promotion,
     plan_of,
     site_of,
+)
+from .retiring import in_force, in_use, references, references_of_others, retirements, shared
+from .rules import (
+    RULES,
+    Registered,
+    all_rules,
+    are_alike,
+    register_rule,
+    registered,
+    unregister_rule,
 )

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the variants, prints the table and writes the requested file."""
     source, name = functions.split(options.step)
     output.check_writable("--json", options.json)
-    from ..benchmarking import bench  # slow to import
+    from ..planning import bench  # slow to import
 
     given = {name: getattr(options, name) for name in _SETTINGS}
     with functions.as_program(source):

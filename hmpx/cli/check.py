@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 from typing import Final
 
-from .. import contracts, policy
+from .. import checking, policy
 from ..errors import OptionError, short
 from . import output
 
@@ -44,11 +44,11 @@ SETTINGS: Final = {kind: {"action": "append", "default": []} for kind in ("bf16"
 def run(options: argparse.Namespace) -> int:
     """Prints the errors in the given files; status 1 if there are any."""
     if options.state:
-        found = contracts.differences(*map(contracts.read_state, options.state))
+        found = checking.differences(*map(checking.read_state, options.state))
         return output.show(found or ["no differences"], status=1 if found else 0)
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
-    kept = [each for each in options.files if contracts.is_contract(each)]
-    lines = sum(len(contracts.read(each)) for each in kept)
+    kept = [each for each in options.files if checking.is_contract(each)]
+    lines = sum(len(checking.read(each)) for each in kept)
     options.files = [each for each in options.files if each not in kept]
     if kept and not (options.files or options.bf16 or options.fp16 or options.fp32):
         checked = f"{output.counted(len(kept), 'contract')}, {output.counted(lines, 'line')}"

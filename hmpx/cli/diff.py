@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..checking import siblings
 from ..errors import OptionError, short
-from ..linting import siblings
 from ..places import located
 from ..policy import Decision, Policy, is_policy_file, load_policy
 from ..reports import Report, Row, Table, read_json, short_dtype

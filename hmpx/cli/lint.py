@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from .. import files, linting
+from .. import checking, files
 from ..errors import short
 from . import output, scripts
 
 _FORMATS: Final = {
     "text": lambda found: "\n".join(map(str, found)),
-    "json": linting.as_json,
-    "sarif": linting.as_sarif,
-    "github": linting.as_github,
+    "json": checking.as_json,
+    "sarif": checking.as_sarif,
+    "github": checking.as_github,
 }
 
 
 _CODES: Final = "\n".join(
-    [f"  {code}  {name}: {text}" for code, (name, text) in linting.RULES.items()]
+    [f"  {code}  {name}: {text}" for code, (name, text) in checking.RULES.items()]
 )
 
 TEXT: Final = f"""\
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     codes = {
         name: [*filter(None, getattr(options, name).split(","))] for name in ("select", "ignore")
     }
-    checked = linting.lint(every=options.every, **codes)
+    checked = checking.lint(every=options.every, **codes)
     name = scripts.prepare(options)
     failed = False
     try:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from .. import explaining, formats, policy
+from .. import formats, policy, session
 from ..errors import OptionError
 from ..reports import Table
 from . import output
@@ -55,11 +55,11 @@ def run(options: argparse.Namespace) -> int:
     loaded = output.with_warnings_shown(policy.load_policy, **list_options(options))
     if options.why:
         return _explain(patterns, loaded)
-    names = explaining.listable(loaded)
-    found = {pattern: explaining.matching(pattern, names) for pattern in patterns}
+    names = session.listable(loaded)
+    found = {pattern: session.matching(pattern, names) for pattern in patterns}
     for pattern in (each for each, matching in found.items() if not matching):
         without = "; hmpx ops without a pattern shows all"
-        output.complain(explaining.why_no_match(pattern, names, without))
+        output.complain(session.why_no_match(pattern, names, without))
     status = 0 if all(found.values()) else 1
     if patterns:
         names = list(dict.fromkeys(name for matching in found.values() for name in matching))
@@ -73,10 +73,10 @@ def _rows(names: list[str], loaded: policy.Policy) -> Iterator[tuple[str, str, s
     by_section = loaded.section_rules()
     for name in names:
         decision = loaded[name]
-        sites = ", ".join(explaining.call_sites(name))
-        yield name, explaining.outcome(decision), decision.reason, sites
+        sites = ", ".join(session.call_sites(name))
+        yield name, session.outcome(decision), decision.reason, sites
         for each in by_section.get(name, ()):
-            yield "", explaining.outcome(each.decision), str(each), ""
+            yield "", session.outcome(each.decision), str(each), ""
 
 
 def _explain(patterns: list[str], loaded: policy.Policy) -> int:
@@ -84,7 +84,7 @@ def _explain(patterns: list[str], loaded: policy.Policy) -> int:
     status = 0
     for pattern in patterns:
         try:
-            found = explaining.explain(pattern, policy=loaded)
+            found = session.explain(pattern, policy=loaded)
         except OptionError as error:
             output.complain(str(error))
             status = 1

@@ -9,9 +9,9 @@ import sys
 import warnings
 from typing import Any, Final
 
-from .. import gaudi, policy, session
+from .. import integrations, policy, session
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
-from ..contracts import expect
+from ..checking import expect
 from ..tensors import parse_device_types
 from ..tracing import trace
 from ..watching import watch
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     traced = _trace(options) if options.trace else contextlib.nullcontext()
     if not options.habana_shim and not options.no_convert:
         output.with_warnings_shown(session.convert, **given)
-    end_following = gaudi.follow()
+    end_following = integrations.follow()
     uncaught = None
     watched = watch(options.watch) if options.watch else contextlib.nullcontext()
     try:
@@ -168,7 +168,7 @@ def _install_shim(options: argparse.Namespace, given: dict[str, Any]) -> bool:
         warnings.simplefilter("ignore")
         policy.load_policy(**list_options(options))
     parse_device_types(given.get("device_types"))
-    if gaudi.install(given):
+    if integrations.install(given):
         return True
     print(
         "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim, and hmpx "
@@ -179,7 +179,7 @@ def _install_shim(options: argparse.Namespace, given: dict[str, Any]) -> bool:
 
 
 def _complain_of_unused(given: dict[str, Any], has_shim: bool) -> None:
-    if has_shim and given and not gaudi.has_converted():
+    if has_shim and given and not integrations.has_converted():
         output.complain(
             "the script never called hmp.convert(): nothing was cast, and the options before its name "
             "were not used; call it in the script, or leave out --habana-shim"

@@ -1,9 +1,44 @@
-"""Compares each call in low precision with float32, ranked by its effect on the result."""
+"""`compare`: each call in low precision beside float32; errors of formats, and precision that values have."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ..later import shown_later
 from .comparing import compare
 from .comparison import Comparison
 from .rows import ComparedGradient, ComparedSite, Magnitudes
 
-__all__ = ["ComparedGradient", "ComparedSite", "Comparison", "Magnitudes", "compare"]
+if TYPE_CHECKING:
+    from .effective import contents, has_values, is_readable, may_read
+    from .format_errors import ErrorStatistics, ErrorTable, error, table
+    from .origins import Origins
+    from .picture import plot
+else:
+    __getattr__ = shown_later(
+        __name__,
+        {
+            "effective": "contents has_values is_readable may_read",
+            "format_errors": "ErrorStatistics ErrorTable error table",
+            "origins": "Origins",
+            "picture": "plot",
+        },
+    )
+
+__all__ = [
+    "ComparedGradient",
+    "ComparedSite",
+    "Comparison",
+    "ErrorStatistics",
+    "ErrorTable",
+    "Magnitudes",
+    "Origins",
+    "compare",
+    "contents",
+    "error",
+    "has_values",
+    "is_readable",
+    "may_read",
+    "plot",
+    "table",
+]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import number_formats, session, torch_state
+from ..casting import are_alike
 from ..errors import FreezeError
 from ..policy import LowType
-from ..rules import are_alike
 from ..tensors import long_name, short_name, widened
 from ..torch_internals import has_tangents, transforms
 from .layer_cast import is_layer_cast

@@ -1,4 +1,16 @@
-"""Plugins for training frameworks; each module needs its framework, and is imported by name.
+"""Plugins for training frameworks, each imported by name; a stand-in for `habana_frameworks`."""
 
-``hmpx.integrations.lightning``, ``hmpx.integrations.transformers``, ``hmpx.integrations.accelerate``.
-"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..later import shown_later
+
+if TYPE_CHECKING:
+    from .hmp import has_converted
+    from .shim import install
+    from .spawning import follow
+else:
+    __getattr__ = shown_later(
+        __name__, {"hmp": "has_converted", "shim": "install", "spawning": "follow"}
+    )

@@ -1,8 +1,20 @@
-"""Plans the cost of a training step on tensors without values."""
+"""`plan`: the memory of a training step, without running it; `bench`: its time in each precision."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ..later import shown_later
 from .planning import plan
 from .result import PerRank, Plan, Run
+from .runner import VARIANTS
 
-__all__ = ["PerRank", "Plan", "Run", "plan"]
+if TYPE_CHECKING:
+    from .benchmarking import bench
+    from .measured import Bench, Measured, Quartiles
+else:
+    __getattr__ = shown_later(
+        __name__, {"benchmarking": "bench", "measured": "Bench Measured Quartiles"}
+    )
+
+__all__ = ["VARIANTS", "Bench", "Measured", "PerRank", "Plan", "Quartiles", "Run", "bench", "plan"]

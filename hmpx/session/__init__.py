@@ -1,7 +1,10 @@
-"""`convert` and `revert`: one conversion of torch, and undo."""
+"""`convert` and `revert`: one conversion of torch, and undo; `explain`: what it decides."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ..later import shown_later
 from .converting import (
     casts_enabled,
     check_names,
@@ -17,3 +20,23 @@ from .converting import (
 )
 from .session import Session
 from .switching import current
+
+if TYPE_CHECKING:
+    from .asking import explain, explanations
+    from .explanation import (
+        Explanation,
+        Explanations,
+        call_sites,
+        listable,
+        matching,
+        outcome,
+        why_no_match,
+    )
+else:
+    __getattr__ = shown_later(
+        __name__,
+        {
+            "asking": "explain explanations",
+            "explanation": "Explanation Explanations call_sites listable matching outcome why_no_match",
+        },
+    )

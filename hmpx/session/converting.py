@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import torch
 
 from .. import torch_internals, torch_state
-from ..casting import Options
+from ..casting import Options, all_rules
 from ..errors import OptionError, end_contexts_left_open, shown, suggestion, to_the_end, warn
 from ..observers import ATTACHED, LOGGER, announce_conversion, show_log
 from ..policy import UNNAMED, CastPolicy, Decision, LowType, Policy, PolicySource, made_policy
 from ..registry import exclusive
-from ..rules import all_rules
 from ..tensors import default_device_types, is_present, parse_device_types
 from ..torch_internals import mode_stack, restore_modes
 from .session import Session

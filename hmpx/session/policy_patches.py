@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import compute, ops, rules, wrappers
+from .. import casting, compute, ops
 from ..casting import CallPlan, CallSite, OpFacts, Options, facts_of, is_promotion, plan_of
 from ..errors import OptionError
 from ..number_formats import is_format
@@ -80,7 +80,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
             function = site.callable_of(slot)
             key = (id(slot), name)
             if key not in made:
-                call = (decision.reason, device_types, options, wrappers.hands_over(function))
+                call = (decision.reason, device_types, options, casting.hands_over(function))
                 plan = plan_of(name, site, lacks, decision, *call)
                 made[key] = _made(seen, function, site, plan, asked)
             wrapper = made[key]
@@ -117,18 +117,18 @@ def _made(
             lowerings = compute.lowerings(plan.site.op, decision.dtype.name)
             decided = dataclasses.replace(decided, lowerings=lowerings)
         if _is_observed(function, site, decision, observers):
-            return wrappers.make_observed_wrapper(function, decided, observers)
+            return casting.make_observed_wrapper(function, decided, observers)
         if _is_settled_by_torch(site, decision, plan.facts):
-            return wrappers.make_wrapper_where_lacking(function, plan)
-        return wrappers.make_wrapper(function, decided)
+            return casting.make_wrapper_where_lacking(function, plan)
+        return casting.make_wrapper(function, decided)
 
     if asked and not site.in_place:
         low_type = conversion.policy.low_precision_type
-        return wrappers.make_choosing_wrapper(function, plan, asked, low_type, make)
+        return casting.make_choosing_wrapper(function, plan, asked, low_type, make)
     is_observed = _is_observed(function, site, plan.decision, observers)
     if is_observed or is_format(plan.decision.dtype):  # registered functions may compute in formats
         return make(plan.decision)
-    return wrappers.shared(function, plan, functools.partial(make, plan.decision))
+    return casting.shared(function, plan, functools.partial(make, plan.decision))
 
 
 def foreign_names(policy: Policy) -> list[str]:
@@ -158,7 +158,7 @@ def foreign_patches(
     """Returns the wrappers of these ops, except of those ``present``; ``module`` is fully executed."""
     found = Foreign([], [], [])
     policy, options = conversion.policy, conversion.options
-    deciding = _deciding(policy) if rules.all_rules() or policy.sections else {}
+    deciding = _deciding(policy) if casting.all_rules() or policy.sections else {}
     if options.legalize != "always":
         # How fast another library's function is in low precision is unknown.
         options = dataclasses.replace(options, legalize="never")
@@ -220,12 +220,12 @@ def _deciding(policy: Policy) -> dict[str, tuple[Rule, ...]]:
     """Maps each op to the rules that decide its calls before the lists do, if it has any."""
     by_section = policy.asked_rules()
     names = set(by_section)
-    for rule in rules.all_rules():
+    for rule in casting.all_rules():
         names |= ops.computing() if rule.op == "*" else ops.covered(rule.op)
         if rule.op == "*":
             names |= set(filter(ops.is_foreign, policy.decisions))
     found: dict[str, tuple[Rule, ...]] = {
-        n: (*rules.registered(n), *by_section.get(n, ())) for n in sorted(names)
+        n: (*casting.registered(n), *by_section.get(n, ())) for n in sorted(names)
     }
     return {name: asked for name, asked in found.items() if asked}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import casting, compute, torch_state
-from ..casting import Options
+from ..casting import Options, Registered, all_rules, in_force, in_use
 from ..errors import HmpxWarning, to_the_end
 from ..observers import ATTACHED, LOGGER, Attached, announcing, log_observer
 from ..patches import (
@@ -36,9 +36,7 @@ from ..patches import (
 from ..patching import Draft, ItemPatch, Patch
 from ..policy import Policy
 from ..registry import eventually, exclusive
-from ..rules import Registered, all_rules
 from ..torch_internals import STEP_HOOKS
-from ..wrappers import in_force, in_use
 from .policy_patches import (
     Conversion,
     foreign_names,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from .. import compute, torch_state
+from ..casting import RULES, Registered, in_use, references, references_of_others, retirements
 from ..errors import warn
 from ..observers import ATTACHED, Attached
 from ..patches import (
@@ -25,8 +26,6 @@ from ..patches import (
 )
 from ..patching import Applied, Draft, Patch, Swap
 from ..registry import exclusive
-from ..rules import RULES, Registered
-from ..wrappers import in_use, references, references_of_others, retirements
 from .policy_patches import originals, replacements
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..accuracy import contents, has_values
+from ..comparing import contents, has_values
 from ..tensors import long_name
 
 #: Projections of a tensor. The standard deviation of an estimate is a ninth of it.

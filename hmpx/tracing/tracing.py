@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from .. import arguments, session
-from ..accuracy import may_read
+from ..comparing import may_read
 from ..errors import OptionError, raised_here, short, shown, to_the_end, warn
 from ..files import unwritable
 from ..observers import Attached, CallTensors, OpCall

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..accuracy import has_values
+from ..comparing import has_values
 from ..errors import passing_over, raised_here, warn
 from ..files import unwritable
 from ..forks import new_lock

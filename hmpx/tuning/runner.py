@@ -229,7 +229,9 @@ class Journal:
             try:
                 if self._path:
                     self._write(text.encode() + b"\n")
-            except raised_here(OptionError) as error:  # a full disk ends the journal, not the search
+            except raised_here(
+                OptionError
+            ) as error:  # a full disk ends the journal, not the search
                 self._path = ""
                 warn(f"{error}; the search goes on without its journal")
         where, value = self._known[name]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import ALLOW, DENY, FOLLOW, CastPolicy, Decision, OptionError, Policy, rules
+from hmpx import ALLOW, DENY, FOLLOW, CastPolicy, Decision, OptionError, Policy, casting
 from tests.values import normal
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -30,9 +30,9 @@ OUTPUT = (None, BF16, FP16, FP32, FP64)
 @pytest.fixture(autouse=True)
 def rules_are_taken_back() -> Iterator[None]:
     """Takes back what a test has registered."""
-    before = rules.all_rules()
+    before = casting.all_rules()
     yield
-    for rule in rules.all_rules():
+    for rule in casting.all_rules():
         if rule not in before:
             hmpx.unregister_rule(rule.op, rule.function)
 

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import OptionError, compute
+from hmpx.casting import retiring
 from hmpx.compute import nodes
 from hmpx.torch_state import switch
-from hmpx.wrappers import retiring
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]

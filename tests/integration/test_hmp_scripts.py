@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import hmpx
-from hmpx.gaudi.devices import device_type
+from hmpx.integrations.devices import device_type
 from tests import forks
 
 SCRIPTS = Path(__file__).with_name("hmp_scripts")

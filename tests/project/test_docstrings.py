@@ -54,10 +54,10 @@ def test_examples_show_what_happens(
 
 def run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs the examples of an entry."""
-    before = (formats.names(), hmpx.rules.RULES.value)
+    before = (formats.names(), hmpx.casting.RULES.value)
     runner = doctest.DocTestRunner(verbose=False)
     failed, tried = runner.run(examples(name), clear_globs=False)
     assert tried
     assert not failed, capsys.readouterr().out
     assert not hmpx.is_converted()
-    assert (formats.names(), hmpx.rules.RULES.value) == before
+    assert (formats.names(), hmpx.casting.RULES.value) == before

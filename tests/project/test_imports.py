@@ -36,7 +36,6 @@ assert not held, held
 
 #: What a program without number formats, policy files or reports does not load, nor `convert` for it.
 LATER = (
-    "hmpx.accuracy",
     "hmpx.comparing",
     "hmpx.compute.emulation",
     "hmpx.formats",
@@ -125,3 +124,20 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         hmpx.freezee  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("freezee", hmpx)  # Python suggests 'freeze'
     assert "freeze" in dir(hmpx)
+
+
+#: A wrapper's globals are the switch's: its gate is one lookup there, as it is at each call.
+INSIDE = {("casting", "torch_state.switch")}
+
+
+def test_packages_are_entered_by_their_doors() -> None:
+    """A module imports from another package only what its ``__init__.py`` shows."""
+    for path in sorted(ROOT.glob("*/**/*.py")):
+        package = path.relative_to(ROOT).parts[0]
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = ("hmpx", *path.relative_to(ROOT).parts[:-1])
+                module = ".".join([*base[: len(base) - node.level + 1], node.module or ""])
+                target = module.removeprefix("hmpx.").strip(".")
+                is_inside = target.partition(".")[0] in ("hmpx", package) or "." not in target
+                assert is_inside or (package, target) in INSIDE, f"{path}:{node.lineno}: {target}"

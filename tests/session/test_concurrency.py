@@ -147,7 +147,7 @@ def test_conversions_and_rules_of_several_threads_take_turns() -> None:
         for thread in threads:
             thread.join()
     hmpx.revert()
-    hmpx.rules.RULES.change(())
+    hmpx.casting.RULES.change(())
     assert errors == []
 
 

@@ -34,7 +34,7 @@ KNOWN = {
     ("registry.py", "Thread"): "started again in the child",
     ("registry.py", "register_at_fork"): "that start",
     ("cli/run_report.py", "register_at_fork"): "drops what the parent has recorded",
-    ("gaudi/devices.py", "Thread"): "the class, which the stand-in patches",
+    ("integrations/devices.py", "Thread"): "the class, which the stand-in patches",
 }
 
 

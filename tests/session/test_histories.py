@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import Policy, formats, rules
+from hmpx import Policy, casting, formats
 from hmpx.torch_state import switch
 from tests.conftest import differences, namespaces
 
@@ -273,7 +273,7 @@ class History:
         hmpx.convert(policy=POLICIES[0][0], legalize="never", device_types={"cpu"}).revert()
         assert not switch._open
         assert not switch.marked()
-        assert rules.all_rules() == ()
+        assert casting.all_rules() == ()
 
 
 class _Attached:

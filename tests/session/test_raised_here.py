@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
+from hmpx.checking import lint_trace
 from hmpx.compute import missing_kernels
 from hmpx.compute.legalize import capability
 from hmpx.errors import passing_over, raised_here
-from hmpx.linting import trace as lint_trace
 from hmpx.planning import places
-from hmpx.repeating import repeating
 from hmpx.torch_internals import blocked_convolutions
-from hmpx.tracing import writing
+from hmpx.tracing import repeating, writing
 from hmpx.watching import trials
 
 PACKAGE = Path(hmpx.__file__).parent
@@ -49,7 +48,7 @@ KNOWN = {
     ("patches/regions.py", "_complete"): "raised, unless `may_run_again`, which is stricter",
     ("planning/planning.py", "_called"): "raised, with a note",
     ("planning/planning.py", "_step"): "raised, with a note",
-    ("repeating/repeating.py", "invariance"): "raised, with a note",
+    ("tracing/repeating.py", "invariance"): "raised, with a note",
     ("torch_state/disabling.py", "_run_generator"): "raised in the generator",
     ("torch_state/disabling.py", "wrapper"): "raised in the generator",
 }

@@ -126,7 +126,7 @@ def linears() -> Iterator[Places]:
 def unregistered() -> Iterator[None]:
     """Takes back the rules of a test."""
     yield
-    for rule in hmpx.rules.all_rules():
+    for rule in hmpx.casting.all_rules():
         hmpx.unregister_rule(rule.op, rule.function)
 
 

@@ -89,7 +89,7 @@ def prepare_optimizer(args, model):
     if args.device == "hpu":
         from habana_frameworks.torch.hpex.optimizers import FusedLamb
     else:
-        from hmpx.gaudi.optimizers import FusedLamb
+        from hmpx.integrations.optimizers import FusedLamb
     return FusedLamb(groups, lr=0.01, dtype=torch.bfloat16, max_grad_norm=None)
 
 

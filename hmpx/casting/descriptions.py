@@ -1,0 +1,203 @@
+"""Descriptions of calls without their place: dtypes before and after casting, and the reason.
+
+They are equal for all calls of a site with the same kinds of arguments, so they are cached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..compute import names_dtype
+from ..ops import facts
+from ..policy import CastPolicy
+from ..tensors import (
+    ELIGIBLE,
+    PLAIN_TENSORS,
+    SEQUENCES,
+    SPARSE,
+    Args,
+    Kwargs,
+    Named,
+    promoted,
+    short_name,
+    tensors_in,
+)
+from ..torch_internals import disable_modes, transforms
+from .inputs import (
+    cast_dtypes,
+    counted,
+    floating_inputs,
+    given_out,
+    is_emulated,
+    is_on_device,
+    rounds_into_out,
+    target_dtype,
+    written,
+)
+from .plan import CallPlan
+
+#: The reason for calls whose casts the program has switched off.
+SWITCHED_OFF: Final = "casts are switched off"
+
+#: The reason for calls whose inputs torch.autocast has cast.
+AUTOCAST: Final = "torch.autocast"
+
+#: Used instead of a `CastPolicy`'s name if the argument that a call writes to decides.
+TARGET: Final = "TARGET"
+
+#: Policies in which inputs of any dtype decide, or none.
+_OF_ANY_DTYPE: Final = frozenset({CastPolicy.FIRST, CastPolicy.WIDEST, CastPolicy.PASS})
+
+#: The most kinds of calls cached per site.
+_MOST_KINDS: Final = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Description:
+    """The description of a call; the fields are those of `OpCall`."""
+
+    input_dtypes: tuple[torch.dtype, ...]
+    cast_dtypes: tuple[torch.dtype, ...]
+    device_type: str
+    dtype: torch.dtype | Named | None
+    cast_policy: str
+    reason: str
+    #: Which of the floating inputs are cast, and the size of their elements afterwards.
+    casts: tuple[tuple[int, int], ...] = ()
+
+
+class Descriptions:
+    """The descriptions of a call site's calls."""
+
+    def __init__(self, plan: CallPlan) -> None:
+        self._plan = plan
+        self._known: dict[Any, Description] = {}
+
+    def find(
+        self, args: Args, kwargs: Kwargs, *, is_on: bool
+    ) -> tuple[Description, list[Tensor]] | None:
+        """Returns the description of a call, and its floating inputs; None if it has none."""
+        plan, kinds = self._plan, list[Any]([is_on, *kwargs])
+        before = floating_inputs(plan, *decoded(plan, args, kwargs))
+        if not before:
+            return None
+        is_plain = plan.emulation is None and _note_kinds((*args, *kwargs.values()), kinds)
+        if not is_plain or transforms() is not None:
+            return describe(plan, before, args, kwargs, is_on=is_on), before
+        key = tuple(kinds)
+        if key not in self._known:
+            if len(self._known) >= _MOST_KINDS:
+                self._known.clear()
+            with disable_modes():
+                self._known[key] = describe(plan, before, args, kwargs, is_on=is_on)
+        return self._known[key], before
+
+    def as_run(self, found: Description, args: Args, kwargs: Kwargs, result: Any) -> Description:
+        """Returns the description of a call made in a region of torch.autocast.
+
+        Its result shows its compute dtype, unless the call names a dtype.
+        """
+        if self._plan.decision.is_named or self._plan.site.op in facts("converting"):
+            return found
+        dtype = next((each.dtype for each in tensors_in([result]) if each.dtype in ELIGIBLE), None)
+        given = found.dtype or promoted(found.cast_dtypes)
+        if dtype in (None, given) or given not in ELIGIBLE or names_dtype(args, kwargs):
+            return found
+        return _by_autocast(found, dtype)
+
+
+@functools.lru_cache(maxsize=16 * _MOST_KINDS)
+def _by_autocast(found: Description, dtype: torch.dtype | None) -> Description:
+    policy = CastPolicy.PASS.name
+    return dataclasses.replace(found, dtype=dtype, cast_policy=policy, reason=AUTOCAST)
+
+
+def describe(
+    plan: CallPlan, before: list[Tensor], args: Args, kwargs: Kwargs, *, is_on: bool
+) -> Description:
+    """Returns the description of a call with the floating inputs ``before``."""
+    input_dtypes = tuple([tensor.dtype for tensor in before])
+    device_type = before[0].device.type
+    is_listed = plan.decision.cast_policy is not CastPolicy.PASS
+    if not is_on or (is_listed and not is_on_device(plan, args, kwargs)):
+        reason = f"tensors on {device_type} are not cast" if is_on else SWITCHED_OFF
+        policy = CastPolicy.PASS.name
+        return Description(input_dtypes, input_dtypes, device_type, None, policy, reason)
+    after = tuple(cast_dtypes(plan, *decoded(plan, args, kwargs)))
+    dtype = _dtype(plan, before, args, kwargs)
+    cast_policy, reason = _decided_by(plan, args, kwargs)
+    is_rounded = dtype is not None and is_emulated(plan, args, kwargs)
+    casts = [
+        (position, cast.itemsize)
+        for position, (given, cast) in enumerate(zip(input_dtypes, after, strict=False))
+        if given is not cast
+    ]
+    return Description(
+        input_dtypes,
+        after,
+        device_type,
+        plan.emulation.formats.result if plan.emulation and is_rounded else dtype,
+        cast_policy,
+        reason,
+        casts=tuple(casts),
+    )
+
+
+def _decided_by(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[str, str]:
+    """Returns the name of a call's deciding `CastPolicy`, or `TARGET`, and the reason, for the log."""
+    is_target = written(plan, args, kwargs) is not None
+    if is_target and not rounds_into_out(plan, args, kwargs):
+        out = given_out(plan, args, kwargs)
+        return TARGET, "in-place rule" if out is None else "out= rule"
+    policy = plan.decision.cast_policy
+    for tensor in counted(plan, floating_inputs(plan, args, kwargs)):
+        if tensor.layout in SPARSE:
+            return CastPolicy.FIRST.name, "its sparse input"
+        if plan.emulation is not None and tensor.is_nested:
+            return CastPolicy.FP32.name, "its nested input"
+        if policy not in _OF_ANY_DTYPE and tensor.dtype not in ELIGIBLE:
+            return CastPolicy.PASS.name, f"its {short_name(tensor.dtype)} input"
+    return policy.name, plan.decision.reason
+
+
+def decoded(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Returns the arguments with codes of number formats decoded to values."""
+    return (args, kwargs) if plan.emulation is None else plan.emulation.decoded(args, kwargs)
+
+
+def _dtype(plan: CallPlan, inputs: list[Tensor], args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    """Returns the dtype that a call runs in, also by torch's own casts; None if it is left alone."""
+    if plan.facts.promotes and plan.target is not None:
+        return inputs[0].dtype
+    if plan.facts.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
+        return plan.widest(inputs)
+    if plan.is_widened(inputs):
+        return torch.float32
+    return target_dtype(plan, args, kwargs)
+
+
+def _note_kinds(values: Any, kinds: list[Any]) -> bool:
+    """Collects the properties of values that a description depends on; False if unknown."""
+    for value in values:
+        cls = type(value)
+        if cls in PLAIN_TENSORS:
+            if value.is_nested:
+                return False
+            kinds += (value.dtype, value.layout, value.device, value.dim() > 0)
+        elif isinstance(value, SEQUENCES):
+            kinds += (cls, len(value))
+            if not _note_kinds(value, kinds):
+                return False
+        elif isinstance(value, Tensor):
+            return False
+        elif cls is bool or cls is int:  # a flag, such as inplace
+            kinds.append(bool(value))
+        else:
+            kinds.append(value if cls is torch.dtype else cls)
+    return True

@@ -1,0 +1,199 @@
+"""Creates the wrapper of one call site: of an op that is cast, or of one that only needs fallbacks.
+
+``session.policy_patches`` installs the wrappers in torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from .. import compute
+from ..policy import CastPolicy, Decision, LowType, Rule
+from ..tensors import LOW_DTYPES, Args, Kwargs
+from ..torch_state import is_off, switch
+from .calls import call_of, cast_where_on, is_overridden, narrower, override, retry_in_fp32
+from .inputs import widener
+from .judging import MOST_VERDICTS, Judge
+from .plan import CallPlan
+from .retiring import Control, named_after
+from .running import callee_of, keeping_parameters
+from .source import make_generated
+
+
+def make_wrapper(
+    original: Callable[..., Any], plan: CallPlan, *, fuses: bool = True
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of ``original`` at ``plan.site``; None if no call is ever cast.
+
+    Without ``fuses`` autograd's nodes are torch's.
+    """
+    is_single = not plan.site.is_python and not plan.site.parameters.has_several_tensors
+    is_uncast = (plan.is_relative and is_single) or plan.decision.cast_policy is CastPolicy.PASS
+    if is_uncast and not plan.composes:
+        return make_wrapper_where_lacking(original, plan)
+    control = Control(plan.legalizes, looks_at_all=plan.legalizes)
+    complete = completed(original, plan)
+    narrowed = narrower(original, plan, functools.partial(make_wrapper, original))
+    call, cast_and_run = call_of(original, complete, plan, control, narrowed)
+    fused = None
+    if fuses and plan.has_nodes and isinstance(complete, types.BuiltinFunctionType):
+        fused = compute.fused_linear(plan.decision.dtype, plan.device_types)
+    wrapper = make_generated(
+        plan,
+        original=complete,
+        call=call,
+        cast_and_run=cast_and_run,
+        native=keeping_parameters(plan) if plan.keeps_parameters else None,
+        widens=widener(plan),
+        control=control,
+        retry=functools.partial(retry_in_fp32, original, plan, control),
+        dtype=plan.decision.dtype,
+        fused=fused,
+    )
+    return named_after(original, wrapper, plan.site.name, control)
+
+
+def make_wrapper_where_lacking(
+    original: Callable[..., Any], plan: CallPlan
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of a function that is never cast: it adds fallbacks to torch's.
+
+    It computes in fp32 if a kernel is missing, and accepts numbers that the dtype does not hold. None if torch's
+    function needs no fallback.
+    """
+    site, control = plan.site, Control()
+    if site.lacking is None:
+        return _make_wrapper_taking_numbers(original, plan)
+    complete = completed(original, plan)
+    is_quick = site.lacking.is_of_gradients and site.numbers is None
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if control.forward is not None:
+            return control.forward(*args, **kwargs)
+        given = (*args, *kwargs.values()) if kwargs else args
+        if is_quick and not has_torch_function(given) and not _learns_low(given):
+            return original(*args, **kwargs)
+        if is_overridden(args, kwargs):
+            return override(original, site.name, _cast_nothing, args, kwargs)
+        return complete(*args, **kwargs)
+
+    return named_after(original, wrapper, site.name, control)
+
+
+def _make_wrapper_taking_numbers(
+    original: Callable[..., Any], plan: CallPlan
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of a function that is never cast and has all kernels.
+
+    None if it takes no numbers. Modes and tensor subclasses see the wrapper only if a number must be
+    checked; torch passes other calls to them.
+    """
+    numbers = plan.site.numbers
+    if plan.adds_in_place:
+        control = Control()
+        made = compute.adding_masks(original, plan.device_types, control)
+        return named_after(original, made, plan.site.name, control)
+    if numbers is None:
+        return None
+    callee, control = callee_of(original, plan), Control()
+    inner = compute.completed_by_numbers(callee, numbers)
+
+    def complete(*args: Any, **kwargs: Any) -> Any:
+        if is_overridden(args, kwargs):
+            return override(original, plan.site.name, _cast_nothing, args, kwargs)
+        return inner(*args, **kwargs)
+
+    made = compute.taking_numbers(original, numbers, callee.promotes, complete, control)
+    return named_after(original, made, plan.site.name, control)
+
+
+def _cast_nothing(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    return args, kwargs
+
+
+def _learns_low(values: Args) -> bool:
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad and value.dtype in LOW_DTYPES:
+            return not compute.is_exported()
+    return False
+
+
+def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+    """Adds fallbacks to ``original``: see `make_wrapper_where_lacking`."""
+    site = plan.site
+    callee = callee_of(original, plan)
+    if site.numbers is not None:
+        complete = compute.completed_by_numbers(callee, site.numbers)
+        taking = compute.taking_numbers(original, site.numbers, callee.promotes, complete)
+        callee = dataclasses.replace(callee, function=taking)
+    if plan.adds_in_place:
+        made = compute.adding_masks(callee.function, plan.device_types)
+        callee = dataclasses.replace(callee, function=made)
+    if site.lacking is not None:
+        callee = dataclasses.replace(callee, function=compute.completed(callee, site.lacking))
+    if site.op == "matmul" and plan.is_low:
+        return compute.folding(callee.function)
+    if not plan.rounds_last or site.is_python:
+        return callee.function
+    return compute.rounding_last(callee.function, site.parameters.names, plan.device_types)
+
+
+# --- ops that rules decide ---------------------------------------------------------------------
+
+#: Creates the wrapper for a decision; None if no call would be cast.
+Maker = Callable[[Decision], Callable[..., Any] | None]
+
+
+def make_choosing_wrapper(
+    original: Callable[..., Any],
+    plan: CallPlan,
+    rules: tuple[Rule, ...],
+    low_dtype: LowType,
+    make: Maker,
+) -> Callable[..., Any]:
+    """Returns a wrapper of ``original`` whose calls are decided by ``rules``."""
+    # Also keyed by the reason, which the log shows and equality ignores.
+    followed: dict[tuple[Decision, str], Callable[..., Any]] = {}
+
+    def follow(decision: Decision | None) -> Callable[..., Any]:
+        decision = plan.decision if decision is None else decision
+        key = decision, decision.reason
+        found = followed.get(key)
+        if found is None:
+            if len(followed) >= MOST_VERDICTS:  # each call may have another reason
+                followed.clear()
+            found = make(decision)
+            found = found or completed(original, dataclasses.replace(plan, decision=decision))
+            followed[key] = found
+        return found
+
+    by_lists, control = follow(None), Control()
+
+    def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if choose(args, kwargs) is not by_lists:
+            return args, kwargs  # cast after the rule decided again, by the present dtypes
+        return cast_where_on(plan, args, kwargs)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if control.forward is not None:
+            return control.forward(*args, **kwargs)
+        if (
+            has_torch_function(args) or ((kwargs or may_be_nested) and is_overridden(args, kwargs))
+        ) and plan.site.is_overridable:
+            return override(original, plan.site.name, cast, args, kwargs)
+        if switch._looks_closer and is_off():
+            return by_lists(*args, **kwargs)
+        if kwargs:
+            return choose(args, kwargs)(*args, **kwargs)
+        return choose(args, kwargs)(*args)
+
+    may_be_nested = "A" in plan.site.parameters.kinds.values()
+    choose = Judge(plan.site.op, plan.site.parameters, rules, low_dtype, follow).judge
+    return named_after(original, wrapper, plan.site.name, control)

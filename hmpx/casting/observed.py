@@ -1,0 +1,364 @@
+"""Wrappers with a layer that notifies observers.
+
+Calls run in the wrapper from `making`, with any observers. Their descriptions come from the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from ..compute import COMPUTED
+from ..observers import (
+    PAUSED,
+    Attached,
+    CallTensors,
+    Kernels,
+    OpCall,
+    is_put_in_graph,
+    number_in_graphs,
+    put_in_graph,
+    user_location,
+)
+from ..ops import draws, facts
+from ..policy import CastPolicy
+from ..tensors import PLAIN_TENSORS, Args, Kwargs, map_tensors, tensors_in
+from ..torch_internals import (
+    has_fake_tensors,
+    is_any_autocast_enabled,
+    is_graph_made,
+    is_jit_tracing,
+    run_when_traced,
+    tracing_context,
+    unseen,
+)
+from ..torch_state import (
+    apart,
+    is_below_dispatcher,
+    is_off,
+    is_off_by_program,
+    is_unobserved,
+    phase,
+    place,
+    state_of_random_numbers,
+    switch,
+    unobserved_casts,
+)
+from .calls import cast_where_on, is_overridden, narrower, override
+from .descriptions import Description, Descriptions, decoded, describe
+from .inputs import cast_args, floating_inputs, written
+from .making import completed, make_wrapper
+from .plan import CallPlan
+from .retiring import Control, named_after
+
+#: The most distinct calls cached per site.
+_MOST_CALLS: Final = 256
+
+
+def make_observed_wrapper(
+    original: Callable[..., Any], plan: CallPlan, attached: tuple[Attached, ...]
+) -> Callable[..., Any]:
+    """Returns a wrapper that runs calls like `make_wrapper`'s, and reports each call to observers."""
+    made: list[Callable[..., Any]] = []
+
+    @run_when_traced
+    def make() -> None:  # few of torch's functions are called while it is observed
+        if not made:
+            made.append(_observed(original, plan, attached))
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if control.forward is not None:
+            return control.forward(*args, **kwargs)
+        if is_dynamo_compiling() or not made:  # read once while it is traced, after it is made
+            make()
+        return made[0](*args, **kwargs)
+
+    control = Control()
+    return named_after(original, wrapper, plan.site.name, control)
+
+
+def _observed(
+    original: Callable[..., Any], plan: CallPlan, attached: tuple[Attached, ...]
+) -> Callable[..., Any]:
+    """Returns the function that makes and reports the calls of an observed wrapper."""
+    complete = completed(original, plan)
+    with_tensors = any(each.tensors for each in attached)
+    for_every_op = tuple([each for each in attached if each.every_op])
+    in_graphs = any(each.graphs for each in attached)
+    is_timed = any(each.times for each in attached)
+    reads_kernels = any(each.kernels for each in attached)
+    observers = frozenset(attached)
+    is_listed = plan.decision.cast_policy is not CastPolicy.PASS
+    is_cast = plan.site.op in facts("converting")
+    told = attached if is_listed else for_every_op
+    descriptions = Descriptions(plan)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_traced = is_dynamo_compiling()
+        may_be_kept = in_graphs and (is_traced or tracing_context() is not None)
+        if PAUSED and observers <= PAUSED and not may_be_kept:
+            return inner(*args, **kwargs)
+        is_on = True
+        if is_traced or switch._looks_closer:
+            if is_unobserved():
+                return inner(*args, **kwargs)
+            is_on = not is_off()
+            if not (is_on or is_traced) and _here.is_in_call:
+                return inner(*args, **kwargs)  # a part of a call that is reported
+        if plan.site.is_overridable and is_overridden(args, kwargs):
+            return override(original, plan.site.name, cast_here, args, kwargs)
+        if is_below_dispatcher() or not (is_on or (for_every_op and is_off_by_program())):
+            return inner(*args, **kwargs)
+        if is_on and narrowed is not None and (others := narrowed()) is not None:
+            return others(*args, **kwargs)
+        if is_traced:  # sizes may be symbols
+            before = floating_inputs(plan, *decoded(plan, args, kwargs))
+            if not before:
+                return inner(*args, **kwargs)  # there is nothing to decide
+            found = describe(plan, before, args, kwargs, is_on=is_on)
+            given = _given(plan, args, kwargs) if in_graphs else None
+            result = inner(*args, **kwargs)
+            types = found.input_dtypes, found.cast_dtypes, found.device_type, found.dtype
+            fields = (*types, found.cast_policy, found.reason)  # as constants
+            number = tell_traced(fields, _dtypes_of(result), is_on)
+            if given:
+                put_in_graph(number, *given, result)
+            return result
+        known = descriptions.find(args, kwargs, is_on=is_on)
+        # Conversions during a call are hmpx's own, which a mode passes to their names.
+        was_in_call = _here.is_in_call
+        if known is None or (is_cast and was_in_call):
+            return inner(*args, **kwargs)
+        found, before = known
+        cast_bytes, tensors, seconds = 0, None, None
+        for position, size in found.casts:
+            count = before[position].numel()
+            cast_bytes += count * size if type(count) is int else 0  # may be a symbol
+        if with_tensors and not (is_graph_made() or has_fake_tensors()):
+            tensors = _tensors(plan, complete, inner, args, kwargs)
+        is_kept = in_graphs and tensors is None and is_put_in_graph()
+        given = _given(plan, args, kwargs) if is_kept else None
+        began = _now(found.device_type) if is_timed else 0.0
+        was_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, False
+        try:
+            _here.is_in_call = True
+            if reads_kernels and not (is_graph_made() or is_jit_tracing()):
+                with Kernels() as kernels:
+                    result = inner(*args, **kwargs)
+                dtypes = kernels.dtypes
+            else:
+                result, dtypes = inner(*args, **kwargs), ()
+        finally:
+            _here.is_in_call = was_in_call
+            is_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, was_legalized
+        if plan.selects and cast_bytes:
+            cast_bytes = result.nbytes  # without the table
+        if is_on and is_any_autocast_enabled():
+            found = descriptions.as_run(found, args, kwargs, result)
+        if is_timed:
+            seconds = _now(found.device_type) - began
+        if tensors is not None:
+            tensors = dataclasses.replace(tensors, result=result)
+        values = (before, args, kwargs, result) if for_every_op else None
+        outputs = _dtypes_of(result)
+        tell(found, outputs, cast_bytes, seconds, tensors, values, is_on, is_legalized, dtypes)
+        if given:
+            put_in_graph(numbered(found, outputs), *given, result)
+        return result
+
+    calls: dict[Any, OpCall] = {}
+
+    def called(
+        found: Description,
+        output_dtypes: tuple[torch.dtype, ...],
+        cast_bytes: int,
+        seconds: float | None,
+        *,
+        is_legalized: bool,
+        kernels: tuple[torch.dtype, ...],
+    ) -> OpCall:
+        path, location, here = place().path, user_location(), phase()
+        # In a loop all is the same; a cached call takes a third of the time.
+        key = found, output_dtypes, cast_bytes, path, location, here, is_legalized, kernels
+        if seconds is None and key in calls:
+            return calls[key]
+        call = OpCall(
+            op=plan.site.op,
+            site=plan.site.name,
+            function=original,
+            cast_policy=found.cast_policy,
+            reason=found.reason,
+            dtype=found.dtype,
+            input_dtypes=found.input_dtypes,
+            cast_dtypes=found.cast_dtypes,
+            output_dtypes=output_dtypes,
+            device_type=found.device_type,
+            cast_bytes=cast_bytes,
+            module=path,
+            location=location,
+            phase=here,
+            seconds=seconds,
+            legalized=is_legalized or not isinstance(found.dtype, (torch.dtype, type(None))),
+            kernels=kernels,
+        )
+        if seconds is None:
+            if len(calls) >= _MOST_CALLS:
+                calls.clear()
+            calls[key] = call
+        return call
+
+    def tell(  # noqa: PLR0917  # torch.compile passes constants by position
+        found: Description,
+        output_dtypes: tuple[torch.dtype, ...],
+        cast_bytes: int,
+        seconds: float | None,
+        tensors: CallTensors | None,
+        values: tuple[list[torch.Tensor], Args, Kwargs, Any] | None,
+        is_on: bool,
+        is_legalized: bool,
+        kernels: tuple[torch.dtype, ...],
+    ) -> None:
+        call = called(
+            found, output_dtypes, cast_bytes, seconds, is_legalized=is_legalized, kernels=kernels
+        )
+        present = told if is_on else for_every_op
+        if values is not None:
+            tell_values(
+                [each for each in present if each.values and each not in PAUSED], call, values
+            )
+        others = [each for each in present if not each.values]
+        if others:
+            with apart():
+                for each in others:
+                    each.tell(call, tensors if tensors is None else _own(tensors))
+
+    @unseen
+    def tell_values(present: list[Attached], call: OpCall, values: tuple[Any, ...]) -> None:
+        for each in present:
+            each.observer(call, *values)
+
+    def numbered(found: Description, outputs: tuple[torch.dtype, ...]) -> int:
+        call = called(found, outputs, 0, None, is_legalized=False, kernels=())
+        return number_in_graphs(call, attached)
+
+    @run_when_traced
+    def tell_traced(fields: tuple[Any, ...], outputs: tuple[torch.dtype, ...], is_on: bool) -> int:
+        found = Description(*fields)
+        tell(found, outputs, 0, None, None, None, is_on, False, ())
+        return numbered(found, outputs) if in_graphs else -1
+
+    narrowed = narrower(original, plan, lambda others: _observed(original, others, attached))
+    inner = make_wrapper(original, plan, fuses=False) or complete  # observers know torch's nodes
+    cast_here = functools.partial(_amid_call, cast_where_on, plan)
+    return run
+
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
+class _Here(threading.local):
+    """The state of a thread."""
+
+    is_in_call = False  # an observed call: conversions during it are not the program's
+
+
+_here: Final = _Here()
+
+
+def _amid_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls ``function``, a part of an observed call: its casts are not the program's."""
+    if is_dynamo_compiling():
+        return function(*args, **kwargs)
+    was_in_call = _here.is_in_call
+    try:
+        _here.is_in_call = True
+        return function(*args, **kwargs)
+    finally:
+        _here.is_in_call = was_in_call
+
+
+def _dtypes_of(result: Any) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of the tensors that a call returned."""
+    if type(result) in PLAIN_TENSORS:
+        return (result.dtype,)
+    return tuple([tensor.dtype for tensor in tensors_in([result])])
+
+
+def _now(device_type: str) -> float:
+    """Returns a clock's time in seconds after synchronizing the device."""
+    if device_type not in ("cpu", "meta"):
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def _tensors(
+    plan: CallPlan,
+    complete: Callable[..., Any],
+    inner: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+) -> CallTensors:
+    """Returns the tensors of a call before it runs, without its result."""
+    options = dataclasses.replace(plan.options, reuse_casts=False)
+    state = (
+        state_of_random_numbers([*args, *kwargs.values()])
+        if draws(plan.site.op) or plan.emulation is not None
+        else None
+    )
+    with apart():
+        if _writes(plan, args, kwargs):
+            args, kwargs = _copied(args, kwargs)
+        cast, cast_kwargs = cast_args(dataclasses.replace(plan, options=options), args, kwargs)
+    if state is not None:
+        state.restore()  # stochastic rounding may have drawn numbers
+
+    def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if state is None:
+            return function(*args, **kwargs)
+        now = state_of_random_numbers([*args, *kwargs.values()])
+        state.restore()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            now.restore()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with apart():
+            return again(complete, *args, **kwargs)
+
+    def run_cast(*args: Any, **kwargs: Any) -> Any:
+        with apart(), unobserved_casts():
+            return again(inner, *args, **kwargs)
+
+    writes = _writes(plan, args, kwargs)
+    return CallTensors(args, kwargs, cast, cast_kwargs, run, run_cast, writes=writes)
+
+
+def _given(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
+    """Returns the arguments, copied if the call writes to any, and whether it does."""
+    writes = _writes(plan, args, kwargs)
+    return (*(_copied(args, kwargs) if writes else (args, kwargs)), writes)
+
+
+def _own(tensors: CallTensors) -> CallTensors:
+    """Returns tensors for one observer: copies, to which it may write."""
+    if not tensors.writes:
+        return tensors
+    given, given_kwargs = _copied(tensors.given, tensors.given_kwargs)
+    return dataclasses.replace(tensors, given=given, given_kwargs=given_kwargs)
+
+
+def _writes(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the call writes to any of its arguments."""
+    return bool(plan.site.writes) or written(plan, args, kwargs) is not None
+
+
+def _copied(args: Args, kwargs: Mapping[str, Any]) -> tuple[Args, Kwargs]:
+    copied = {name: map_tensors(value, torch.Tensor.clone) for name, value in kwargs.items()}
+    return map_tensors(args, torch.Tensor.clone), copied

@@ -1,0 +1,154 @@
+"""Retires wrappers of reverted conversions: they call the function that is in their slot.
+
+Models, tables and other programs may keep references to them. Each wrapper reads a `Control`, which retires
+it, or puts it back in use if conversions share it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from .. import patches
+from ..patching import Patch
+from .plan import CallPlan
+
+#: Dotted name of a slot -> the wrapper in it, and the wrapped function.
+_in_force: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
+@dataclass(slots=True, eq=False)
+class Control:
+    """The mutable state of one wrapper, which starts in use."""
+
+    legalizes: bool = False  # calls may be legalized
+    looks_at_all: bool = False  # settled calls, too, don't go straight to torch's function
+    forward: Callable[..., Any] | None = None  # gets all calls once the wrapper is retired
+    #: Whether a product of two matrices may be legalized, judged by their sizes alone.
+    may_apply: Callable[[Any, Any], bool] = lambda a, b: True
+    names: list[tuple[str, str]] = field(default_factory=list)  # in use, and once it is retired
+    alone: int = 0  # count of references to the wrapper when only hmpx held it
+    others: int = 0  # references by others when the last conversion took it
+
+    def settle(self) -> None:
+        """Ends the legalization of calls."""
+        self.legalizes, self.looks_at_all = False, self.forward is not None
+
+
+def named_after(
+    original: Callable[..., Any], wrapper: Callable[..., Any], site: str, control: Control
+) -> Callable[..., Any]:
+    """Gives ``wrapper`` an importable name, so that it can be pickled."""
+    module, _, name = site.rpartition(".")
+    if module == "torch.Tensor":
+        module, name = "torch", f"Tensor.{name}"
+    is_of_module = isinstance(getattr(original, "__self__", None), types.ModuleType)
+    if is_of_module and original.__name__ != name:  # torch.linalg has no "linalg_norm"
+        module, name = original.__module__, original.__qualname__
+    wrapper.__module__ = module
+    wrapper.__name__ = getattr(original, "__name__", name)
+    wrapper.__qualname__ = name
+    wrapper.__doc__ = original.__doc__
+    wrapper.__wrapped__ = original  # type: ignore[attr-defined]
+    wrapper.__hmpx_site__ = site  # type: ignore[attr-defined]
+    wrapper.__hmpx_control__ = control  # type: ignore[attr-defined]
+    return wrapper
+
+
+def in_force(wrappers: Iterable[Callable[..., Any]]) -> Patch:
+    """Returns the patch that registers ``wrappers`` under the names of their slots."""
+    found = [(vars(wrapper), wrapper) for wrapper in wrappers]
+    sites = {marks["__hmpx_site__"]: (wrapper, marks["__wrapped__"]) for marks, wrapper in found}
+    return Patch(sys.modules[__name__], "_in_force", sites)
+
+
+def in_slot(site: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the wrapper of ``original`` in the slot ``site``; ``original`` if there is none.
+
+    Not a wrapper of a function that somebody else has put there since, which may call this wrapper.
+    """
+    current, wrapped = _in_force.get(site, (original, original))
+    return current if wrapped is original else original
+
+
+class _Retirement(Patch):
+    """Makes the wrapper ``owner`` call the function in its slot, for all kept references, or puts it back in use."""
+
+    __slots__ = ()
+
+    @property
+    def where(self) -> str:
+        """The slot's name."""
+        return str(vars(self.owner)["__hmpx_site__"])
+
+    def read(self) -> bool:
+        """Returns whether it is retired now."""
+        return vars(self.owner)["__hmpx_control__"].forward is not None
+
+    def write(self, value: bool) -> None:
+        """Retires the wrapper, or puts it in use."""
+        wrapper, site = self.owner, self.where
+        control: Control = vars(wrapper)["__hmpx_control__"]
+        original = vars(wrapper)["__wrapped__"]
+        if not control.names:
+            in_use = wrapper.__module__, wrapper.__qualname__
+            control.names = [in_use, patches.retired_name(wrapper, site)]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return in_slot(site, original)(*args, **kwargs)
+
+        wrapper.__module__, wrapper.__qualname__ = control.names[value]
+        control.forward = forward if value else None
+        control.looks_at_all = value or control.legalizes
+
+
+def retirements(
+    wrappers: Iterable[Callable[..., Any]], kept: Collection[Callable[..., Any]] = ()
+) -> list[Patch]:
+    """Returns the patches that retire ``wrappers`` except those in ``kept``."""
+    used = set(map(id, kept))
+    return [_Retirement(w, "", True, stays_idle=True) for w in wrappers if id(w) not in used]
+
+
+def in_use(wrappers: Iterable[Callable[..., Any]]) -> list[Patch]:
+    """Returns the patches that put wrappers in use. Apply them before a wrapper is in a slot."""
+    return [_Retirement(wrapper, "", False) for wrapper in wrappers]
+
+
+# --- wrappers that conversions share -----------------------------------------------------------
+
+#: ``id`` of torch's function, and plan -> the wrapper; None if the function needs none.
+_shared: Final[dict[tuple[int, CallPlan], Callable[..., Any] | None]] = {}
+
+#: A limit, since programs may keep putting new functions in torch's slots.
+_MOST: Final = 5000
+
+
+def shared(
+    original: Callable[..., Any], plan: CallPlan, make: Callable[[], Callable[..., Any] | None]
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of ``original`` by ``plan`` from ``make``, or that of an earlier conversion."""
+    key = id(original), plan
+    if key not in _shared:
+        if len(_shared) >= _MOST:
+            _shared.clear()
+        _shared[key] = make()
+    wrapper = _shared[key]
+    if wrapper is not None:
+        control: Control = vars(wrapper)["__hmpx_control__"]
+        control.alone = control.alone or sys.getrefcount(wrapper)
+        control.others = sys.getrefcount(wrapper) - control.alone
+    return wrapper
+
+
+def references(objects: tuple[Any, ...]) -> tuple[int, ...]:
+    """Returns the reference count of each, including the reference in ``objects``."""
+    return tuple(map(sys.getrefcount, objects))
+
+
+def references_of_others(wrappers: Iterable[Callable[..., Any]]) -> list[int]:
+    """Returns how many references to each others had before the conversion that is being drafted."""
+    return [vars(each)["__hmpx_control__"].others for each in wrappers]

@@ -1,0 +1,329 @@
+"""The generated part of a wrapper: the path of a call whose inputs need no cast.
+
+It is unrolled for the positions that hold tensors, which halves the cost of such a call. Any other call goes
+to ``call``, from `calls`. Read tests/wrappers/golden first.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.overrides import has_torch_function, has_torch_function_variadic
+
+from ..compute import LEAST_ELEMENTS, Linear
+from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS, Kwargs
+from ..torch_internals import transforms
+from ..torch_state import switch  # its gate, as it is at each call
+from .inputs import casts_of, is_settled, unusual
+from .plan import CallPlan
+
+# A call's arguments are a0, a1, ... up to the last that may be a tensor, and ``rest``.
+
+_WRAPPER: Final = """\
+def make({parameters}):
+    {unpacked}def wrapper({signature}*rest, **kwargs):
+{body}
+
+    return wrapper
+"""
+
+#: The parameters of the function that creates a wrapper: see `make_generated`.
+_PARAMETERS: Final = (
+    "original, call, cast_and_run, native, widens, casts, control, retry, dtype, fused"
+)
+
+#: A call whose dtypes torch's function rejects runs in fp32 instead. Other errors propagate: their
+#: tracebacks have no frame but the wrapper's, and no frame keeps them alive.
+_TRY: Final = """\
+try:
+{body}
+except Exception as error:
+    again = retry(error, given({names}rest), kwargs)
+    if again is None:
+        raise
+return again()"""
+
+_SETTLED: Final = """\
+if not (
+    _looks_closer
+    or {has_torch_function}
+    or {looks}
+):
+    try:
+        settled = (
+            {tests}
+        )
+    except AttributeError:
+        settled = False
+    if settled and not kwargs:{if_missing}
+        if not rest:
+            return {short}({names})
+        if len(rest) == 1:
+            return {short}({names}rest[0])
+        if len(rest) == 2:  # a star takes 0.1 us
+            return original({names}rest[0], rest[1])
+        return original({names}*rest)
+"""
+
+#: Plain tensors, all given by position, to one fixed dtype.
+_CAST: Final = """\
+    if not ({unless}is_below_dispatcher()):{if_fused}
+        {casts}
+        if not ({are_unusual}):{if_large}
+            if kwargs:
+                return original({cast}*rest, **kwargs)
+            return original({cast}) if not rest else original({cast}*rest)
+"""
+
+#: Optional tensors that are missing, or given by name, are put into their positions.
+_FILL: Final = """\
+    if {last} is missing and {before} is not missing and (not kwargs or are_plain(kwargs)):
+        {fills}
+"""
+
+#: If compiled nodes may compute casts and op together.
+_IF_FUSED: Final = """
+        if not (kwargs or rest or is_dynamo_compiling()):
+            result = fused({names})
+            if result is not None:
+                return result"""
+
+#: If autograd may keep parameters instead of their casts.
+_IF_LARGE: Final = """
+            if (
+                {are_large}
+            ):
+                return native(original, ({cast}*rest), kwargs, ({names}*rest), kwargs)"""
+
+#: If keywords hold no tensor except ``out``.
+_SETTLED_BESIDE_KEYWORDS: Final = """\
+    if settled and "out" not in kwargs{and_given}:
+        return original({names}*rest, **kwargs)
+"""
+
+#: If the last positions may be missing.
+_IF_MISSING: Final = """
+        if {last} is missing:
+            return original(*given({names}rest))"""
+
+
+def make_generated(
+    plan: CallPlan, *, fused: Linear | None = None, **parameters: Any
+) -> Callable[..., Any]:
+    """Returns the wrapper for ``plan``."""
+    casts, source = tuple(casts_of(plan).values()), source_of(plan, is_fused=fused is not None)
+    wrapper: Callable[..., Any] = _compiled(source)(casts=casts, fused=fused, **parameters)
+    return wrapper
+
+
+@functools.cache
+def _compiled(source: str) -> Callable[..., Callable[..., Any]]:
+    """Returns the function that ``source`` defines; many ops share one."""
+    # Names are the switch's globals, such as its gate, or constants in closure cells.
+    parameters, body = ", ".join(_CONSTANTS), _indented(source, 4)
+    source = f"def bind({parameters}):\n{body}\n    return make\n"
+    file_name = f"<{__name__} {next(_numbers)}>"
+    # Tracebacks and debuggers show its lines.
+    linecache.cache[file_name] = len(source), None, source.splitlines(keepends=True), file_name
+    namespace: dict[str, Any] = {}
+    exec(compile(source, file_name, "exec"), vars(switch), namespace)
+    return namespace["bind"](**_CONSTANTS)  # type: ignore[no-any-return]
+
+
+_numbers: Final = itertools.count(1)
+
+
+class missing:  # noqa: N801  # a value
+    """Stands for a missing positional argument."""
+
+    dtype = None
+
+
+def given(*values: Any) -> tuple[Any, ...]:
+    """Returns a call's original arguments: the named ones, then those in the tuple of the rest."""
+    count = len(values) - 1
+    while count and values[count - 1] is missing:
+        count -= 1
+    return values[:count] + values[-1]  # type: ignore[no-any-return]
+
+
+def are_plain(kwargs: Kwargs) -> bool:
+    """Whether these arguments don't override the call, and none of them is written to."""
+    return "out" not in kwargs and not has_torch_function(tuple(kwargs.values()))
+
+
+_CONSTANTS: Final = {
+    "are_plain": are_plain,
+    "missing": missing,
+    "plain_tensors": PLAIN_TENSORS,
+    "low_dtypes": LOW_DTYPES,
+    "numbers": NUMBERS,
+    "float32": torch.float32,
+    "has_torch_function_variadic": has_torch_function_variadic,
+    "given": given,
+    "transforms": transforms,
+    "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
+    "is_settled": is_settled,
+    "unusual": unusual,
+}
+
+
+def _indented(lines: str, spaces: int) -> str:
+    """The lines, none of them blank, indented; `textwrap.indent` takes a quarter of a conversion's time."""
+    return " " * spaces + lines.replace("\n", "\n" + " " * spaces)
+
+
+def source_of(plan: CallPlan, *, is_fused: bool = False) -> str:
+    """Returns the source of the function that creates the wrapper for ``plan``."""
+    names = [f"a{position}" for position in range(plan.position_count)]
+    listed = "".join([f"{name}, " for name in names])
+    arguments = f"given({listed}rest)" if names else "rest"
+    tests = _tests(plan) if names else []
+    body, is_cast = "", not (plan.composes or plan.selects or plan.site.statistics)
+    casts = casts_of(plan) if tests and is_cast else {}
+    if tests:
+        tensors = [f"a{position}" for position in plan.cast_kinds]
+        asked = f"has_torch_function_variadic({', '.join(tensors)})"
+        may_round = "dtype" in plan.site.parameters.names[: len(names) + 1]
+        may_be_missing = (len(names) - 1) in plan.site.parameters.fillable
+        body = _SETTLED.format(
+            has_torch_function=asked if plan.site.is_overridable else "False",
+            looks=_looks(plan),
+            tests="\n            and ".join(tests),
+            short="original.__wrapped__" if plan.rounds_last and not may_round else "original",
+            names=listed,
+            if_missing=_IF_MISSING.format(last=names[-1], names=listed) if may_be_missing else "",
+        )
+        if not plan.site.parameters.has_keyword_tensors:
+            and_given = f" and {names[-1]} is not missing" if may_be_missing else ""
+            body += _SETTLED_BESIDE_KEYWORDS.format(names=listed, and_given=and_given)
+        if casts:
+            body += _fill(plan, names) + _cast(plan, names, [*casts], is_fused=is_fused)
+        body += f"    return cast_and_run({arguments}, kwargs)\n"
+    if names:
+        body += f"if {names[-1]} is not missing:\n    return call(({listed}*rest), kwargs)\n"
+    body += f"return call({arguments}, kwargs)"
+    if plan.is_retried:
+        body = _TRY.format(body=_indented(body, 4), names=listed)
+    return _WRAPPER.format(
+        parameters=_PARAMETERS,
+        unpacked="".join([f"cast{p}, " for p in casts]) + "= casts\n    " if casts else "",
+        signature="".join([f"{name}=missing, " for name in names]) + ("/, " if names else ""),
+        body=_indented(body, 8),
+    )
+
+
+def _looks(plan: CallPlan) -> str:
+    """Returns the test whether calls that need no cast still need more than torch's function."""
+    first, looks = plan.facts.first_matrix, "control.looks_at_all"
+    if not plan.legalizes or first is None or not {first, first + 1} <= plan.cast_kinds.keys():
+        return looks
+    may_apply = f"control.may_apply(a{first}, a{first + 1})"
+    return f"{looks} and (control.forward is not None or {may_apply})"
+
+
+def _fill(plan: CallPlan, names: list[str]) -> str:
+    """Returns the part that puts optional tensors at the end into their positions."""
+    positions = plan.fillable
+    if not positions:
+        return ""
+    called = plan.site.parameters.names
+    fills = [
+        f'if a{p} is missing:\n            a{p} = kwargs.pop("{called[p]}", None)'
+        for p in positions
+    ]
+    return _FILL.format(
+        last=names[-1], before=f"a{positions[0] - 1}", fills="\n        ".join(fills)
+    )
+
+
+def _cast(plan: CallPlan, names: list[str], positions: list[int], *, is_fused: bool) -> str:
+    cast = "".join([f"{'b' if p in positions else 'a'}{p}, " for p in range(len(names))])
+    listed = "".join([f"{name}, " for name in names])
+    unless = "kwargs or " if plan.site.parameters.has_keyword_tensors else '"out" in kwargs or '
+    unless += f"{names[-1]} is missing or "
+    unless += "transforms() is not None or " if plan.facts.addends else ""
+    if plan.widens_to_fp32 and len(positions) > 1:
+        unless += f"widens({', '.join([f'a{p}' for p in positions])}) or "
+    is_choosy = plan.options.keep_weight_casts == "auto"
+    size = f" and b{{0}}.nbytes >= {2 * LEAST_ELEMENTS}" if is_choosy else ""
+    are_large = [f"(b{{0}} is not a{{0}}{size})".format(p) for p in positions]
+    large = _IF_LARGE.format(
+        are_large="\n                or ".join(are_large), cast=cast, names=listed
+    )
+    return _CAST.format(
+        unless=unless,
+        if_fused=_IF_FUSED.format(names=listed.removesuffix(", ")) if is_fused else "",
+        casts="\n        ".join([f"b{p} = cast{p}(a{p})" for p in positions]),
+        are_unusual=" or ".join([f"b{p} is unusual" for p in positions]),
+        if_large=large if plan.keeps_parameters else "",
+        cast=cast,
+    )
+
+
+def _tests(plan: CallPlan) -> list[str]:
+    """Returns the tests whether inputs already share one dtype; empty if tests can't show it.
+
+    The dtype is the plan's, or the first tensor's if it depends on the call.
+    """
+    if plan.emulation is not None or (plan.composes and not plan.keeps_shared_dtype):
+        return []
+    if plan.target is not None and not plan.site.in_place:
+        return []  # its dtype may differ from the first argument's
+    kinds, dtype, tests, reference = plan.cast_kinds, "dtype", [], None
+    if plan.is_relative:
+        dtype, reference = "dtype_", min(kinds)
+        if kinds[reference] != "T":
+            return []
+        tests = [f"(dtype_ := a{reference}.dtype)"]
+    sharing: list[int] = []
+    if plan.site.statistics:  # a norm's parameters and statistics share a dtype
+        names, own = plan.site.parameters.names, plan.facts.norm_parameters
+        parameters = [p for p in plan.cast_kinds if names[p] in own]
+        sharing = sorted([*parameters, *plan.statistic_positions])
+    fillable = plan.site.parameters.fillable
+    left = {reference, *sharing, *(plan.fp32_positions or ())}
+    for position, kind in sorted(kinds.items()):
+        if position not in left:
+            test = _TESTS["F" if position in fillable else kind]
+            tests.append(test.format(f"a{position}", dtype))
+    last = max(kinds)
+    if kinds[last] == "A":
+        tests.append(f"a{last} is not missing")  # other missing arguments have no dtype
+    if plan.fp32_positions:
+        tests.append("type(a0) in plain_tensors")
+    if sharing or plan.fp32_positions:
+        tests.append(_norm_test(plan, sharing or sorted(plan.fp32_positions or ()), dtype))
+    return tests
+
+
+#: Kind of a position -> the test whether a value there has a dtype.
+_TESTS: Final = {
+    "T": "{0}.dtype is {1}",
+    "O": "({0} is None or {0}.dtype is {1})",
+    "F": "({0} is None or {0}.dtype is {1} or {0} is missing)",
+    "N": "(type({0}) in numbers or {0}.dtype is {1})",
+    "A": "is_settled({0}, {1})",
+}
+
+
+def _norm_test(plan: CallPlan, positions: list[int], dtype: str) -> str:
+    """Returns the test whether a norm's kernel accepts the arguments at ``positions`` with an input of ``dtype``.
+
+    It checks whether the kernel accepts fp32 there only if one of them is fp32.
+    """
+    fillable, indent = plan.site.parameters.fillable, " " * 16
+
+    def are(dtype: str) -> list[str]:
+        return [_TESTS["F" if p in fillable else "O"].format(f"a{p}", dtype) for p in positions]
+
+    tests = f"\n{indent}and ".join(are(dtype))
+    if plan.fp32_positions or (plan.decision.dtype in LOW_DTYPES and plan.takes_fp32_statistics):
+        mixes = ["not a0.is_nested and transforms() is None"] if plan.fp32_positions else []
+        tests += f"\n{indent}or " + f"\n{indent}and ".join(mixes + are("float32"))
+    return f"(\n{indent}{tests}\n            )"

@@ -1,0 +1,343 @@
+"""The rules about single calls. Each yields findings for a call, with the effect measured in float64."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..comparing import Origins
+from ..places import located
+from ..tensors import LOW_DTYPES, short_name
+from .findings import Finding
+from .integers import rounded_integers
+from .lint_trace import CONVERTING, DIFFERENCES, Seen, Trace
+
+#: An effect must be this many times the unit roundoff of the low type (one rounding's is 0.4 of it),
+_UNITS: Final = 2.0
+#: and this many times the remedy's.
+_TIMES: Final = 4.0
+
+#: Values read where reading all would be slow.
+_SAMPLE: Final = 1 << 16
+
+#: Streams of fewer values cost neither bytes nor time.
+_FEW: Final = 1024
+
+Rule = Callable[[Seen, Trace, Origins], Iterator[Finding]]
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """Returns the unit roundoff: half the distance of 1 to the next number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def _error(found: list[Tensor] | None, reference: list[Tensor] | None) -> float | None:
+    """Returns the largest relative L2 error of the results; None where there is nothing to compare."""
+    if not found or not reference:
+        return None
+    errors = []
+    for low, exact in zip(found, reference, strict=False):
+        one, right = low.detach().double(), exact.detach().double()
+        is_finite = one.isfinite() & right.isfinite()
+        norm = right[is_finite].norm().item()
+        if one.shape == right.shape and norm:
+            errors.append((one - right)[is_finite].norm().item() / norm)
+    return max(errors, default=None)
+
+
+def _with_gradients(seen: Seen, values: Mapping[int, Tensor]) -> list[Tensor] | None:
+    """Returns the call's results in float64, and the gradients of the inputs that are replaced.
+
+    Args:
+        seen: The call.
+        values: ``id`` of an input -> the values that replace it.
+    """
+    inputs = {
+        key: each.detach().double().requires_grad_(torch.is_grad_enabled())
+        for key, each in values.items()
+    }
+    found = seen.run(lambda each: inputs.get(id(each), each.detach().double()))
+    if found is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    pulled = [
+        (
+            each * torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each.device)
+        ).sum()
+        for each in found
+        if each.requires_grad
+    ]
+    if not pulled:
+        return found
+    gradients = torch.autograd.grad(
+        torch.stack(pulled).sum(), [*inputs.values()], allow_unused=True
+    )
+    return [*found, *[each for each in gradients if each is not None]]
+
+
+# --- HP101 and HP103: precision lost before the call ---------------------------------------------
+
+
+def _lost_before(seen: Seen, trace: Trace, lows: list[Tensor]) -> tuple[float, float, Seen] | None:
+    """Measures a call on inputs that were rounded, and on those that their makers could give.
+
+    Returns:
+        Its error, the error where the makers return float32, and the last maker; None if the error is what one
+        rounding explains, or if the remedy gains little.
+    """
+    makers = [trace.maker(each) for each in lows]
+    if None in makers or not makers:
+        return None
+    exact = {id(each): trace.exact(each) for each in lows}
+    kept = {id(each): trace.exact(each, round_inputs=True) for each in lows}
+    if any(each is None for each in (*exact.values(), *kept.values())):
+        return None
+    given = {id(each): each for each in lows}
+    reference, now, then = (_with_gradients(seen, each) for each in (exact, given, kept))  # type: ignore[arg-type]
+    error, remedied = _error(now, reference), _error(then, reference)
+    maker = makers[-1]
+    assert maker is not None
+    dtypes = [each.dtype for made in makers if made is not None for each in made.outputs]
+    units = [_unit(each) for each in dtypes if each in LOW_DTYPES]
+    if error is None or remedied is None or not units:
+        return None
+    is_real = error > _UNITS * max(units) and error > _TIMES * remedied
+    return (error, remedied, maker) if is_real else None
+
+
+def late_upcast(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """HP101: an fp32 op on low contents whose maker could return fp32."""
+    if seen.low is not None or seen.call.op in (*CONVERTING, *DIFFERENCES):
+        return
+    lows = [
+        each
+        for each in seen.inputs
+        if each.dtype is torch.float32 and origins.contents(each) in LOW_DTYPES
+    ]
+    if (found := _lost_before(seen, trace, lows)) is None:
+        return
+    error, remedied, maker = found
+    evidence = (
+        f"its float32 input holds {short_name(maker.outputs[0].dtype)} values, rounded in "
+        f"{maker.call.op} ({located(maker.call.location)})"
+    )
+    yield Finding("HP101", *seen.place, evidence, error, remedied, maker.line(" output=float32"))
+
+
+def cancellation(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """HP103: a difference of rounded values, many bits smaller than they are."""
+    if seen.call.op not in DIFFERENCES or len(seen.inputs) < 2 or not seen.outputs:
+        return
+    lows = [each for each in seen.inputs if origins.contents(each) in LOW_DTYPES]
+    least = min(_size(each) for each in seen.inputs)
+    size = _size(seen.outputs[0])
+    if not lows or not 0 < size < least / 8 or (found := _lost_before(seen, trace, lows)) is None:
+        return
+    error, remedied, maker = found
+    evidence = f"the result is {math.log2(least / size):.0f} bits smaller than its rounded inputs"
+    yield Finding("HP103", *seen.place, evidence, error, remedied, maker.line(" output=float32"))
+
+
+def _size(tensor: Tensor) -> float:
+    """Returns the root mean square of the finite values."""
+    values = tensor.detach().reshape(-1)[:_SAMPLE].double()
+    values = values[values.isfinite()]
+    return values.square().mean().sqrt().item() if values.numel() else 0.0
+
+
+# --- HP104: long sums ------------------------------------------------------------------------------
+
+
+def long_sum(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """HP104: a reduction whose low result is worse than one rounding; a running sum that stalls."""
+    low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), None)
+    if low is None or not seen.inputs:
+        return
+    yield from _stalled(seen, low)
+    if seen.writes:
+        return
+    terms = seen.inputs[0].numel() / max(1, seen.outputs[0].numel())
+    is_running = seen.call.op.startswith(("cumsum", "cumprod", "logcumsumexp"))
+    if len(seen.inputs) > 1 or (terms < 2 / torch.finfo(low).eps and not is_running):
+        return
+    if (found := _worse_than_fp32(seen, low)) is None:
+        return
+    length = seen.inputs[0].numel() if is_running else terms
+    evidence = f"{length:,.0f} terms are added in {short_name(low)}"
+    yield Finding("HP104", *seen.place, evidence, *found, f"{seen.line()} in the fp32 list")
+
+
+def _stalled(seen: Seen, low: torch.dtype) -> Iterator[Finding]:
+    """A sum in a low type most of whose terms are too small to change it."""
+    if seen.call.op not in ("iadd", "add") or len(seen.inputs) < 2:
+        return
+    total, term = seen.inputs[0].detach().double(), seen.inputs[1].detach().double()
+    share, remedied = (_share_too_small(term, total, each) for each in (low, torch.float32))
+    if share > 0.5:
+        evidence = f"{share:.0%} of the terms are at most half an ulp of the {short_name(low)} sum"
+        yield Finding("HP104", *seen.place, evidence, share, remedied, "keep the sum in float32")
+
+
+def _share_too_small(term: Tensor, total: Tensor, dtype: torch.dtype) -> float:
+    """Returns the share of terms that are at most half an ulp of the total in ``dtype``."""
+    half_ulp = 2.0 ** torch.frexp(total)[1].double() * torch.finfo(dtype).eps / 4
+    is_small = (term != 0) & (term.abs() <= half_ulp)
+    return is_small.double().mean().item() if is_small.numel() else 0.0
+
+
+# --- HP105, HP106 and HP108: dtypes ------------------------------------------------------------------
+
+
+def silent_fp32(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """HP105: a low stream that a scalar, a buffer or a parameter made fp32."""
+    if (
+        seen.call.op in CONVERTING
+        or len(seen.outputs) != 1
+        or seen.outputs[0].dtype is not torch.float32
+    ):
+        return
+    output = seen.outputs[0]
+    lows = [each for each in seen.inputs if each.dtype in LOW_DTYPES and each.shape == output.shape]
+    wide = [each for each in seen.inputs if each.dtype is torch.float32]
+    if not lows or not wide or any(each.numel() >= output.numel() for each in wide):
+        return
+    if output.numel() < _FEW:
+        return
+    what = (
+        "a parameter"
+        if isinstance(wide[0], nn.Parameter)
+        else f"a tensor of shape {tuple(wide[0].shape)}"
+    )
+    evidence = (
+        f"{what} in float32 made a {short_name(lows[0].dtype)} stream of shape {tuple(output.shape)} float32: "
+        f"{output.numel() * 2:,} bytes more"
+    )
+    found = _low_run(seen, lows[0].dtype)
+    error = _error(found, seen.run(lambda each: each.detach().double()))
+    if error is not None:
+        evidence += f"; in {short_name(lows[0].dtype)} its error is {error:.1g}"
+    remedied = None if found is None else 0.0
+    yield Finding("HP105", *seen.place, evidence, 1.0, remedied, f"{seen.line()} in the bf16 list")
+
+
+def useless_island(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """HP106: an fp32 op whose inputs and result are rounded, and that gives the low op's bits."""
+    low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), None)
+    if seen.call.op not in CONVERTING or low is None or not seen.inputs:
+        return
+    source = seen.inputs[0]
+    island = trace.maker(source)
+    if source.dtype is not torch.float32 or island is None or island.low is not None:
+        return
+    wide = [each for each in island.inputs if each.dtype is torch.float32]
+    if not wide or any(origins.contents(each) is not low for each in island.inputs):
+        return
+    found = _low_run(island, low)
+    if found is None or found[0].shape != seen.outputs[0].shape:
+        return
+    if torch.equal(found[0], seen.outputs[0]):
+        saved = sum(each.numel() * 2 for each in [*wide, *island.outputs])
+        evidence = f"{short_name(low)} inputs and a result rounded to it at {seen.call.location.rpartition('/')[2]}"
+        remedy = f"{island.line()} in no fp32 list: the same bits"
+        yield Finding("HP106", *island.place, f"{evidence}; {saved:,} bytes more", 1.0, 0.0, remedy)
+
+
+def _low_run(seen: Seen, low: torch.dtype) -> list[Tensor] | None:
+    """Returns the results of the op in ``low``."""
+    found: list[Tensor] | None = None
+    if not seen.writes and not any(isinstance(each, torch.dtype) for each in seen.kwargs.values()):
+        found = seen.run(lambda each: each.detach().to(low))
+    return found if found and found[0].dtype is low else None
+
+
+@functools.cache
+def siblings(op: str) -> slice:
+    """Returns which floating inputs of an op are of one kind: query, key and value, or a list of tensors."""
+    sites = ops.table()[op].sites if op in ops.table() else ()
+    names = [ops.parameters(site).names for site in sites]
+    if any(each[:3] == ("query", "key", "value") for each in names):
+        return slice(3)
+    return slice(None if any(each[:1] == ("tensors",) for each in names) else 0)
+
+
+def mixed_siblings(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """HP108: parts of one thing in two dtypes."""
+    parts = [each for each in seen.inputs[siblings(seen.call.op)] if each.dim()]
+    dtypes = dict.fromkeys([each.dtype for each in parts])
+    low = next((each for each in dtypes if each in LOW_DTYPES), None)
+    if len(dtypes) < 2 or low is None:
+        return
+    stray = [each for each in parts if each.dtype is not low]
+    maker, remedied, remedy = trace.producer(stray[0]), None, "cast where the stray one is made"
+    if maker is not None and maker.call.op in CONVERTING:
+        remedy = f"no cast at {located(maker.call.location)}"
+    elif maker is not None and _low_run(maker, low):
+        remedied, remedy = 0.0, f"{maker.line()} in the bf16 list"
+    evidence = f"its inputs are {' and '.join(map(short_name, dtypes))}"
+    share = sum(each.nbytes for each in stray) / sum(each.nbytes for each in parts)
+    yield Finding("HP108", *seen.place, evidence, share, remedied, remedy)
+
+
+# --- HP109: range ----------------------------------------------------------------------------------
+
+
+def out_of_range(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """HP109: results within four times the largest number, or more than a percent subnormal."""
+    for each in seen.outputs:
+        if each.dtype not in LOW_DTYPES or not each.numel():
+            continue
+        limits, name = torch.finfo(each.dtype), short_name(each.dtype)
+        largest, tiny = _extremes(each)
+        before = [_extremes(given)[0] for given in seen.inputs if given.dtype is each.dtype]
+        remedy = f"{seen.line()} in the fp32 list"
+        if largest > limits.max / 4 >= max(before, default=0.0):
+            evidence = f"the largest value is {largest:.3g}; {name} ends at {limits.max:.3g}"
+            effects = largest / limits.max, largest / torch.finfo(torch.float32).max
+            yield Finding("HP109", *seen.place, evidence, *effects, remedy)
+        elif tiny > 0.01 and (found := _worse_than_fp32(seen, each.dtype)) is not None:
+            evidence = f"{tiny:.0%} of the values are subnormal in {name}"
+            yield Finding("HP109", *seen.place, evidence, *found, f"{remedy}, or a loss scaler")
+        return
+
+
+def _extremes(tensor: Tensor) -> tuple[float, float]:
+    """Returns the largest magnitude, and the share of subnormal ones; without zeros and masks."""
+    limits, values = torch.finfo(tensor.dtype), tensor.detach().reshape(-1)[:_SAMPLE].double().abs()
+    values = values[(values < limits.max) & (values > 0)]  # masks are the largest number
+    if not values.numel():
+        return 0.0, 0.0
+    return values.max().item(), (values < limits.tiny).double().mean().item()
+
+
+def _worse_than_fp32(seen: Seen, low: torch.dtype) -> tuple[float, float] | None:
+    """Returns the errors of the result and of one in float32; None if the remedy gains little."""
+    reference = seen.run(lambda each: each.detach().double())
+    error = _error(seen.outputs, reference)
+    remedied = _error(seen.run(lambda each: each.detach().float()), reference)
+    if error is None or remedied is None:
+        return None
+    return (error, remedied) if error > _UNITS * _unit(low) and error > _TIMES * remedied else None
+
+
+RULES_OF_CALLS: Final[tuple[Rule, ...]] = (
+    late_upcast,
+    rounded_integers,
+    cancellation,
+    long_sum,
+    silent_fp32,
+    useless_island,
+    mixed_siblings,
+    out_of_range,
+)
+
+
+def findings_of(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """Yields the findings of all rules about one call."""
+    for rule in RULES_OF_CALLS:
+        yield from rule(seen, trace, origins)
