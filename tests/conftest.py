@@ -56,7 +56,6 @@ SAMPLED = {
     "test_buffers": 5,
     "test_call_forms": 2,
     "test_capability": 2,
-    "test_cast_cache": 2,
     "test_casting": 2,
     "test_compare": 3,
     "test_compile": 4,

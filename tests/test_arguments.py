@@ -94,7 +94,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "legalize must be one of 'auto', 'always', 'never', 'fast', not ['auto']"),
     (lambda: hmpx.convert(legalize="alwayss"),
      "legalize must be one of 'auto', 'always', 'never', 'fast', not 'alwayss'; did you mean 'always'?"),
-    (lambda: hmpx.convert(reuse_casts=[1]), "reuse_casts must be True or False, not [1]"),
+    (lambda: hmpx.convert(strict=[1]), "strict must be True or False, not [1]"),
     (lambda: hmpx.convert("O1", "", "", False),  # type: ignore[call-arg]
      "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, not 4; "
      "pass the others by name: opt_level=..."),
@@ -156,9 +156,11 @@ def test_what_is_as_good_as_expected_is_taken(tmp_path: Path) -> None:
     path.write_text("mm")
     assert hmpx.load_policy(str(path), None, lists=None) == hmpx.load_policy(path, strict=0)
     assert Policy({}, "fp16") == Policy({}, torch.float16)
-    with hmpx.convert(isVerbose=0, device_types="cpu", legalize="never", reuse_casts=1) as session:
+    with hmpx.convert(
+        isVerbose=0, device_types="cpu", legalize="never", keep_weight_casts=1
+    ) as session:
         assert session.device_types == {"cpu"}
-        assert session.options.reuse_casts is True
+        assert session.options.keep_weight_casts is True
 
 
 # --- JSON --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .cache import cache_patches
 from .calls import hands_over
 from .judging import Judge
 from .making import make_choosing_wrapper, make_wrapper, make_wrapper_where_lacking

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from ..compute import SLOW_KINDS, cast_finite, is_onnx_made, names_dtype
+from ..compute import cast_finite, is_onnx_made, names_dtype
 from ..ops import parameter_named
 from ..policy import CastPolicy
 from ..tensors import (
@@ -42,7 +42,6 @@ from ..tensors import (
 )
 from ..torch_internals import is_mapped, transforms
 from ..torch_state import is_below_dispatcher
-from . import cache
 from .plan import CallPlan
 
 _DENSE: Final = frozenset({torch.strided, torch.jagged})
@@ -232,7 +231,7 @@ def emulated_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 
 
 def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    cast = converter(plan, dtype)
+    cast = CAST[dtype]
     if "sparse" in plan.skipped and argument(plan, "sparse", args, kwargs):
         cast = cast_any_layout(dtype)
     as_one = dtype if plan.facts.kind == "rnn" else None
@@ -394,16 +393,6 @@ def is_settled(value: Any, dtype: object) -> bool:
     return type(value) in NUMBERS or type(value) is str
 
 
-def converter(plan: CallPlan, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Returns the function that casts one tensor to ``dtype``, if it is not a mask."""
-    if plan.options.reuse_casts and dtype in LOW_DTYPES:
-        # Products of two tensors are new tensors; that of a list may be the only tensor in it.
-        is_product = plan.facts.kind in SLOW_KINDS and "A" not in plan.cast_kinds.values()
-        is_only_read = is_product and not (plan.site.is_python or plan.may_write)
-        return functools.partial(cache.cast, dtype, is_only_read)
-    return CAST[dtype]
-
-
 class unusual:  # noqa: N801  # a value
     """Stands for a value that `casts_of` does not handle."""
 
@@ -427,7 +416,7 @@ def casts_of(plan: CallPlan) -> Mapping[int, Callable[[Any], Any]]:
     if depends_on_call or not isinstance(dtype, torch.dtype):
         return {}
     convert, is_here, strided = (
-        converter(plan, dtype),
+        CAST[dtype],
         _device_test(plan.device_types),
         torch.strided,
     )

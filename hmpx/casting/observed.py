@@ -305,7 +305,6 @@ def _tensors(
     kwargs: Kwargs,
 ) -> CallTensors:
     """Returns the tensors of a call before it runs, without its result."""
-    options = dataclasses.replace(plan.options, reuse_casts=False)
     state = (
         state_of_random_numbers([*args, *kwargs.values()])
         if draws(plan.site.op) or plan.emulation is not None
@@ -314,7 +313,7 @@ def _tensors(
     with apart():
         if _writes(plan, args, kwargs):
             args, kwargs = _copied(args, kwargs)
-        cast, cast_kwargs = cast_args(dataclasses.replace(plan, options=options), args, kwargs)
+        cast, cast_kwargs = cast_args(plan, args, kwargs)
     if state is not None:
         state.restore()  # stochastic rounding may have drawn numbers
 

@@ -72,7 +72,6 @@ class Options:
         "on this machine; always: all; never: none; fast: as auto, but fp32 inputs are not rounded",
         choices=LEGALIZE_MODES,
     )
-    reuse_casts: bool = _option(False, arguments.truth)
     keep_weight_casts: bool | str = _option(
         "auto",
         _kept_casts,
@@ -308,7 +307,7 @@ class CallPlan:
         if not (self.is_low and self.legalizes) or self.composes:
             return False
         is_layer = self.site.op in compute.CONVOLUTIONS or self.site.op == "linear"
-        return self.options.legalize == "fast" or (is_layer and not self.options.reuse_casts)
+        return is_layer or self.options.legalize == "fast"
 
     @property
     def casts_itself(self) -> bool:
@@ -450,7 +449,7 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
         "has_nodes": (
             plan.site.op == "linear"
             and plan.is_low
-            and not (decision.is_composed or keeps_parameters or options.reuse_casts)
+            and not (decision.is_composed or keeps_parameters)
         ),
     }
 

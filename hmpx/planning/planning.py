@@ -193,7 +193,6 @@ def _runs(
     autocast = {
         "lists": lists,
         "legalize": "never",
-        "reuse_casts": True,
         "keep_weight_casts": True,
         "device_types": types,
     }

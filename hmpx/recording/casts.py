@@ -29,7 +29,6 @@ from .signatures import Shape
 _Fix = tuple[str, str]
 
 _FREEZE: Final = ("hmpx.freeze(model)", "for inference: stores the weight as it is used")
-_REUSE: Final = ("hmpx.convert(reuse_casts=True)", "within one call of the outermost module")
 _KEEP_NONE: Final = (
     "hmpx.convert(keep_weight_casts=False)",
     "the backward casts them again, to the same bits",
@@ -122,24 +121,23 @@ class Casts:
         self, call: OpCall, shapes: tuple[Shape, ...], tensor: Tensor, dtype: torch.dtype
     ) -> None:
         seen = self._seen.get(id(tensor))
+        method, size_bytes = _METHODS.get(dtype, "to(...)"), tensor.numel() * dtype.itemsize
         if seen is None or seen.tensor() is not tensor or seen.version != _version(tensor):
             if len(self._seen) >= self._most_seen:
                 self._seen = {k: s for k, s in self._seen.items() if s.tensor() is not None}
                 self._most_seen = max(_MOST, 2 * len(self._seen))
             seen = self._seen[id(tensor)] = _Seen(tensor)
         elif dtype in seen.dtypes and isinstance(tensor, nn.Parameter):
-            fix = _REUSE if any([shape.learns for shape in shapes]) else _FREEZE  # noqa: C419
-            self._add(
-                "parameter cast again",
-                self._name(tensor),
-                call,
-                fix,
-                tensor.numel() * dtype.itemsize,
-            )
+            fix, name = _FREEZE, self._name(tensor)
+            if any([shape.learns for shape in shapes]):  # noqa: C419  # twice as fast
+                fix = (
+                    f"weight = weight.{method}",
+                    "once, before it is used; sums its gradients low",
+                )
+            self._add("parameter cast again", name, call, fix, size_bytes)
         elif dtype in seen.dtypes:
-            method = _METHODS.get(call.cast_dtypes[0], "to(...)")
             fix = (f"x = x.{method}", "once, before it is used")
-            self._add("tensor cast again", call.op, call, fix, tensor.numel() * dtype.itemsize)
+            self._add("tensor cast again", call.op, call, fix, size_bytes)
         seen.dtypes.add(dtype)
 
     def _note_round_trip(

@@ -83,7 +83,6 @@ def convert(
     device_types: Iterable[str] | None = None,
     strict: bool = False,
     legalize: str = "auto",
-    reuse_casts: bool = False,
     keep_weight_casts: bool | str = "auto",
     rounding: str = "nearest",
     overflow: str | None = None,
@@ -121,9 +120,6 @@ def convert(
             low-precision type, like hardware with that type. ``"auto"``: those that are slow in that
             type on this machine; ``"always"``: all; ``"never"``: none. ``"fast"`` is ``"auto"``
             without rounding float32 inputs: faster and more accurate, but unlike such hardware.
-        reuse_casts: Whether a parameter used several times within one call of the outermost module, by
-            recurrent cells or tied weights, is cast once. A write that bypasses its version counter ends
-            that, if it goes through torch's Python methods.
         keep_weight_casts: Whether autograd keeps the casts of parameters that the backward of products
             needs. False: it keeps the parameter, which exists anyway, and the backward casts it again,
             to the same bits; that saves 2 bytes for each weight used. ``"auto"``: False on CPUs where

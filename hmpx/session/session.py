@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import casting, compute, torch_state
+from .. import compute, torch_state
 from ..casting import Options, Registered, all_rules, in_force, in_use
 from ..errors import HmpxWarning, to_the_end
 from ..observers import ATTACHED, LOGGER, Attached, announcing, log_observer
@@ -311,8 +311,6 @@ def _draft_steps(
     step(kept_value_patches(draft))
     if session._verbose == "hmp":
         step(announcing(draft))
-    if options.reuse_casts:
-        step(casting.cache_patches(draft))
     step([pickle_patch(originals(made), draft)])
     # The list keeps the earlier wrappers alive, since they are found by id.
     earlier = [*retired(), *replaced.wrappers]

@@ -21,7 +21,6 @@ from .autograd import (
     push_hooks,
     storage_of,
     top_hooks,
-    uses,
 )
 from .blocked_convolutions import ConvolutionSettings, can_be_laid_out, convolved, laid_out
 from .compiler import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
@@ -42,14 +41,8 @@ def hide_hook(pack: Any, outer: Any) -> None:
 data_of: Callable[[Tensor], Tensor] = vars(Tensor.__mro__[1])["data"].__get__
 
 
-_use_count = rely_on("reuse_casts", instead=(lambda pointer: sys.maxsize,))
 #: Returns a tensor's memory; read before anything is patched.
 storage_of: Callable[[Tensor], torch.UntypedStorage] = Tensor.untyped_storage
-
-
-def uses(tensor: Tensor) -> int:
-    """Returns the number of references to the memory of ``tensor``."""
-    return int(_use_count(storage_of(tensor)._cdata))
 
 
 #: Returns the number of the backward pass that this thread computes, -1 if there is none; and whether it keeps

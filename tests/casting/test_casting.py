@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -206,6 +208,50 @@ def test_properties_can_be_listed(name: str) -> None:
     with low(name):
         assert getattr(uniform(4, 4), name).dtype is BF16
     assert getattr(uniform(4, 4), name).dtype is FP32
+
+
+def write_to_storage(weight: nn.Parameter) -> None:
+    storage = weight.untyped_storage()
+    storage.copy_((weight.detach() * 2).untyped_storage())
+
+
+def write_by_pointer(weight: nn.Parameter) -> None:
+    """Doubles fp32 numbers, as a kernel would that is given a pointer."""
+    numbers = (ctypes.c_float * weight.numel()).from_address(weight.data_ptr())
+    for i in range(len(numbers)):
+        numbers[i] *= 2
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "data": lambda weight: weight.data.mul_(1.1),
+    "foreach": lambda weight: torch._foreach_mul_([weight.data], 1.1),
+    "in place": lambda weight: weight.mul_(1.1),
+    "view": lambda weight: weight[0].mul_(1.1),
+    "numpy": lambda weight: np.multiply(array := weight.detach().numpy(), 2, out=array),
+    "dlpack": lambda weight: torch.from_dlpack(weight.detach()).mul_(1.1),
+    "storage": write_to_storage,
+    "pointer": write_by_pointer,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_each_use_casts_what_a_weight_holds_then(write: str) -> None:
+    """However it is written to in between; torch counts not all of these writes."""
+
+    def outputs(weight: nn.Parameter, linear: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            found.append(linear(x, weight))
+            WRITES[write](weight)
+        return found
+
+    x, values = uniform(3, 24), uniform(24, 24)
+    with torch.no_grad():
+        expected = outputs(
+            nn.Parameter(values.clone()), lambda x, w: F.linear(x.bfloat16(), w.bfloat16())
+        )
+        with low("linear"):
+            same(outputs(nn.Parameter(values.clone()), F.linear), expected)
 
 
 # --- WIDEST and FIRST ---------------------------------------------------------------------------

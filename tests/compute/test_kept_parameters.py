@@ -273,17 +273,6 @@ def test_nothing_is_held_once_the_graph_is_gone() -> None:
     assert reference() is None
 
 
-def test_casts_that_are_used_again() -> None:
-    """``reuse_casts`` shares the forward's casts; the backward has none of them."""
-    model = Network()
-    with converted(True, reuse_casts=True):
-        expected = network_gradients(model, lambda: model(TOKENS))
-    with converted(False, reuse_casts=True):
-        same(network_gradients(model, lambda: model(TOKENS)), expected)
-        shapes = {tuple(p.shape) for p in model.parameters()}
-        assert low_matrices(lambda: model(TOKENS), shapes) == 0
-
-
 @pytest.mark.parametrize("tokens", [16, 1024])
 def test_auto_casts_again_where_a_weight_is_used_often(tokens: int) -> None:
     """With few rows, casting would take too much of the product's time."""

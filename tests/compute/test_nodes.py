@@ -504,7 +504,6 @@ def test_unusual_calls_take_torchs_way(name: str) -> None:
     [
         {"keep_weight_casts": False},
         {"keep_weight_casts": "auto"},
-        {"reuse_casts": True},
         {"legalize": "always"},
         {"low_precision_type": "float8_e4m3fn"},
         {"policy": hmpx.Policy.from_ops(fp32=["linear"])},

@@ -1269,7 +1269,7 @@ FORMAT = {"low_precision_type": "float8_e4m3fn"}
 OTHER_OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "to fast": ("dtype", {}, {"legalize": "fast"}, "legalize="),
     "auto to never": ("dtype", {}, {"legalize": "never"}, ""),
-    "casts kept": ("dtype", {}, {"keep_weight_casts": True, "reuse_casts": True}, ""),
+    "casts kept": ("dtype", {}, {"keep_weight_casts": True}, ""),
     "rounding": ("codes", FORMAT, {**FORMAT, "rounding": "toward_zero"}, "rounding= or overflow="),
     "overflow": ("codes", FORMAT, {**FORMAT, "overflow": "saturate"}, "rounding= or overflow="),
     "gradients": ("codes", FORMAT, {**FORMAT, "round_gradients": True}, ""),

@@ -24,7 +24,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "low_precision_type": {"low_precision_type": "float8_e5m2"},
     "device_types": {"device_types": {"cpu", "cuda"}},
     "legalize": {"legalize": "never"},
-    "reuse_casts": {"reuse_casts": True},
     "keep_weight_casts": {"keep_weight_casts": True},
     "rounding": {"rounding": "toward_zero"},
     "overflow": {"overflow": "saturate"},

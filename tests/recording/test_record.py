@@ -254,6 +254,14 @@ def test_a_weight_that_is_cast_at_each_call() -> None:
     assert waste.bytes == 4 * 2 * 64
 
 
+def test_a_weight_that_learns_and_is_cast_for_each_of_its_uses() -> None:
+    """As by a recurrent cell; freezing it is no remedy."""
+    layer = nn.Linear(8, 8, bias=False)
+    with hmpx.record() as rec:
+        layer(layer(layer(X)))
+    assert wasted(rec, "parameter cast again") == [("weight", 2, "weight = weight.bfloat16()")]
+
+
 def test_a_weight_that_is_written_in_between_is_not_cast_in_vain() -> None:
     """As by an optimizer."""
     model = nn.Linear(8, 8, bias=False)

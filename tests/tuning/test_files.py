@@ -76,8 +76,8 @@ def test_damaged_journals_are_named_with_the_line(
         (
             "op",
             {"legalize": "fast"},
-            {"reuse_casts": True},
-            {"legalize": "fast", "reuse_casts": True},
+            {"keep_weight_casts": True},
+            {"legalize": "fast", "keep_weight_casts": True},
         ),
         ("op", {"low_precision_type": "float8_e4m3fn"}, {}, {"legalize": "always"}),
         (
