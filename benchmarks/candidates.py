@@ -93,7 +93,7 @@ def prepare(name: str, module: nn.Module, *inputs: Tensor, backend: str = "induc
     candidate = CANDIDATES[name.removesuffix(COMPILED)]
     device_type = inputs[0].device.type
     if candidate.store is not None:
-        hmpx.freeze(module, *inputs, keep_fp32=False, store=candidate.store)
+        hmpx.freeze(module, inputs, keep_fp32=False, store=candidate.store)
     if candidate.is_low:
         module.bfloat16()
         inputs = tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)

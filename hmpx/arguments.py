@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 from .errors import OptionError, raised_here, said_by, shown, suggestion
@@ -64,30 +64,6 @@ def whole(name: str, value: object, least: int) -> int:
     if type(value) is not int or value < least:
         raise OptionError(f"{name} must be an int of at least {least}, not {shown(value)}")
     return value
-
-
-def of_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call's arguments: ``inputs`` is a tuple of positional ones, a mapping by name, or a single one."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def called(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a model and returns its result."""
-    try:
-        return model(*args, **kwargs)
-    except TypeError as error:
-        try:
-            inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
-        except TypeError as misfit:
-            name = getattr(model, "__name__", type(model).__name__)
-            raise OptionError(
-                f"{name} can't be called with these inputs: {misfit}; pass them after the model"
-            ) from error
-        except ValueError:  # it has no signature
-            pass
-        raise
 
 
 def truth(name: str, value: object) -> bool:

@@ -103,12 +103,12 @@ _BETWEEN: Final = frozenset(
 )
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = HmpxWarning) -> None:
     """Warns about something in the user's input, at the user's line."""
     level, frame = 1, sys._getframe()
     while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, HmpxWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 # --- whose errors are caught ---------------------------------------------------------------------

@@ -125,12 +125,14 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "device_type: torch has no device type 'llvm' (known: cpu, cuda, hpu, xpu, mps, mtia, xla)"),
     (lambda: formats.create_lower_func(".x:y"), "no function '.x:y' (package.module:function): TypeError: "
      "the 'package' argument is required to perform a relative import for '.x'"),
-    (lambda: hmpx.compare(torch.nn.Linear(2, 2)), "Linear can't be called with these inputs: missing a "
-     "required argument: 'input'; pass them after the model"),
-    (lambda: hmpx.compare(torch.nn.Linear(2, 2), {"x": torch.ones(2)}), "Linear can't be called with these "
-     "inputs: missing a required argument: 'input'; pass them after the model"),
-    (lambda: hmpx.draw(torch.nn.Linear(2, 2), *[torch.ones(2)] * 2), "Linear can't be called with these "
-     "inputs: too many positional arguments; pass them after the model"),
+    (lambda: hmpx.compare(torch.nn.Linear(2, 2)), "compare called Linear(): TypeError: Linear.forward() missing 1 "
+     "required positional argument: 'input'; a tuple gives several arguments, a mapping arguments by name"),
+    (lambda: hmpx.compare(torch.nn.Linear(2, 2), {"x": torch.ones(2)}), "compare called Linear(x=float32[2]): "
+     "TypeError: Linear.forward() got an unexpected keyword argument 'x'; give forward_step=lambda model, batch: "
+     "model(batch['x'])"),
+    (lambda: hmpx.draw(torch.nn.Linear(2, 2), (torch.ones(2),) * 2), "draw called Linear(float32[2], float32[2]): "
+     "TypeError: Linear.forward() takes 2 positional arguments but 3 were given; give the part that the model "
+     "takes: inputs=batch[0]"),
     (lambda: hmpx.freeze(torch.nn.Linear(2, 2), torch.ones(2), outputs=[]),
      "outputs must be 'fp32' or 'keep', not []"),
     (lambda: hmpx.freeze(torch.nn.Linear(2, 2), torch.ones(2), keep_fp32="no"),

@@ -21,6 +21,7 @@ from .. import arguments, session
 from ..comparing import Origins, is_readable, may_read
 from ..compute import nodes_made, tensors_saved_by
 from ..errors import ContractError, OptionError, shown, to_the_end
+from ..inputs import Steps
 from ..observers import Attached, OpCall, Values, user_location
 from ..ops import facts
 from ..places import located
@@ -180,17 +181,16 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
 
         Args:
             model: A module or any function. Contents are those of a module's parameters and buffers.
-            inputs: A tuple or dict of arguments, or the only one. Gradients are not recorded. The model is
-                then restored.
+            inputs: Its arguments ([inputs](#inputs)). Gradients are not recorded. The model is then restored.
 
         Example:
             >>> print(hmpx.expect.of(torch.nn.Linear(2, 2), torch.ones(1, 2)).splitlines()[1])
             - op: linear
         """
-        args, kwargs = arguments.of_call(inputs)
+        steps = Steps("expect.of", model)
         module = model if isinstance(model, nn.Module) else None
         with unchanged(model, inputs), torch.no_grad():
-            return as_yaml(contract_of(lambda: model(*args, **kwargs), module))
+            return as_yaml(contract_of(lambda: steps.forward(inputs), module))
 
     # --- calls -----------------------------------------------------------------------------------
 

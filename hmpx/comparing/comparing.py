@@ -13,6 +13,8 @@ from torch import Tensor
 from .. import arguments
 from ..errors import FreezeError, OptionError, noted, raised_here, said_by, shown
 from ..freezing import is_sealed
+from ..inputs import Steps
+from ..renames import renamed
 from ..session import check_names, convert, current, refuse_where_off, restoring
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import reached_by, unchanged, without_casts
@@ -28,10 +30,13 @@ _REFERENCES: Final = (torch.float32, torch.float64)
 
 
 @restoring
+@renamed()
 def compare(
     model: Callable[..., Any],
-    *inputs: Any,
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    inputs: Any = (),
+    *,
+    forward_step: Callable[[Any, Any], Any] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
     reference: torch.dtype = torch.float32,
     passes: int = 1,
     seed: int = 0,
@@ -45,9 +50,11 @@ def compare(
 
     Args:
         model: The model, or any function. A compiled one runs uncompiled.
-        *inputs: Its arguments. A single mapping is passed by name: ``model(**batch)``.
-        loss_fn: Takes the model's output, upcast to float32, and returns a tensor of one element. Its
-            own ops run in float32. None: effects are relative to the outputs, by random projections.
+        inputs: Its arguments ([inputs](#inputs)), or with ``forward_step`` any batch.
+        forward_step: Takes the model and the batch, and returns the output.
+        loss_fn: Takes the output, upcast to float32, and the batch, or the output alone. Returns a tensor of
+            one element. Its own ops run in float32. None: effects are relative to the outputs, by random
+            projections.
         reference: ``torch.float32``, or ``torch.float64`` to compare each call with itself in float64.
         passes: Number of runs over which the comparison is spread. More take longer but need less memory:
             each result keeps half of its float32 size until the backward.
@@ -60,7 +67,7 @@ def compare(
 
     Raises:
         OptionError: An argument has an invalid value, casts are off, ``loss_fn`` returns no such tensor,
-            or the model returns a generator or a coroutine, which has not run.
+            or the model does not take such inputs, or returns a generator or a coroutine, which has not run.
         FreezeError: The model, or one that the function or an input holds, is frozen by `freeze`: its
             float32 weights are gone.
 
@@ -72,12 +79,7 @@ def compare(
         >>> [row.op for row in found.worst(2)]
         ['add', 'sub']
     """
-    if not callable(model):
-        raise OptionError(f"model must be a module or a function, not {shown(model)}")
-    if loss_fn is not None and not callable(loss_fn):
-        raise OptionError(
-            f"loss_fn must be a function of the model's outputs, not {shown(loss_fn)}"
-        )
+    steps = Steps("compare", model, forward_step, loss_fn)
     if reference not in _REFERENCES:
         raise OptionError(
             f"reference must be torch.float32 or torch.float64, not {shown(reference)}"
@@ -85,11 +87,11 @@ def compare(
     arguments.whole("passes", passes, 1)
     arguments.whole("seed", seed, 0)
     check_names(compare, conversion)
-    _check_unfrozen(model, inputs)
+    _check_unfrozen(model, inputs, forward_step)
     refuse_where_off("compare")
     with contextlib.ExitStack() as stack:
-        state = stack.enter_context(unchanged(model, *inputs, loss_fn))
-        runs = Runs(model, inputs, loss_fn, seed, state)
+        state = stack.enter_context(unchanged(model, inputs, forward_step, loss_fn))
+        runs = Runs(steps, inputs, seed, state)
         stack.enter_context(runs.observed())  # before wrappers are made: they are made once
         session = current()  # the one that `watch` makes if there is none decides on no op
         is_deciding = session and (session.policy.decisions or session.policy.sections)
@@ -102,8 +104,8 @@ def compare(
         return _compared(runs, reference, passes, has_loss=loss_fn is not None)
 
 
-def _check_unfrozen(model: Any, inputs: tuple[Any, ...]) -> None:
-    for outer in reached_by(model, *inputs).modules:
+def _check_unfrozen(*given: Any) -> None:
+    for outer in reached_by(*given).modules:
         for module in outer.modules():
             if is_sealed(module):
                 raise FreezeError(

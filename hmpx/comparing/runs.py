@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import arguments
 from ..errors import OptionError, raised_here, said_by, shown
 from ..freezing import is_layer_cast
+from ..inputs import Steps
 from ..observers import Attached, CallTensors, OpCall, attach
 from ..recording import Recorder
 from ..reports import Row
@@ -76,17 +76,16 @@ class Runs:
 
     def __init__(
         self,
-        model: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        loss_fn: Callable[[Any], Tensor] | None,
+        steps: Steps,
+        batch: Any,
         seed: int,
         state: ModelState,
     ) -> None:
-        self._model, self._inputs, self._loss_fn, self._seed = model, inputs, loss_fn, seed
-        self._modules = [model] if isinstance(model, nn.Module) else []
-        tensors = list(tensors_of(inputs))
-        self._state = state
-        every = [each for outer in reached_by(model, *inputs).modules for each in outer.modules()]
+        self._steps, self._batch, self._seed, self._state = steps, batch, seed, state
+        self._modules = [steps.model] if isinstance(steps.model, nn.Module) else []
+        tensors = list(tensors_of(batch))
+        outermost = reached_by(steps.model, batch, steps.forward_step).modules
+        every = [each for outer in outermost for each in outer.modules()]
         self._layer_cast = list(filter(is_layer_cast, every))
         self.gradients_error: str | None = None  # of low precision; runs are then without gradients
         self.is_calling = False  # the model is running, or has failed
@@ -156,19 +155,14 @@ class Runs:
     def _call(self) -> Any:
         is_learning, learners = self.gradients_error is None, self.parameters.values()
         with without_casts():
-            given = copied(self._inputs)
+            given = copied(self._batch)
             if not is_learning:
                 given = map_all(given, Tensor.detach)
             elif not any(each.requires_grad for each in learners):
                 # Gradients must arrive somewhere, to pass all calls.
                 given = map_all(given, _learning_copy)
         with torch.set_grad_enabled(is_learning):
-            return self._called(given)
-
-    def _called(self, given: tuple[Any, ...]) -> Any:
-        if len(given) == 1 and isinstance(given[0], Mapping):
-            return arguments.called(self._model, **given[0])
-        return arguments.called(self._model, *given)
+            return self._steps.forward(given)
 
     def _run(self, run: Run, differentiate: Callable[[list[Tensor]], str | None]) -> Done:
         self._state.restart()
@@ -177,15 +171,15 @@ class Runs:
         self._passing.run = run
         try:
             self.is_calling = True
-            found = arguments.has_run("model", self._call())
+            found = self._call()
             self.is_calling = False
             with without_casts():
                 found = widened(found)
                 parts = [*parts_of(found)]
                 outputs = floating_parts(parts)
                 loss = math.nan
-                if self._loss_fn is not None:
-                    scalars = [_checked_loss(self._loss_fn(found))]
+                if self._steps.loss_fn is not None:
+                    scalars = [_checked_loss(self._steps.loss(found, self._batch))]
                     loss = scalars[0].item()
                 else:
                     scalars = self._projections([*outputs.values()])
@@ -205,7 +199,7 @@ class Runs:
                         retain_graph=keep or index + 1 < len(scalars)
                     )
                 except raised_here(RuntimeError) as error:
-                    if self._loss_fn is not None:
+                    if self._steps.loss_fn is not None:
                         raise
                     return said_by(error)
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,9 @@ from torch import Tensor, nn
 from .. import arguments, number_formats, patches, session, torch_state
 from ..compute import prepare
 from ..errors import FreezeError, OptionError, printable, warn
+from ..inputs import arguments_of
 from ..policy import LowType
+from ..renames import renamed
 from ..tensors import chunk_of, short_name
 from ..torch_internals import FakeTensor
 from .layer_cast import is_layer_cast, upcast_parameters
@@ -41,14 +42,15 @@ _STORES: Final = ("dtype", "prepared", "codes", *_LAYER_CAST)
 
 
 @session.restoring
+@renamed(gathers=True)
 def freeze(
     model: nn.Module,
-    *example_inputs: Any,
+    inputs: Any = (),
+    *,
     outputs: str = "fp32",
     store: str = "dtype",
     compute: str | None = None,
     keep_fp32: bool = True,
-    **kwargs: Any,
 ) -> Frozen:
     """Stores in low precision, in place, the weights that ``model`` only uses in low precision.
 
@@ -61,7 +63,7 @@ def freeze(
 
     Args:
         model: In evaluation mode. Its parameters stay the same objects.
-        *example_inputs: Inputs of the forward to watch; or a mapping of its arguments by name.
+        inputs: The arguments of the forward to watch ([inputs](#inputs)).
         outputs: ``"fp32"`` upcasts bfloat16 and float16 outputs of the model to float32; ``"keep"`` leaves
             its outputs unchanged.
         store: ``"dtype"`` stores weights in the low type. ``"prepared"`` also keeps float32 copies of large
@@ -71,7 +73,6 @@ def freeze(
             ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
         compute: ``"float32"`` for LayerCast; None for the conversion in force.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
-        **kwargs: Keyword inputs of the forward to watch.
 
     Raises:
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
@@ -95,6 +96,7 @@ def freeze(
     outputs = arguments.choice("outputs", outputs, _OUTPUTS)
     store = arguments.choice("store", store, _STORES)
     keep_fp32 = arguments.truth("keep_fp32", keep_fp32)
+    has_example = any(arguments_of(inputs))
     if compute is not None:
         arguments.choice("compute", compute, ("float32",))
     if (compute is not None) != (store in _LAYER_CAST):
@@ -102,18 +104,16 @@ def freeze(
             'store="bfloat16" and store="float16" go with compute="float32", and other stores without it'
         )
     if store in _LAYER_CAST:
-        if example_inputs or kwargs:
+        if has_example:
             raise OptionError(f'store="{store}" takes no example: it stores all parameters')
         with LOCK:
             frozen = _layer_cast(model, _LAYER_CAST[store], outputs, keep_fp32=keep_fp32)
         patches.forget_compiled()
         return frozen
-    if len(example_inputs) == 1 and not kwargs and _are_keywords(model, *example_inputs):
-        kwargs, example_inputs = dict(*example_inputs), ()
-    in_force = _checked(model, has_example=bool(example_inputs or kwargs))
+    in_force = _checked(model, has_example=has_example)
     found = slots_of(model)
-    with torch_state.unchanged(model, example_inputs, kwargs, but=[f.tensor for f in found]):
-        watch = watch_forward(model, found, example_inputs, kwargs)
+    with torch_state.unchanged(model, inputs, but=[f.tensor for f in found]):
+        watch = watch_forward(model, found, inputs)
         gone = replaced(model, found)
     with LOCK:
         _check_free(model)  # another thread may have frozen it meanwhile
@@ -174,17 +174,6 @@ def _frozen(
         undo.originals = None
     undo.has_begun = False
     return frozen
-
-
-def _are_keywords(model: object, example: object) -> bool:
-    """Whether an example is a mapping of arguments by name, rather than a single argument."""
-    if not isinstance(model, nn.Module) or not isinstance(example, Mapping):
-        return False
-    try:
-        inspect.signature(model.forward).bind(**example)
-    except TypeError:
-        return False
-    return True
 
 
 def _checked(model: object, *, has_example: bool) -> session.Session:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import compute, number_formats, session, torch_state
 from ..errors import lined, noted, printable, raised_here, to_the_end
+from ..inputs import Steps
 from ..policy import LowType
 from ..reports import Table
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, short_name
@@ -291,8 +292,7 @@ def has_changed(tensor: Tensor, before: Tensor) -> bool:
 def watch_forward(
     model: nn.Module,
     found: Sequence[Slot],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    inputs: Any,
 ) -> Watch:
     """Runs one forward, and returns how it uses the tensors found; restores their values."""
     watch = Watch(found)
@@ -303,7 +303,7 @@ def watch_forward(
             compute.DECIDING_WATCHERS, functools.partial(watch.add, "decides")
         )
         with torch.no_grad(), uncompiled(), formats, unrounded, deciding, watch:
-            model(*args, **kwargs)
+            Steps("freeze", model).forward(inputs)
     except Exception as error:
         noted(
             error,

@@ -67,8 +67,7 @@ def bench(
         make: Returns the step, a function without arguments: a number that it returns is the loss. Or
             returns a model, whose forward is measured in evaluation mode without gradients. It is
             called for each variant, with torch unconverted.
-        inputs: The model's input: a tuple of arguments, a mapping of named arguments, another single
-            argument, or a function that returns one of these.
+        inputs: The model's arguments ([inputs](#inputs)), or a function that returns them.
         variants: Any of ``"autocast"``; values of ``legalize``: ``"auto"``, ``"fast"``, ``"always"``,
             ``"never"``; for a model ``"frozen"`` and ``"prepared"``. ``"fp32"`` always runs. None: the
             first three, and ``"frozen"`` for a model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from .. import arguments
 from ..errors import OptionError, PlanError, noted, raised_here, said_by, shown, suggestion
 from ..freezing import freeze
+from ..inputs import Steps, is_factory
 from ..observers import Attached
 from ..recording import Ledger, Recorder, raised_at
+from ..renames import renamed
 from ..reports import Report
 from ..session import check_names, convert, restoring, unconverted
 from ..tensors import default_device_types, floats_of, parse_device_type, stored_parameters
@@ -35,12 +37,14 @@ _REFUSED: Final = ("verbose", "isVerbose", "device_types")
 
 
 @restoring
+@renamed(model_fn="model", inputs_fn="inputs")
 def plan(
-    model_fn: Callable[[], Any],
-    inputs_fn: Any,
+    model: Callable[..., Any],
+    inputs: Any,
     device: str | None = None,
     *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    forward_step: Callable[[Any, Any], Any] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
     optimizer: Optimizer = "AdamW",
     training: bool | None = None,
     small: bool = False,
@@ -53,12 +57,13 @@ def plan(
     meanwhile; a given model and the RNG state are unchanged.
 
     Args:
-        model_fn: A function that returns the model; or a model, which is copied without its weights.
-        inputs_fn: The model's input, or a function that returns it: a tuple holds positional arguments, a
-            mapping named ones, anything else is a single argument.
+        model: A function that returns the model; or a model, which is copied without its weights.
+        inputs: Its arguments ([inputs](#inputs)), or a function that returns them; with ``forward_step`` any
+            batch.
         device: A device type, such as ``"hpu"``, present or not; None for the one here.
-        loss_fn: Takes the model's output and returns a tensor of one element. None: the output's attribute
-            ``loss`` or item ``"loss"``, else the sum of the outputs.
+        forward_step: Takes the model and the batch, and returns the output.
+        loss_fn: Takes the output and the batch, or the output alone, and returns a tensor of one element.
+            None: the output's attribute ``loss`` or item ``"loss"``, else the sum of the outputs.
         optimizer: A name in `torch.optim`, with options: ``"SGD momentum=0.9"``; a class, or a function that
             takes a list of parameters and returns an optimizer; None for none.
         training: False plans a forward under `torch.no_grad` in evaluation mode. None: a training step, if
@@ -68,8 +73,8 @@ def plan(
             kernels, which is assumed of all but the CPU.
 
     Raises:
-        OptionError: An argument has an invalid value, ``model_fn`` returns no model, or ``loss_fn`` returns
-            no scalar.
+        OptionError: An argument has an invalid value, ``model`` returns no model, ``loss_fn`` no scalar, or
+            the model does not take such inputs.
         PlanError: The model's computation depends on values. Its own errors pass, with a note.
 
     Example:
@@ -84,25 +89,26 @@ def plan(
     small = arguments.truth("small", small)
     device_type = _device_type(device)
     name, make_optimizer = _parsed_optimizer(optimizer)
-    _check(model_fn, training, conversion)
+    _check(model, training, conversion)
+    steps = Steps("plan", model, forward_step, loss_fn)
     place = Place(device_type, is_small=small)
-    real = () if small else reached_by(model_fn).modules  # whose values don't change
+    real = () if small else reached_by(model).modules  # whose values don't change
     but = [tensor for module in real for _, tensor in named_tensors(module)]
     with contextlib.ExitStack() as stack:
-        place.given = stack.enter_context(unchanged(model_fn, inputs_fn, but=but)).tensors
+        place.given = stack.enter_context(unchanged(model, inputs, forward_step, but=but)).tensors
         stack.enter_context(unconverted())
         stack.enter_context(uncompiled())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(DisableAutocast())
         stack.enter_context(place.entered())
-        program = _program(model_fn, inputs_fn, loss_fn, make_optimizer, training, place)
+        program = _program(steps, inputs, make_optimizer, training, place)
         options = _options(place, conversion)
         runs, groups = _runs(program, options)
         frozen, notes = _frozen(program, options)
     if small:
         notes += ("run on real tensors, on the CPU, in a small size",)
-    model = program.model
+    model = program.steps.model
     learns = any(each.learns for group in groups for each in group)
     if program.is_training and not learns:
         notes += ("no gradient comes from what the model returns, so that this is a forward",)
@@ -119,10 +125,10 @@ def plan(
     )
 
 
-def _check(model_fn: Any, training: Any, conversion: Mapping[str, Any]) -> None:
-    if not callable(model_fn):
+def _check(model: Any, training: Any, conversion: Mapping[str, Any]) -> None:
+    if not callable(model):
         raise OptionError(
-            f"model_fn must be a function that returns a model, or a module, not {shown(model_fn)}"
+            f"model must be a function that returns a model, or a module, not {shown(model)}"
         )
     if training is not None:
         arguments.truth("training", training)
@@ -143,21 +149,16 @@ def _device_type(device: str | torch.device | None) -> str:
     )
 
 
-def _program(  # noqa: PLR0917  # all there is to it
-    model_fn: Any,
-    inputs_fn: Any,
-    loss_fn: Any,
-    make_optimizer: Any,
-    training: bool | None,
-    place: Place,
+def _program(
+    steps: Steps, inputs: Any, make_optimizer: Any, training: bool | None, place: Place
 ) -> _Program:
     with place.making():
-        model = model_fn if isinstance(model_fn, nn.Module) else _called(model_fn, "model_fn")
-        is_given = isinstance(inputs_fn, (Tensor, Mapping, list, tuple)) or not callable(inputs_fn)
-        inputs = inputs_fn if is_given else _called(inputs_fn, "inputs_fn")
+        is_model = isinstance(steps.model, nn.Module)
+        model = steps.model if is_model else _called(steps.model, "model()")
+        inputs = _called(inputs, "inputs()") if is_factory(inputs) else inputs
     if not callable(model):
         raise OptionError(
-            f"model_fn must return a model, or another function of the inputs, not {shown(model)}"
+            f"model() must return a model, or another function of the inputs, not {shown(model)}"
         )
     if isinstance(model, nn.Module):
         model = place.model(model)
@@ -168,9 +169,8 @@ def _program(  # noqa: PLR0917  # all there is to it
     is_training = learns if training is None else bool(training)
     for module in modules:
         module.train(is_training)
-    return _Program(
-        model, modules, place.inputs(inputs), loss_fn, make_optimizer, is_training, place
-    )
+    steps = replace(steps, model=model)
+    return _Program(steps, modules, place.inputs(inputs), make_optimizer, is_training, place)
 
 
 def _called(function: Callable[[], Any], name: str) -> Any:
@@ -207,14 +207,13 @@ def _runs(
 
 
 def _frozen(program: _Program, options: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
-    model, inputs = program.model, program.inputs
-    if not isinstance(model, nn.Module) or program.place.is_small:
+    model = program.steps.model
+    if not isinstance(model, nn.Module) or program.place.is_small or program.steps.forward_step:
         return None, ()
     model.eval()
-    args, kwargs = arguments.of_call(inputs)
     try:
         with convert(**options), torch.no_grad():
-            frozen = freeze(model, *args, keep_fp32=False, **kwargs)
+            frozen = freeze(model, program.inputs, keep_fp32=False)
     except raised_here(Exception) as error:  # hmpx's, or the model's own
         return None, (f"hmpx.freeze can't freeze it: {said_by(error)}",)
     return sum(weight.stored_bytes for weight in frozen.weights), ()
@@ -227,10 +226,9 @@ def _frozen(program: _Program, options: Mapping[str, Any]) -> tuple[int | None, 
 class _Program:
     """A model, or a function that calls some, its outermost modules, and everything that a step needs."""
 
-    model: Callable[..., Any]
+    steps: Steps
     modules: tuple[nn.Module, ...]
     inputs: Any
-    loss_fn: Callable[[Any], Any] | None
     make_optimizer: Callable[[list[nn.Parameter]], Any] | None
     is_training: bool
     place: Place
@@ -254,7 +252,7 @@ class _Program:
         """
         ledger, recorder = Ledger(), Recorder()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(unchanged(self.model, self.inputs)).restart()
+            stack.enter_context(unchanged(self.steps.model, self.inputs)).restart()
             if conversion is not None:
                 stack.enter_context(Attached(recorder, every_op=True, values=True))
                 stack.enter_context(convert(**conversion))
@@ -267,8 +265,7 @@ class _Program:
     def _step(self) -> Any:
         try:
             with torch.set_grad_enabled(self.is_training):
-                args, kwargs = arguments.of_call(self.inputs)
-                output = self.model(*args, **kwargs)  # it stays to the end of the step
+                output = self.steps.forward(self.inputs)  # it stays to the end of the step
                 loss = self._loss(output)
                 if loss is None:
                     return None
@@ -293,8 +290,8 @@ class _Program:
     def _loss(self, output: Any) -> Tensor | None:
         if not self.is_training:
             return None
-        if self.loss_fn is not None:
-            return _checked(self.loss_fn(output))
+        if self.steps.loss_fn is not None:
+            return _checked(self.steps.loss(output, self.inputs))
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.reshape(()) if loss.requires_grad else None
@@ -333,7 +330,7 @@ def _raise_explained(error: Exception, note: str) -> NoReturn:
         raise PlanError(f"{op}{at} has no kernel for tensors without values; {small}") from error
     if differs_in_devices(error):
         note += (
-            "; make all tensors inside model_fn or inputs_fn, and give a module with its weights, not a "
+            "; make all tensors inside the functions of the model and the inputs, and give a module with its weights, not a "
             "function of one"
         )
     raise noted(error, f"hmpx.plan: {note}")

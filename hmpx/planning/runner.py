@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from .. import arguments, freezing, session
 from ..errors import BenchError, passing_over, raised_here, shown
+from ..inputs import arguments_of, is_factory
 from ..observers import user_location
 from ..places import located
 from ..tensors import LOW_DTYPES, copied, floats_of
@@ -174,9 +175,8 @@ class Runner:
                 )
             stack.enter_context(self.randomness.in_force())
             if store is not None and self._frozen is None:
-                args, kwargs = arguments.of_call(self.inputs)
                 assert self.model is not None
-                self._frozen = freezing.freeze(self.model, *args, store=store, **kwargs)
+                self._frozen = freezing.freeze(self.model, self.inputs, store=store)
             yield
 
     def _noted(self, returned: Any) -> None:
@@ -214,10 +214,9 @@ def made(
             f"make() returned a model, {type(found).__name__}: inputs must be what its forward is called "
             "with; for training, return a function that makes a step"
         )
-    is_given = isinstance(inputs, (Tensor, Mapping, list, tuple)) or not callable(inputs)
-    given = copied(inputs if is_given else inputs())
-    args, kwargs = arguments.of_call(given)
+    given = copied(inputs() if is_factory(inputs) else inputs)
     model = copy.deepcopy(found) if found in taken else found
+    args, kwargs = arguments_of(given)
 
     def forward() -> Any:
         with torch.no_grad():

@@ -16,7 +16,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from .. import arguments, ops, session, torch_state
+from .. import ops, session, torch_state
+from ..inputs import Steps
 from ..observers import Attached, OpCall, Values
 from ..tensors import edges_of, node_of, short_name, tensors_in
 from ..torch_internals import (
@@ -206,9 +207,7 @@ class Observation:
                 waiting += [each for each, _ in edges if each is not None]
 
 
-def observed(
-    function: Callable[..., Any], args: tuple[Any, ...], names: Names
-) -> tuple[Any, Observation]:
+def observed(function: Callable[..., Any], inputs: Any, names: Names) -> tuple[Any, Observation]:
     """Calls ``function`` with gradients and returns its result and the observation.
 
     Compiled functions run uncompiled, since a compiled graph is a single node without details.
@@ -220,7 +219,7 @@ def observed(
         stack.enter_context(_following_modules(observation))
         if session.is_converted():
             stack.enter_context(Attached(observation.add, every_op=True, values=True))
-        return arguments.called(function, *args), observation
+        return Steps("draw", function).forward(inputs), observation
 
 
 @contextlib.contextmanager

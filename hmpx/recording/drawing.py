@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from .. import arguments, torch_state
 from ..compute import saved_by
 from ..errors import OptionError, raised_here, shown
+from ..inputs import arguments_of
+from ..renames import renamed
 from ..session import restoring
 from ..tensors import node_of
 from .autograd import Names, Observation, Step, observed, short, walk
@@ -26,9 +28,11 @@ _MOST_NAMES: Final = 20
 
 
 @restoring
+@renamed()
 def draw(
     output: Any,
-    *inputs: Any,
+    inputs: Any = (),
+    *,
     model: nn.Module | None = None,
     params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
     max_nodes: int = 1000,
@@ -44,7 +48,7 @@ def draw(
     Args:
         output: A tensor, or any dict, list, tuple or dataclass with tensors; or a model or another
             function, which is called once with ``inputs``, and with gradients.
-        *inputs: Arguments of that call.
+        inputs: The arguments of that call ([inputs](#inputs)).
         model: The model for parameter names and module boxes; by default ``output`` itself, if it is a
             model. For a given result, modules are inferred from the parameters around an op.
         params: Names of other tensors, as for `torchviz.make_dot`: name -> tensor.
@@ -70,14 +74,14 @@ def draw(
     arguments.whole("max_nodes", max_nodes, 1)
     arguments.truth("fold", fold)
     is_call = not isinstance(output, Tensor) and callable(output)
-    if inputs and not is_call:
+    if any(arguments_of(inputs)) and not is_call:
         raise OptionError(f"inputs are for a model or a function to call, not for {shown(output)}")
     if model is None and isinstance(output, nn.Module):
         model = output
     names = Names(model)
     names.parameters.update({id(tensor): name for name, tensor in _named(params).items()})
     observation: Observation | None = None
-    with torch_state.unchanged(output if is_call else None, *inputs):
+    with torch_state.unchanged(output if is_call else None, inputs):
         result = output
         if is_call:
             result, observation = observed(output, inputs, names)

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from .. import arguments
 from ..errors import OptionError, noted, raised_here, said_by
+from ..inputs import Steps
 from ..observers import Attached, CallTensors, OpCall
 from ..patching import Patch, apply, undo
+from ..renames import renamed
 from ..session import is_converted, observable, restoring
 from ..tensors import CAST, LOW_DTYPES, copied, map_all, tensors_in, tensors_of
 from ..torch_internals import BATCH_CHECK, uncompiled
@@ -40,8 +42,9 @@ _TIMED: Final = 5
 
 
 @restoring
+@renamed()
 def invariance(
-    model: Callable[..., Any], *batch: Any, rows: int = 8, threads: Sequence[int] | None = None
+    model: Callable[..., Any], inputs: Any, *, rows: int = 8, threads: Sequence[int] | None = None
 ) -> Invariance:
     """Finds the calls of a model whose bits depend on the batch, on the number of threads, or on the run.
 
@@ -52,8 +55,8 @@ def invariance(
 
     Args:
         model: The model, or any function. A compiled one runs uncompiled.
-        *batch: Its arguments: tensors whose first dimension is the batch, at least two rows. A single
-            mapping is passed by name. Tensors with another first dimension are the same for each batch.
+        inputs: Its arguments ([inputs](#inputs)): tensors whose first dimension is the batch, at least two rows. Tensors with
+            another first dimension are the same for each batch.
         rows: How many rows are repeated alone, at most, in each call.
         threads: Numbers of threads to try on the CPU. Default: 1, 2 and that of the processor's cores.
 
@@ -68,11 +71,10 @@ def invariance(
         >>> found.calls, found.by_definition
         (2, ())
     """
-    if not callable(model):
-        raise OptionError(f"model must be a module or a function, not {type(model).__name__}")
+    steps = Steps("invariance", model)
     rows = arguments.whole("rows", rows, 1)
     tried = [arguments.whole("threads", each, 1) for each in threads or (1, 2, os.cpu_count() or 1)]
-    size = next((each.shape[0] for each in tensors_of(batch) if each.dim()), 0)
+    size = next((each.shape[0] for each in tensors_of(inputs) if each.dim()), 0)
     if size < 2:
         raise OptionError("invariance takes a batch of at least two rows, its first dimension")
 
@@ -83,24 +85,24 @@ def invariance(
     small = _OneRowRun()
     large = _Repeats(small.calls, size, rows, sorted(set(tried)))
     with contextlib.ExitStack() as stack:
-        state = stack.enter_context(unchanged(model, *batch))
+        state = stack.enter_context(unchanged(model, inputs))
         for context in (observable(), uncompiled(), torch.no_grad()):
             stack.enter_context(context)
         # Batch norms in training must run on one row, too.
         stack.callback(undo, apply([Patch(F, BATCH_CHECK, lambda size: None)]))
         try:
-            _run(model, copied(map_all(batch, one_row)), small.observe)
+            _run(steps, map_all(inputs, one_row), small.observe)
         except Exception as error:
             raise noted(error, "Raised by the run on one row of the batch") from None
         state.restore()
-        _run(model, copied(batch), large.observe)
+        _run(steps, inputs, large.observe)
     return large.report()
 
 
-def _run(model: Callable[..., Any], batch: tuple[Any, ...], observer: Callable[..., None]) -> None:
+def _run(steps: Steps, inputs: Any, observer: Callable[..., None]) -> None:
+    given = copied(inputs)
     with Attached(observer, tensors=True, every_op=True):
-        named = len(batch) == 1 and isinstance(batch[0], Mapping)
-        arguments.has_run("model", model(**batch[0]) if named else model(*batch))
+        steps.forward(given)
 
 
 class _OneRowRun:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import arguments
 from ..policy import LowType, load_policy, set_names
+from ..renames import renamed
 from ..session import restoring
 from ..torch_state import unchanged
 from .candidates import (
@@ -29,15 +30,17 @@ from .search import sets_of
 
 
 @restoring
+@renamed(inputs="batches", fresh_inputs="fresh_batches")
 def tune(
     model: Callable[..., Any],
-    inputs: Any,
+    batches: Any,
     loss_fn: Callable[..., Any] | None = None,
     metric: str | Callable[..., Any] | None = None,
     tolerance: float = 1e-2,
     *,
+    forward_step: Callable[[Any, Any], Any] | None = None,
     by: str = "op",
-    fresh_inputs: Any = None,
+    fresh_batches: Any = None,
     measure: Callable[..., Any] | None = None,
     samples: int = 1,
     low_precision_type: LowType | str | None = None,
@@ -58,18 +61,20 @@ def tune(
 
     Args:
         model: The model: a module, or a function that calls some.
-        inputs: A batch, or a list of batches, also with ``measure``: they show which ops the model calls. A tuple holds positional arguments, a mapping named ones;
-            anything else is a single argument. With several batches, the error is a limit for 95 % of
-            further batches of their kind. The last quarter only checks the set at the end.
-        loss_fn: The loss: ``loss_fn(output)``, or ``loss_fn(output, batch)``. Effects are then those on
-            the loss, and ``metric="loss"`` compares it.
+        batches: An iterable of [inputs](#inputs), or of batches for ``forward_step``, also with ``measure``:
+            they show which ops the model calls. A tensor, tuple or mapping is one batch. With several batches, the error
+            is a limit for 95 % of further batches of their kind. The last quarter only checks the set at the
+            end.
+        loss_fn: Takes the output and the batch, or the output alone. Effects are then those on the loss, and
+            ``metric="loss"`` compares it.
         metric: The error of a batch: ``"relative_l2"`` of the outputs (the default); ``"loss"`` for its
             relative change; ``"kl"`` for the divergence of softmaxed logits, in nats; or a function
             ``metric(output, fp32_output)`` that returns a number, 0 for no error. All are computed in
             fp32 or wider.
         tolerance: The largest error allowed.
+        forward_step: Takes the model and a batch, and returns the output.
         by: ``"op"`` decides for each op by name; ``"module"`` for each op in each module that matters.
-        fresh_inputs: Batches on which the set must pass at the end.
+        fresh_batches: Batches on which the set must pass at the end.
         measure: Replaces the metric: ``measure(model, seed)`` gets a copy of the model and returns a number
             that should be small, such as the loss after a short training. The error is the mean increase
             over fp32 with the same seed.
@@ -106,8 +111,9 @@ def tune(
     """
     given = dict(locals())
     is_shown = arguments.truth("progress", given.pop("progress"))
-    request = Request(**given)
-    with unchanged(model, inputs, fresh_inputs, loss_fn) as request.state:
+    with unchanged(None):  # data loaders draw random numbers
+        request = Request(**given)
+    with unchanged(model, request.batches, forward_step, loss_fn) as request.state:
         task = Task(request)
         noise = task.noise()
         results = Journal(request.journal, request.header() if request.journal else {})
@@ -129,7 +135,7 @@ def tune(
             request.budget,
             progress_of(is_shown=is_shown),
             shipped,
-            has_fresh=FRESH in request.inputs,
+            has_fresh=FRESH in request.batches,
             is_noisy=request.measure is not None,
             noise=noise,
             about={

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from .. import arguments, session
+from .. import session
 from ..errors import OptionError, raised_here, short, shown
 from ..forks import in_own_thread
 from ..observers import LOGGER, OpCall, attach
@@ -135,9 +135,9 @@ class Task:
         found = []
         self.request.state.restore()
         with uncompiled(), torch.no_grad():
-            for index, batch in enumerate(self.request.inputs[inputs]):
+            for index, batch in enumerate(self.request.batches[inputs]):
                 seed_all(seed + index)
-                output = arguments.has_run("model", batch.run(self.request.model))
+                output = self.request.steps.forward(batch)
                 with without_casts():
                     found.append(copied(output))  # it may be an attribute, which is restored
         return found
@@ -146,15 +146,15 @@ class Task:
         return session.restore(policy, self.request.device_types, self.request.options, False)
 
     def _errors(self, found: list[Any], expected: list[Any], inputs: str) -> list[float]:
-        batches = self.request.inputs[inputs]
+        batches = self.request.batches[inputs]
         with torch.no_grad(), disable_casts():
             errors = [
-                self._error(low, high, batch.given)
+                self._error(low, high, batch)
                 for low, high, batch in zip(found, expected, batches, strict=True)
             ]
         return [error if math.isfinite(error) else math.inf for error in errors]
 
-    def _error(self, low: Any, high: Any, given: Any) -> float:
+    def _error(self, low: Any, high: Any, batch: Any) -> float:
         metric = self.request.metric
         if metric == "relative_l2":
             return metrics.relative_l2(low, high)
@@ -162,14 +162,13 @@ class Task:
             return metrics.kl(low, high)
         if callable(metric):
             return metrics.number("metric", metric, widened(low), widened(high))
-        found, expected = self._loss(low, given), self._loss(high, given)
+        found, expected = self._loss(low, batch), self._loss(high, batch)
         return metrics.ratio(abs(found - expected), abs(expected))
 
-    def _loss(self, output: Any, given: Any) -> float:
-        loss_fn = self.request.loss_fn
-        if loss_fn is None:
-            return float(metrics.loss_of(None, output, given))
-        return metrics.number("loss_fn", metrics.loss_of, loss_fn, widened(output), given)
+    def _loss(self, output: Any, batch: Any) -> float:
+        if self.request.steps.loss_fn is None:
+            return float(metrics.loss_of(output))
+        return metrics.number("loss_fn", self.request.steps.loss, widened(output), batch)
 
     def _measured(self, policy: Policy, inputs: str, tolerance: float) -> float:
         """Returns the upper bound of a noisy measure's mean error, from paired samples."""

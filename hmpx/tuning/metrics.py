@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
 from collections.abc import Callable
@@ -70,28 +69,12 @@ def number(name: str, function: Callable[..., Any], *args: Any) -> float:
         ) from None
 
 
-def loss_of(loss_fn: Callable[..., Any] | None, output: Any, given: Any) -> Tensor | float:
-    """Returns the loss: the result of ``loss_fn(output)``, or the output's attribute ``loss``.
-
-    A function with a second positional parameter also gets the batch, as the user gave it.
-    """
-    if loss_fn is None:
-        loss = getattr(output, "loss", None)
-        if loss is None:
-            raise OptionError("metric='loss' needs a loss_fn: the model returns no attribute loss")
-        return loss  # type: ignore[no-any-return]
-    return loss_fn(output, given) if _takes_two(loss_fn) else loss_fn(output)  # type: ignore[no-any-return]
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether the function requires a second positional argument."""
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return True
-    except ValueError:  # it has no signature
-        pass
-    return False
+def loss_of(output: Any) -> Any:
+    """Returns the output's attribute ``loss``."""
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise OptionError("metric='loss' needs a loss_fn: the model returns no attribute loss")
+    return loss
 
 
 def floating_of(value: Any) -> list[Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, Final
+from collections.abc import Collection, Iterable
+from typing import Final
 
 import torch
 
@@ -31,9 +31,9 @@ def spots_of(request: Request) -> Costs:
         record() as recording,  # first: wrappers are made once and include it
         session.restore(observing_policy(), request.device_types, request.options, False),
     ):
-        for index, batch in enumerate(request.inputs[TUNING]):
+        for index, batch in enumerate(request.batches[TUNING]):
             seed_all(request.seed + index)
-            batch.run(request.model)
+            request.steps.forward(batch)
     found = called_spots(recording.rows)
     if not found:
         raise OptionError(
@@ -95,16 +95,15 @@ def scores_of(request: Request, spots: Collection[Spot]) -> Scores | None:
     """
     policy = policy_of(dict.fromkeys(spots, request.low_type), request.low_type)
     found: dict[Spot, Score] = {}
-    for index, batch in enumerate(request.inputs[TUNING][:_MOST_BATCHES]):
-        loss: Callable[[Any], Any] | None = None
-        if request.loss_fn is not None or request.metric == "loss":
-            loss = lambda output, given=batch.given: loss_of(request.loss_fn, output, given)  # noqa: E731
+    loss_fn = request.steps.loss_fn or (loss_of if request.metric == "loss" else None)
+    for index, batch in enumerate(request.batches[TUNING][:_MOST_BATCHES]):
         request.state.restore()
         seed_all(request.seed + index)
         rows = compare(
             request.model,
-            *((batch.kwargs,) if batch.kwargs else batch.args),
-            loss_fn=loss,
+            batch,
+            forward_step=request.steps.forward_step,
+            loss_fn=loss_fn,
             policy=policy,
             device_types=request.device_types,
             legalize=request.options.legalize,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from .. import arguments, session
 from ..casting import LEGALIZE_MODES, Options
 from ..errors import OptionError, shown
+from ..inputs import Steps, batches_of
 from ..policy import Policy
 from ..tensors import long_name, parse_device_types, tensors_of
 from ..torch_state import ModelState
@@ -26,43 +27,28 @@ TUNING: Final = "tuning"
 FRESH: Final = "fresh"
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The arguments of one call of the model."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    given: Any  # the batch as the user gave it, which loss functions get
-
-    def run(self, model: Callable[..., Any]) -> Any:
-        """Runs ``model`` on the batch."""
-        return model(*self.args, **self.kwargs)
-
-
 class Request:
     """The checked arguments of `tune`.
 
-    ``inputs`` maps `TUNING`, and `FRESH` if there are any, to batches; ``state`` restores the model.
+    ``batches`` maps `TUNING`, and `FRESH` if there are any, to lists; ``state`` restores the model.
     """
 
     state: ModelState
 
     def __init__(self, **given: Any) -> None:
         self.model, self.metric = given["model"], given["metric"]
-        self.loss_fn, self.measure = given["loss_fn"], given["measure"]
-        if not callable(self.model):
-            raise OptionError(f"model must be a module or a function, not {shown(self.model)}")
+        self.measure = given["measure"]
+        self.steps = Steps("tune", self.model, given["forward_step"], given["loss_fn"])
         session.refuse_where_off("tune")
-        for name in ("loss_fn", "measure"):
-            if given[name] is not None and not callable(given[name]):
-                raise OptionError(f"{name} must be a function, not {shown(given[name])}")
+        if not callable(self.measure) and self.measure is not None:
+            raise OptionError(f"measure must be a function, not {shown(self.measure)}")
         if not callable(self.metric):
             metric = "relative_l2" if self.metric is None else self.metric
             self.metric = arguments.choice("metric", metric, METRICS)
+        self.batches = _batches(given["batches"], given["fresh_batches"])
         self.device_types, self.options = _conversion(
-            *(given[name] for name in ("model", "inputs", "device_types", "legalize"))
+            self.model, self.batches[TUNING], given["device_types"], given["legalize"]
         )
-        self.inputs = _inputs(given["inputs"], given["fresh_inputs"])
         self.samples = arguments.whole("samples", given["samples"], 1)
         self.tolerance = _tolerance(given["tolerance"])
         self.by = arguments.choice("by", given["by"], BY)
@@ -107,11 +93,10 @@ class Request:
                 [*_held(self.model, "parameters"), *_held(self.model, "buffers")]
             ),
             "inputs": {
-                name: _fingerprint(tensors_of([each.given for each in found]))
-                for name, found in self.inputs.items()
+                name: _fingerprint(tensors_of(found)) for name, found in self.batches.items()
             },
             "metric": self.metric if isinstance(self.metric, str) else _name(self.metric),
-            "loss_fn": _name(self.loss_fn),
+            "loss_fn": _name(self.steps.loss_fn),
             "measure": _name(self.measure),
             "samples": self.samples,
             "by": self.by,
@@ -120,6 +105,7 @@ class Request:
             "options": str(self.options),
             "seed": self.seed,
             "threads": torch.get_num_threads(),
+            **({"forward_step": _name(step)} if (step := self.steps.forward_step) else {}),
         }
 
 
@@ -154,20 +140,13 @@ def _conversion(
     return types, options
 
 
-def _inputs(inputs: Any, fresh_inputs: Any) -> dict[str, tuple[Batch, ...]]:
+def _batches(batches: Any, fresh_batches: Any) -> dict[str, list[Any]]:
     """Returns the batches; the last quarter of several is for the check on fresh inputs."""
-    found = _batches("inputs", inputs)
-    if fresh_inputs is not None:
-        return {TUNING: found, FRESH: _batches("fresh_inputs", fresh_inputs)}
+    found = batches_of("batches", batches)
+    if fresh_batches is not None:
+        return {TUNING: found, FRESH: batches_of("fresh_batches", fresh_batches)}
     end = len(found) - max(1, len(found) // 4)
     return {TUNING: found[:end], FRESH: found[end:]} if end else {TUNING: found}
-
-
-def _batches(name: str, inputs: Any) -> tuple[Batch, ...]:
-    given = inputs if isinstance(inputs, list) else [inputs]
-    if not given:
-        raise OptionError(f"{name} is an empty list; give at least one batch")
-    return tuple([Batch(*arguments.of_call(each), each) for each in given])
 
 
 def _tolerance(value: object) -> float:

@@ -95,7 +95,9 @@ def test_what_follows_low_inputs_has_its_own_error_only():
         h = torch.mm(x, w)
         return F.gelu(h), F.relu(h)
 
-    found = hmpx.compare(model, torch.randn(8, 8), torch.randn(8, 8), **low("mm"), legalize="never")
+    found = hmpx.compare(
+        model, (torch.randn(8, 8), torch.randn(8, 8)), **low("mm"), legalize="never"
+    )
     (gelu,), (relu,) = rows_of(found, "gelu"), rows_of(found, "relu")
     assert gelu.dtype == relu.dtype == "bfloat16"
     assert gelu.rel > 0
@@ -317,7 +319,7 @@ print([each() for each in living])
         ({"passes": 0}, "passes must be an int of at least 1, not 0"),
         ({"seed": -1}, "seed must be an int of at least 0, not -1"),
         ({"reference": torch.float16}, "reference must be torch.float32 or torch.float64"),
-        ({"loss_fn": 3}, "loss_fn must be a function of the model's outputs, not 3"),
+        ({"loss_fn": 3}, "loss_fn must be a function of the output and the batch, not 3"),
         ({"loss_fn": lambda y: y}, "loss_fn must return a floating-point tensor of one element"),
         ({"low_precision_typ": "fp8"}, "low_precision_typ"),
     ],

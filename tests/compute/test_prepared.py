@@ -73,7 +73,7 @@ def called(module: nn.Module, x: Tensor) -> Tensor:
 
 def freeze(module: nn.Module, x: Tensor, **options: Any) -> hmpx.Frozen:
     arguments = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
-    return hmpx.freeze(module.eval(), *arguments, outputs="keep", **options)
+    return hmpx.freeze(module.eval(), arguments, outputs="keep", **options)
 
 
 def kept(module: nn.Module) -> int:

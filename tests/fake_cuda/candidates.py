@@ -46,7 +46,7 @@ def _low_forward(module: nn.Linear | Conv1D | nn.Conv2d, x: Tensor) -> Tensor:
 
 def freeze(step: Step) -> None:
     """Stores a model's weights in the type in which they are used."""
-    hmpx.freeze(step.model, **step.inputs, keep_fp32=False)
+    hmpx.freeze(step.model, step.inputs, keep_fp32=False)
 
 
 @dataclass(frozen=True)

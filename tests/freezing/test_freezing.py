@@ -305,7 +305,7 @@ def test_transformers_give_the_same_results_and_texts(name: str) -> None:
 
     expected, before = results(), contents(model)
     low, (kept, reason) = TRANSFORMERS[name]
-    with hmpx.freeze(model, **inputs) as frozen:
+    with hmpx.freeze(model, inputs) as frozen:
         assert stored(frozen)[low] is BF16
         assert reasons(frozen)[kept] == reason
         output = model(**inputs)

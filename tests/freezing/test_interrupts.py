@@ -263,7 +263,7 @@ def test_two_threads_never_take_each_others_weights(form: str) -> None:
     def freeze() -> None:
         start.wait()
         with contextlib.suppress(hmpx.FreezeError):
-            frozen.append(hmpx.freeze(model, *inputs, **options))
+            frozen.append(hmpx.freeze(model, inputs, **options))
 
     with under(None if options else {}):
         before = {

@@ -196,10 +196,10 @@ TOOLS: dict[str, Callable[[nn.Module, tuple[Any, ...]], object]] = {
     "bench": lambda model, args: hmpx.bench(
         lambda: model, args, runs=1, warmup=1, run_s=0.0, variants=["auto"], device="cpu"
     ),
-    "compare": lambda model, args: hmpx.compare(model, *args, device_types={"cpu"}),
-    "draw": lambda model, args: hmpx.draw(model, *args),
+    "compare": lambda model, args: hmpx.compare(model, args, device_types={"cpu"}),
+    "draw": lambda model, args: hmpx.draw(model, args),
     "expect.of": lambda model, args: hmpx.expect.of(model, args),
-    "invariance": lambda model, args: hmpx.invariance(model, *args),
+    "invariance": lambda model, args: hmpx.invariance(model, args),
     "plan": lambda model, args: hmpx.plan(model, args, "cpu"),
     "tune": lambda model, args: hmpx.tune(
         model, [args], tolerance=0.5, budget=2, device_types={"cpu"}, progress=False

@@ -234,7 +234,7 @@ class Nasty(nn.Module):
 
 
 def frozen_and_undone(model: nn.Module, x: Tensor, cache: Any) -> None:
-    hmpx.freeze(model.eval(), x, cache=cache).undo()
+    hmpx.freeze(model.eval(), {"x": x, "cache": cache}).undo()
 
 
 def tuned(model: nn.Module, x: Tensor, cache: Any) -> None:
@@ -255,10 +255,10 @@ def compared(model: nn.Module, x: Tensor, cache: Any) -> None:
 TOOLS: dict[str, Callable[[nn.Module, Tensor, Any], object]] = {
     "bench": benched,
     "compare": compared,
-    "draw": lambda model, x, cache: hmpx.draw(model, x, cache),
+    "draw": lambda model, x, cache: hmpx.draw(model, (x, cache)),
     "expect.of": lambda model, x, cache: hmpx.expect.of(model, (x, cache)),
     "freeze": frozen_and_undone,
-    "invariance": lambda model, x, cache: hmpx.invariance(model, x, cache),
+    "invariance": lambda model, x, cache: hmpx.invariance(model, (x, cache)),
     "plan": lambda model, x, cache: hmpx.plan(model, (x, cache), "cpu"),
     "plan, small": lambda model, x, cache: hmpx.plan(model, (x, cache), "cpu", small=True),
     "tune": tuned,

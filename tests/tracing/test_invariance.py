@@ -190,7 +190,7 @@ def test_inputs_stay_as_they_are() -> None:
         total.add_(x.sum())
         return x * 2
 
-    found = hmpx.invariance(model, torch.ones(4, 8), total)
+    found = hmpx.invariance(model, (torch.ones(4, 8), total))
     assert total.item() == 0
     assert [each.op for each in found.by_definition] == ["sum"]
 

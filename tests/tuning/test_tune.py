@@ -246,9 +246,9 @@ def test_a_limit_for_further_batches() -> None:
         Fixed(lambda x: torch.tanh(x)),
         [torch.full((4, 4), each) for each in (1.0, 2.0)],
     )
-    best = tune(model, batches, fresh_inputs=batches, metric=metric, tolerance=0.01)
+    best = tune(model, batches, fresh_batches=batches, metric=metric, tolerance=0.01)
     assert 0.002 <= best.error <= 0.01
     assert best.fresh_error == 0.002
-    assert tune(model, batches, fresh_inputs=batches, metric=metric, tolerance=0.003).kept == {
+    assert tune(model, batches, fresh_batches=batches, metric=metric, tolerance=0.003).kept == {
         "tanh"
     }

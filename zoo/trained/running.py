@@ -78,7 +78,7 @@ def _in(mode: Mode, judged: Judged, example: Batch) -> Iterator[None]:
     frozen: AbstractContextManager[Any] = nullcontext()
     with mode.process("cpu"), torch.set_grad_enabled(False):
         if mode.is_frozen:
-            frozen = hmpx.freeze(judged, **example)
+            frozen = hmpx.freeze(judged, example)
         with frozen, mode.region("cpu"):
             yield
 

@@ -7,20 +7,25 @@ import hmpx
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1), torch.nn.Linear(8, 4))
 x = torch.randn(2, 8)
-batch = torch.randn(4, 8)
-batches = data = [torch.randn(4, 8) for _ in range(2)]
+batches = data = [(torch.randn(4, 8), torch.randint(0, 4, (4,))) for _ in range(2)]
+batch = data[0]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def loss_of(output):
+def forward_step(model, batch):
+    """Returns the output."""
+    return model(batch[0])
+
+
+def loss_fn(output, batch):
     """Returns a loss."""
-    return output.float().square().mean()
+    return torch.nn.functional.cross_entropy(output, batch[1])
 
 
 def train_step(batch):
     """Takes one step."""
     optimizer.zero_grad()
-    loss_of(model(batch)).backward()
+    loss_fn(forward_step(model, batch), batch).backward()
     optimizer.step()
 
 

@@ -1,0 +1,54 @@
+"""Old ways to call public functions, which work for one more version with a warning."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .errors import warn
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def renamed(*, gathers: bool = False, **names: str) -> Callable[[_F], _F]:
+    """Makes a function also take arguments by their old names, and several inputs that are not in a tuple.
+
+    Args:
+        gathers: Whether unknown names are the model's inputs.
+        **names: Old name -> new name.
+    """
+
+    def decorate(function: _F) -> _F:
+        known = inspect.signature(function).parameters
+        positional = [
+            each.name for each in known.values() if each.kind is each.POSITIONAL_OR_KEYWORD
+        ]
+        last = len(positional) - 1
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for old in names.keys() & kwargs.keys():
+                _warn(f"{function.__name__}({old}=...) is now {names[old]}=...")
+                kwargs.setdefault(names[old], kwargs.pop(old))
+            named = {n: kwargs.pop(n) for n in [*kwargs] if n not in known} if gathers else {}
+            given = args[last:]
+            if named:
+                _warn(
+                    f"{function.__name__} takes named inputs as a mapping: inputs={{'x': x, ...}}"
+                )
+                forward = inspect.signature(args[0].forward)
+                args = (*args[:last], dict(forward.bind(*given, **named).arguments))
+            elif len(given) > 1 and positional[last] == "inputs":
+                _warn(f"{function.__name__} takes several inputs as a tuple: inputs=(x, y)")
+                args = (*args[:last], given)
+            return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorate
+
+
+def _warn(message: str) -> None:
+    warn(f"{message}; the old way ends with the next version", DeprecationWarning)
