@@ -43,8 +43,15 @@ def make_wrapper(
     narrowed = narrower(original, plan, functools.partial(make_wrapper, original))
     call, cast_and_run = call_of(original, complete, plan, control, narrowed)
     fused = None
-    if fuses and plan.has_nodes and isinstance(complete, types.BuiltinFunctionType):
-        fused = compute.fused_linear(plan.decision.dtype, plan.device_types)
+    is_computed = plan.site.op == "linear"  # so it must be torch's own
+    if (
+        fuses
+        and plan.cast_together
+        and (not is_computed or isinstance(complete, types.BuiltinFunctionType))
+    ):
+        names, positions = plan.site.parameters.names, enumerate(plan.cast_together)
+        masks = [n for n, position in positions if names[position] in plan.masks]
+        fused = compute.fused(plan.site.op, plan.decision.dtype, plan.device_types, masks)
     wrapper = make_generated(
         plan,
         original=complete,

@@ -221,7 +221,8 @@ class CallPlan:
     composes: bool = field(init=False)  # computes in ``accumulate_dtype``, or its outputs are cast
     legalizes: bool = field(init=False)  # may be computed in fp32 and rounded, where low is slow
     keeps_parameters: bool = field(init=False)  # autograd may keep them instead of their casts
-    has_nodes: bool = field(init=False)  # compiled autograd nodes may compute it and its casts
+    #: Positions of the inputs that compiled autograd nodes cast together; for `linear` they also compute it.
+    cast_together: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Sets the derived fields, once instead of in each call."""
@@ -436,6 +437,11 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
     )
     may_run_low = plan.is_low or (decision.dtype is None and facts.kind in compute.SLOW_KINDS)
     computes_itself = decision.accumulate_dtype is not None or facts.is_view
+    has_nodes = plan.is_low and not (
+        decision.is_composed or keeps_parameters or facts.norm_parameters
+    )
+    names, apart = plan.site.parameters.names, plan.masks if facts.mixed_device_types else ()
+    together = [p for p in sorted(plan.cast_kinds) if has_nodes and names[p] not in apart]
     return {
         "emulation": emulation,
         "composes": decision.is_composed and plan.target is None and emulation is None,
@@ -446,11 +452,7 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
             and plan.target is None
         ),
         "keeps_parameters": keeps_parameters,
-        "has_nodes": (
-            plan.site.op == "linear"
-            and plan.is_low
-            and not (decision.is_composed or keeps_parameters)
-        ),
+        "cast_together": tuple(together) if len(together) > 1 else (),
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import has_torch_function, has_torch_function_variadic
 
-from ..compute import LEAST_ELEMENTS, Linear
+from ..compute import LEAST_ELEMENTS, Fused
 from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS, Kwargs
 from ..torch_internals import transforms
 from ..torch_state import switch  # its gate, as it is at each call
@@ -93,6 +93,14 @@ _IF_FUSED: Final = """
             if result is not None:
                 return result"""
 
+#: If they may make several casts together.
+_TOGETHER: Final = """\
+together = None if is_dynamo_compiling() else fused({names})
+        if together is not None:
+            {cast} = together
+        else:
+            {casts}"""
+
 #: If autograd may keep parameters instead of their casts.
 _IF_LARGE: Final = """
             if (
@@ -113,7 +121,7 @@ _IF_MISSING: Final = """
 
 
 def make_generated(
-    plan: CallPlan, *, fused: Linear | None = None, **parameters: Any
+    plan: CallPlan, *, fused: Fused | None = None, **parameters: Any
 ) -> Callable[..., Any]:
     """Returns the wrapper for ``plan``."""
     casts, source = tuple(casts_of(plan).values()), source_of(plan, is_fused=fused is not None)
@@ -256,10 +264,20 @@ def _cast(plan: CallPlan, names: list[str], positions: list[int], *, is_fused: b
     large = _IF_LARGE.format(
         are_large="\n                or ".join(are_large), cast=cast, names=listed
     )
+    is_computed = is_fused and plan.site.op == "linear"
+    casts, together = {p: f"b{p} = cast{p}(a{p})" for p in positions}, plan.cast_together
+    lines = [*casts.values()]
+    if is_fused and not is_computed:
+        made = _TOGETHER.format(
+            names=", ".join([f"a{p}" for p in together]),
+            cast=", ".join([f"b{p}" for p in together]),
+            casts="\n            ".join([casts.pop(p) for p in together]),
+        )
+        lines = [made, *casts.values()]
     return _CAST.format(
         unless=unless,
-        if_fused=_IF_FUSED.format(names=listed.removesuffix(", ")) if is_fused else "",
-        casts="\n        ".join([f"b{p} = cast{p}(a{p})" for p in positions]),
+        if_fused=_IF_FUSED.format(names=listed.removesuffix(", ")) if is_computed else "",
+        casts="\n        ".join(lines),
         are_unusual=" or ".join([f"b{p} is unusual" for p in positions]),
         if_large=large if plan.keeps_parameters else "",
         cast=cast,

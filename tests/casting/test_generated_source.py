@@ -62,6 +62,22 @@ def test_the_source_with_compiled_nodes() -> None:
     assert added[:first] + added[first + 4 :] == without
 
 
+def test_the_source_with_casts_made_together() -> None:
+    """By compiled nodes; their fallback are the same casts one by one."""
+    options = {"keep_weight_casts": True}
+    without = source_of(plan("conv2d", **options)).splitlines()
+    added = source_of(plan("conv2d", **options), is_fused=True).splitlines()
+    first = next(n for n, line in enumerate(added) if line != without[n])
+    assert [line.strip() for line in added[first : first + 7]] == [
+        "together = None if is_dynamo_compiling() else fused(a0, a1, a2)",
+        "if together is not None:",
+        "b0, b1, b2 = together",
+        "else:",
+        *[line.strip() for line in without[first : first + 3]],
+    ]
+    assert added[first + 7 :] == without[first + 3 :]
+
+
 @pytest.mark.native
 def test_the_source_is_shown_in_tracebacks() -> None:
     """By `linecache`, as that of any function."""

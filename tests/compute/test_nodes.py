@@ -1,4 +1,4 @@
-"""`linear` by compiled nodes: the bits of torch's nodes, wherever these are used; torch's way for the unusual."""
+"""`linear` and casts by compiled nodes: the bits of torch's nodes; torch's way for the unusual."""
 
 from __future__ import annotations
 
@@ -71,6 +71,18 @@ def converted(*, with_nodes: bool = True, **options: Any) -> Iterator[None]:
             yield
 
 
+def are_together(result: Tensor) -> bool:
+    """Whether one compiled node made all casts in the graph of ``result``."""
+    found, left = set(), [result.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [each for each, _ in node.next_functions]
+    names = [type(node).__name__ for node in found]
+    return names.count("CppFunction") == 1 and "ToCopyBackward0" not in names
+
+
 def is_fused(result: Tensor) -> bool:
     """Whether the compiled nodes made ``result``."""
     return result.grad_fn is not None and type(result.grad_fn).__name__ == "CppFunction"
@@ -94,6 +106,52 @@ def make_net() -> nn.Sequential:
     torch.manual_seed(0)
     middle = nn.Linear(32, 16, bias=False)
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), middle, nn.Tanh(), nn.Linear(16, 4))
+
+
+class Upcast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float().tanh()
+
+
+class Weighted(nn.Module):
+    """One call of an op other than `linear`, with fp32 inputs: [..., n, k] -> [..., n, k]."""
+
+    def __init__(self, op: str, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.op = op
+        self.weight, *others = [nn.Parameter(torch.randn(shape) / 4) for shape in shapes]
+        self.others = nn.ParameterList(others)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.op == "addmm":
+            return torch.addmm(self.others[0], x.reshape(-1, 16), self.weight).view(x.shape)
+        if self.op == "attention":
+            return F.scaled_dot_product_attention(x * self.weight, x * self.others[0], x)
+        if self.op == "bmm":
+            return torch.bmm(
+                x.reshape(-1, 8, 16), self.weight.expand(x.numel() // 128, 16, 16).clone()
+            )
+        if self.op == "of itself":
+            return x @ (x * self.weight).mT @ x
+        return x @ self.weight
+
+
+def make_other_net() -> nn.Sequential:
+    """Returns a network of other ops than `linear`."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [
+        *(
+            nn.Conv1d(8, 8, 3, padding=1),
+            Weighted("addmm", (16, 16), (16,)),
+            Weighted("matmul", (16, 16)),
+        ),
+        *(
+            Weighted("attention", (16,), (16,)),
+            Weighted("bmm", (16, 16)),
+            Weighted("of itself", (1,)),
+        ),
+    ]
+    return nn.Sequential(*[each for layer in layers for each in (layer, Upcast())])
 
 
 def loss_of(net: nn.Module, x: Tensor = X) -> Tensor:
@@ -334,6 +392,28 @@ def test_bits_are_those_of_torch(name: str, low: str) -> None:
     assert_equal_bits(actual, expected)
 
 
+#: Cases that know nothing of a network.
+OF_ANY_NET = (
+    *("plain", "gradient of x", "gradient of x alone", "double backward of x", "two backwards"),
+    *("double backward of weights", "inference", "writes between calls", "reentrant checkpoint"),
+    *("checkpoint", "functional_call", "func.grad", "vmap of func.grad", "threads", "jvp"),
+    *("anomaly detection", "torch.compile", "compiled autograd"),
+)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")  # by torch.func.jvp
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # by compiled autograd
+@pytest.mark.parametrize("name", OF_ANY_NET)
+def test_bits_of_other_ops_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "make_net", make_other_net)
+    with converted(with_nodes=False):
+        expected = CASES[name]()
+    with converted():
+        actual = CASES[name]()
+    assert_equal_bits(actual, expected)
+
+
 @pytest.mark.usefixtures("built")
 def test_a_write_between_forward_and_backward_is_an_error() -> None:
     """As for torch's nodes."""
@@ -419,6 +499,32 @@ def test_they_are_used(low: str) -> None:
     with hmpx.convert(device_types={"cpu"}, policy=hmpx.Policy.from_ops(fp32=["linear"])):
         assert not is_fused(net(X))
     assert not is_fused(net(X))
+
+
+@pytest.mark.usefixtures("built")
+def test_casts_of_other_ops_are_made_together() -> None:
+    net = make_other_net()
+    x, y = learning_x(), X.clone().requires_grad_()
+    with converted():
+        assert are_together(net[0](x[0]))
+        assert are_together(torch.addmm(net[2].others[0], x[0], net[2].weight))
+        assert are_together(x.transpose(0, 1) @ net[4].weight)
+        assert are_together(torch.bmm(x, y.mT))
+        assert are_together(F.scaled_dot_product_attention(x[None], y[None], x[None] * 2))
+        assert are_together(F.scaled_dot_product_attention(x[None], y[None], X[None].to(BF16)))
+        for result in (
+            x @ torch.ones(16, 16, dtype=BF16),  # one cast
+            x.detach().to(BF16) @ y.detach().to(BF16).mT,
+            F.scaled_dot_product_attention(x, x, x),  # their gradients are summed in torch's order
+            x @ y.mT[..., ::2],  # a copy that changes its layout
+            torch.addmm(x[0, :, :8] * 1.0, x[0], y[1].mT),  # may be a mask
+            x.to(FP16) @ y.mT,
+        ):
+            assert not are_together(result)
+    with converted(legalize="always"):
+        assert not are_together(torch.bmm(x, y.mT))
+    with converted(), hmpx.record():
+        assert not are_together(torch.bmm(x, y.mT))
 
 
 class Subclass(Tensor):
@@ -550,9 +656,10 @@ def test_tracing_records_torchs_ops() -> None:
 @pytest.mark.usefixtures("built")
 def test_devices_without_casts() -> None:
     """Those of the CPU, where only CUDA's tensors are cast."""
-    linear = compute.fused_linear(BF16, frozenset({"cuda"}))
-    assert linear is not None
-    assert linear(X, W, B) is None
+    for op in ("linear", "addmm"):
+        function = compute.fused(op, BF16, frozenset({"cuda"}), [0])
+        assert function is not None
+        assert function(X, W, B) is None
 
 
 @pytest.mark.usefixtures("built")
@@ -587,7 +694,7 @@ def test_without_compiled_nodes_torchs_are_used(
 ) -> None:
     caplog.set_level(logging.INFO, "hmpx")
     assert nodes.nodes_in_use() == nodes.Nodes(fault="none were compiled when hmpx was installed")
-    assert compute.fused_linear(BF16, CPU) is None
+    assert compute.fused("linear", BF16, CPU, []) is None
     assert not caplog.records
 
 
@@ -597,7 +704,7 @@ def test_nodes_for_another_torch_are_refused_in_one_line(
     caplog.set_level(logging.INFO, "hmpx")
     (folder / "nodes.torch-2.0.1.py.0.so").touch()
     for _ in range(2):
-        assert compute.fused_linear(BF16, CPU) is None
+        assert compute.fused("linear", BF16, CPU, []) is None
     [record] = caplog.records
     assert record.levelno == logging.INFO
     assert record.getMessage() == (

@@ -1,6 +1,6 @@
 """`linear` with the casts of its inputs as two autograd nodes, instead of torch's seven: less work for the host.
 
-They are compiled for one torch, when hmpx is installed. Without them torch's nodes give the same bits.
+The casts of another op's inputs are one node, and one launch on an accelerator. The nodes are compiled for one torch, when hmpx is installed. Without them torch's nodes give the same bits.
 ``HMPX_NODES=off`` switches them off.
 """
 
@@ -10,20 +10,19 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from ...errors import OptionError, printable, suggestion
 from .library import compiled, path_for
 
-#: (x, weight, bias or None); returns None for unusual calls, which take torch's way.
-Linear = Callable[[Any, Any, Any], "Tensor | None"]
+#: A call's inputs -> its result, or its inputs after casts; None for unusual calls, which take torch's way.
+Fused = Callable[..., Any]
 
 _LOGGER: Final = logging.getLogger("hmpx")
 
@@ -77,10 +76,15 @@ def _refused(fault: str) -> Nodes:
     return Nodes(fault=fault)
 
 
-def fused_linear(dtype: Any, device_types: frozenset[str]) -> Linear | None:
-    """Returns `linear` in ``dtype`` for tensors on these devices; None without compiled nodes."""
+def fused(op: str, dtype: Any, device_types: frozenset[str], masks: Iterable[int]) -> Fused | None:
+    """Returns `linear` in ``dtype`` for tensors on these devices, or the casts of another op's inputs together.
+
+    ``masks`` are the positions of possible masks among the inputs. None without compiled nodes.
+    """
     nodes = nodes_in_use().module
     if nodes is None:
         return None
     devices = sum([nodes.device_bit(torch.device(each)) for each in device_types])
-    return functools.partial(nodes.linear, dtype, devices)
+    if op == "linear":
+        return functools.partial(nodes.linear, dtype, devices)
+    return functools.partial(nodes.casts, dtype, devices, sum([1 << each for each in masks]))

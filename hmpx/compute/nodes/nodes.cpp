@@ -1,7 +1,8 @@
-// A linear layer with its casts as two autograd nodes, instead of View, T, Addmm, View and three of ToCopy.
+// A linear layer with its casts as two autograd nodes, instead of View, T, Addmm, View and three of ToCopy; and
+// casts of another call's inputs as one node and one launch.
 //
-// `linear` returns None for whatever is unusual, and the caller then takes torch's way. Outputs and gradients have
-// torch's bits: the kernels are the same, and gradients are summed and cast at the same places.
+// `linear` and `casts` return None for whatever is unusual, and the caller then takes torch's way. Outputs and
+// gradients have torch's bits: the kernels are the same, and gradients are summed and cast at the same places.
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
@@ -20,9 +21,11 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <array>
 #include <mutex>
+#include <span>
 
 namespace {
 
@@ -69,14 +72,12 @@ bool is_usual_here() {
       !at::SavedTensorDefaultHooks::get_hooks(false).has_value();
 }
 
-bool is_usual(const Tensor& tensor, c10::Device device, at::ScalarType low) {
+bool is_usual(const Tensor& tensor, c10::Device device) {
   const auto* impl = tensor.unsafeGetTensorImpl();
-  const auto dtype = tensor.scalar_type();
   // Nested tensors, whose layout is strided too, have no dense kernels.
-  return (dtype == low || dtype == at::kFloat) && tensor.device() == device &&
-      impl->key_set().has(c10::DispatchKey::Dense) && !impl->key_set().has_any(unusual_keys()) && impl->layout() == at::kStrided &&
-      !impl->has_symbolic_sizes_strides() && impl->is_contiguous() && impl->numel() > 0 &&
-      !tensor._fw_grad(/*level=*/0).defined();
+  return tensor.device() == device && impl->key_set().has(c10::DispatchKey::Dense) &&
+      !impl->key_set().has_any(unusual_keys()) && impl->layout() == at::kStrided &&
+      !impl->has_symbolic_sizes_strides() && impl->numel() > 0 && !tensor._fw_grad(/*level=*/0).defined();
 }
 
 bool is_plain(PyObject* value) {
@@ -264,12 +265,12 @@ struct LinearBackward : public Node {
 
 // --- the function --------------------------------------------------------------------------------
 
-// Replaces float32 tensors by their casts, which share a node.
-void cast_all(std::array<Tensor, 3>& tensors, at::ScalarType low, bool learns) {
+// Replaces tensors of other dtypes by their casts, which share a node.
+void cast_all(std::span<Tensor> tensors, at::ScalarType dtype, bool learns) {
   Few<Tensor> to, from;
   Few<size_t> places;
   for (size_t i = 0; i < tensors.size(); i++) {
-    if (tensors[i].defined() && tensors[i].scalar_type() != low) {
+    if (tensors[i].defined() && tensors[i].scalar_type() != dtype) {
       places.push_back(i);
       from.push_back(tensors[i]);
     }
@@ -280,7 +281,7 @@ void cast_all(std::array<Tensor, 3>& tensors, at::ScalarType low, bool learns) {
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     for (const auto& each : from) {
-      to.push_back(at::empty_like(each, each.options().dtype(low)));
+      to.push_back(at::empty_like(each, each.options().dtype(dtype)));
     }
     copy_all(to, from);
   }
@@ -378,7 +379,8 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
       Py_RETURN_NONE;
     }
     tensors[i] = THPVariable_Unpack(args[i]);
-    if (!is_usual(tensors[i], device, low)) {
+    const auto dtype = tensors[i].scalar_type();
+    if ((dtype != low && dtype != at::kFloat) || !is_usual(tensors[i], device) || !tensors[i].is_contiguous()) {
       Py_RETURN_NONE;
     }
   }
@@ -396,7 +398,78 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// casts(dtype, devices, masks, tensors...) -> these tensors, or None if less than two are cast
+//
+// `masks` are the positions, as bits, of what may be a mask: such a tensor is cast only if it is a parameter.
+PyObject* casts(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count > 4 && THPDtype_Check(args[0]) && PyLong_Check(args[1]) && PyLong_Check(args[2]),
+                   "casts takes a dtype, two ints and tensors");
+  const auto to = reinterpret_cast<THPDtype*>(args[0])->scalar_type;
+  const auto devices = PyLong_AsLongLong(args[1]), masks = PyLong_AsLongLong(args[2]);
+  args += 3;
+  count -= 3;
+  Few<Tensor> tensors;
+  Few<Py_ssize_t> places;
+  bool learns = false;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    if (args[i] == Py_None) {
+      continue;
+    }
+    if (!is_plain(args[i])) {
+      Py_RETURN_NONE;
+    }
+    const Tensor& tensor = THPVariable_Unpack(args[i]);
+    const auto dtype = tensor.scalar_type();
+    if (dtype == to || !(at::isFloatingType(dtype) || at::isComplexType(dtype))) {
+      continue;
+    }
+    const bool is_eligible = dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+    const bool is_mask = masks >> i & 1 && Py_TYPE(args[i]) != parameter_class;
+    const auto device = places.empty() ? tensor.device() : tensors[0].device();
+    if (!is_eligible || is_mask || !is_usual(tensor, device) ||
+        !tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense()) {
+      Py_RETURN_NONE;
+    }
+    for (const auto& other : tensors) {
+      // The gradients of one tensor are summed in the order of its nodes.
+      if (other.is_same(tensor) || other.scalar_type() != dtype) {
+        Py_RETURN_NONE;
+      }
+    }
+    tensors.push_back(tensor);
+    places.push_back(i);
+    learns |= tensor.requires_grad();
+  }
+  if (places.size() < 2) {
+    Py_RETURN_NONE;
+  }
+  const auto device = tensors[0].device();
+  if (!(devices >> static_cast<int>(device.type()) & 1) || device.is_meta() || !is_usual_here() ||
+      is_in_autocast(device.type())) {
+    Py_RETURN_NONE;
+  }
+  {
+    pybind11::gil_scoped_release without_gil;
+    cast_all(tensors, to, learns && at::GradMode::is_enabled());
+  }
+  THPObjectPtr result(PyTuple_New(count));
+  if (!result) {
+    throw python_error();
+  }
+  size_t next = 0;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    const bool is_cast = next < places.size() && places[next] == i;
+    PyObject* value = is_cast ? THPVariable_Wrap(std::move(tensors[next++])) : Py_NewRef(args[i]);
+    PyTuple_SET_ITEM(result.get(), i, value);
+  }
+  return result.release();
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef methods[] = {
+    {"casts", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(casts)), METH_FASTCALL,
+     "casts(dtype, devices, masks, *tensors) -> tuple | None"},
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(linear)), METH_FASTCALL,
      "linear(low, devices, x, weight, bias) -> Tensor | None"},
     {"device_bit", device_bit, METH_O, "device_bit(device) -> int"},
