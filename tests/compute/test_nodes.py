@@ -24,6 +24,7 @@ import hmpx
 from hmpx import OptionError, compute
 from hmpx.casting import retiring
 from hmpx.compute import nodes
+from hmpx.session import switching
 from hmpx.torch_state import switch
 from tests import forks
 
@@ -67,8 +68,10 @@ def converted(*, with_nodes: bool = True, **options: Any) -> Iterator[None]:
         patch.setattr(switch, "_looks_closer", False)
         if not with_nodes:
             patch.setattr(nodes, "nodes_in_use", nodes.Nodes)
+        switching.forget_left()  # it would be restored with its wrappers
         with hmpx.convert(device_types={"cpu"}, **options):
             yield
+        switching.forget_left()
 
 
 def are_together(result: Tensor) -> bool:
@@ -251,12 +254,14 @@ def transformed(*, is_mapped: bool) -> list[Any]:
 
 
 def with_hooks() -> list[Any]:
-    net, seen = make_net(), []
-    net[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-    net[0].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    net[2].register_full_backward_hook(lambda m, i, o: seen.extend([*i, *o]))
+    """Those of the weight run before those of the bias."""
+    net, of_weight, of_bias, of_module = make_net(), [], [], []
+    net[0].weight.register_hook(lambda gradient: of_weight.append(gradient.clone()))
+    net[0].bias.register_post_accumulate_grad_hook(lambda p: of_bias.append(p.grad.clone()))
+    net[2].register_full_backward_hook(lambda m, i, o: of_module.extend([*i, *o]))
     loss_of(net).backward()
-    return [*gradients(net), *seen]
+    assert len(of_weight) == len(of_bias) == 1
+    return [*gradients(net), *of_weight, *of_bias, *of_module]
 
 
 def with_saved_tensor_hooks() -> list[Any]:
