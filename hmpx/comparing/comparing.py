@@ -15,7 +15,7 @@ from ..errors import FreezeError, OptionError, noted, raised_here, said_by, show
 from ..freezing import is_sealed
 from ..inputs import Steps
 from ..renames import renamed
-from ..session import check_names, convert, current, refuse_where_off, restoring
+from ..session import about_run, check_names, convert, current, refuse_where_off, restoring
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import reached_by, unchanged, without_casts
 from .calls import Kept, LowRun, ShadowRun
@@ -150,6 +150,7 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
             output_notes=different(low, exact),
             unmatched=shadow.unmatched,
             backward_error=error,
+            about=about_run(),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 import torch
@@ -62,6 +62,7 @@ class Comparison(Written):
         output_notes: Differences in other outputs, and outputs that can't be compared.
         unmatched: Number of calls that the model makes in float32 only.
         backward_error: The error of the backward, without ``loss_fn``; effects are unknown then.
+        about: What it was measured with: command, date, device, versions, policy.
 
     Example:
         >>> comparison = hmpx.compare(torch.nn.Linear(8, 2), torch.ones(4, 8))
@@ -77,6 +78,7 @@ class Comparison(Written):
     output_notes: tuple[str, ...] = ()
     unmatched: int = 0
     backward_error: str | None = None
+    about: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def worst(self, number: int = 10) -> tuple[ComparedSite, ...]:
         """Returns the rows of largest effect."""
@@ -88,7 +90,7 @@ class Comparison(Written):
         Raises:
             OptionError: The file can't be written.
         """
-        names = [field.name for field in fields(ComparedSite) if field.name != "exponents"]
+        names = [each.name for each in fields(ComparedSite) if each.name != "exponents"]
         return written(Table.of_fields(names, self.rows, " to ").to_csv(), path)
 
     __repr__ = brief
@@ -136,6 +138,7 @@ class Comparison(Written):
             "hmpx comparison",
             "Low precision compared with float32",
             "\n".join(parts),
+            self.about,
             tables=tables,
         )
 

@@ -146,6 +146,7 @@ def bench(
             (*notes, *_notes(measured, conditions)),
             is_interrupted,
             low_op,
+            about=session.about_run(session.checked_policy(**conversion)),
         )
 
 

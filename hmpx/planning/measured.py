@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from ..errors import OptionError, brief, shown
@@ -108,6 +108,7 @@ class Bench(Written):
         is_interrupted: Whether the user ended it before all runs.
         low_op: The first op of fp32's step that the step itself runs in low precision, and its place:
             ``"linear gives bfloat16, at train.py:12"``. Then there is no verdict. ``""`` if there is none.
+        about: What it was measured with: command, date, device, versions, policy.
 
     Example:
         >>> def make_step():
@@ -127,6 +128,7 @@ class Bench(Written):
     notes: tuple[str, ...] = ()
     is_interrupted: bool = False
     low_op: str = ""
+    about: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def variant(self, name: str) -> Measured:
         """Returns the measurements of one variant.
@@ -155,7 +157,7 @@ class Bench(Written):
         return {"hmpx_bench": SCHEMA, **asdict(self), "variants": variants}
 
     def _page(self) -> str:
-        return page("hmpx bench", "A step in each precision", self._repr_html_())
+        return page("hmpx bench", "A step in each precision", self._repr_html_(), self.about)
 
 
 # --- text ----------------------------------------------------------------------------------------

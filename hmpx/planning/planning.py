@@ -19,7 +19,7 @@ from ..observers import Attached
 from ..recording import Ledger, Recorder, raised_at
 from ..renames import renamed
 from ..reports import Report
-from ..session import check_names, convert, restoring, unconverted
+from ..session import about_run, check_names, checked_policy, convert, restoring, unconverted
 from ..tensors import default_device_types, floats_of, parse_device_type, stored_parameters
 from ..torch_internals import (
     DisableAutocast,
@@ -122,6 +122,7 @@ def plan(
         frozen_bytes=frozen,
         notes=notes,
         groups=groups,
+        about=about_run(checked_policy(**conversion)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from .. import arguments
 from ..errors import OptionError, brief, fielded, shown
 from ..reports import (
+    CHART_WIDTH,
     KINDS,
     Memory,
     Report,
     Table,
     Totals,
     Written,
+    chart_section,
     clean,
     count,
     page,
@@ -27,6 +29,9 @@ from ..reports import (
     share,
     short_dtype,
     size,
+    svg_chart,
+    svg_text,
+    svg_title,
     wrapped,
 )
 from ..tensors import stored_parameters, tensors_of
@@ -183,6 +188,7 @@ class Plan(Written):
             if it can't freeze the model.
         notes: Further remarks.
         groups: Parameters that FSDP2 gathers together.
+        about: What it was measured with: command, date, device, versions, policy.
 
     Example:
         >>> def inputs():
@@ -201,6 +207,7 @@ class Plan(Written):
     frozen_bytes: int | None = None
     notes: tuple[str, ...] = ()
     groups: tuple[ShardGroup, ...] = ()
+    about: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def run(self, name: str = "hmpx") -> Run:
         """Returns the cost of the step in one precision.
@@ -322,6 +329,7 @@ class Plan(Written):
             "parameters": self.parameters,
             "frozen_bytes": self.frozen_bytes,
             "notes": list(self.notes),
+            "about": dict(self.about),
             "runs": {each.name: _of_run(each) for each in self.runs},
         }
 
@@ -330,11 +338,13 @@ class Plan(Written):
             paragraphs((_headline(self), _verdict(self)), "verdict"),
             paragraphs(_remedies(self)),
             section("memory", "Memory of tensors", _memory_table(self).to_html()),
-            section("peak", "At the peak, by kind", _peak_table(self).to_html()),
+            chart_section("peak", "At the peak, by kind", _KEYS, _peak_chart(self)),
+            _peak_table(self).to_html(),
+            section("ranks", "Each of several processes", _ranks_table(self).to_html()),
             section("ops", "By op", self.report.by_op().html_table()),
             section("modules", "By module", self.report.by_module().html_table()),
         ]
-        return page("hmpx plan", "Plan of a step", "\n".join(parts))
+        return page("hmpx plan", "Plan of a step", "\n".join(parts), self.about)
 
 
 def _of_run(run: Run) -> Mapping[str, Any]:
@@ -441,14 +451,72 @@ def _memory_table(plan: Plan) -> Table:
     lines.append(("weight casts kept", [each.weight_cast_bytes for each in memories]))
     lines.append(("peak of tensors", [each.peak_bytes for each in memories]))
     totals = [run.report.totals for run in plan.runs]
+    peaks = [each.peak_bytes for each in memories]
     return _sizes(
         "memory of tensors",
         [run.name for run in plan.runs],
         lines,
         ("  in", [each.peak.phase or "-" for each in memories]),
+        *[(f"fits on {card} GB", [_fits(each, card) for each in peaks]) for card in _cards(peaks)],
         ("FLOPs in low", [_low_share(each, "flops") for each in totals]),
         ("bytes in low", [_low_share(each, "bytes") for each in totals]),
     )
+
+
+#: Memory of common cards, in GB.
+_CARDS: Final = (24, 40, 80)
+
+
+def _cards(peaks: Sequence[int]) -> tuple[int, ...]:
+    """Returns the cards of interest: none for a small model."""
+    return _CARDS if max(peaks, default=0) > _CARDS[0] * 1e8 else ()
+
+
+def _fits(peak: int, card: int) -> str:
+    """Returns ``"yes, 58 %"``, or ``"no"``; an allocator needs some memory more than the tensors."""
+    return f"yes, {share(peak, card * 10**9)}" if peak <= card * 10**9 else "no"
+
+
+def _ranks_table(plan: Plan) -> Table:
+    """Returns the sums of memory in each of several processes; inputs are those of one."""
+    rows = []
+    for world_size in (2, 4, 8, 16, 32, 64):
+        sums = [plan.per_rank(world_size, each).bytes for each in _STRATEGIES]
+        fits = [f"{card} GB" for card in _CARDS if sums[0] <= card * 10**9]
+        rows.append((str(world_size), *map(size, sums), fits[0] if fits else "no"))
+    titles = ("processes", "FSDP2, each", "DDP, each", "FSDP2 fits on")
+    return Table.of(titles, rows, numbers=titles)
+
+
+_KEYS: Final = {f"kind{index}": kind for index, kind in enumerate(KINDS)}
+
+
+def _peak_chart(plan: Plan) -> str:
+    """Returns a bar for each run, of its memory at the peak by kind, and lines for common cards."""
+    most = max(run.memory.peak_bytes for run in plan.runs)
+    if not most:
+        return ""
+    left, row = 120, 34
+    scale = (CHART_WIDTH - left - 80) / most
+    bottom = row * len(plan.runs)
+    parts = []
+    for index, run in enumerate(plan.runs):
+        x, y = float(left), row * index + 4
+        parts.append(svg_text(left - 8, y + 18, run.name, "end"))
+        for key, kind in _KEYS.items():
+            count = run.memory.peak.kinds.get(kind, 0)
+            parts.append(
+                f'<rect class="{key}" x="{x:.1f}" y="{y}" width="{count * scale:.1f}" height="26">'
+                f"{svg_title(f'{run.name}: {kind} {size(count)}')}</rect>"
+            )
+            x += count * scale
+        parts.append(svg_text(x + 6, y + 18, size(run.memory.peak_bytes)))
+    for card in _cards([most]):
+        if card * 10**9 <= most:
+            x = left + card * 10**9 * scale
+            parts.append(f'<line class="unit" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>')
+            parts.append(svg_text(x, bottom + 14, f"{card} GB", "middle"))
+    return svg_chart(bottom + 20, "memory at the peak, by kind", parts)
 
 
 def _low_share(totals: Totals, name: str) -> str:

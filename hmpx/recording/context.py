@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import traceback
 from typing import Any
-
-import torch
 
 from .. import arguments
 from ..errors import OptionError, said_by, to_the_end
 from ..observers import Attached, user_location
-from ..policy import policy_line
 from ..reports import Memory, Report, Row, Views, Waste
-from ..session import current, restoring
+from ..session import about_run, restoring
 from ..torch_internals import uncompiled
-from ..version import __version__
 from .memory import Ledger
 from .recorder import Recorder
 
@@ -76,7 +71,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            self._about = _about()
+            self._about = about_run()
             if error is not None:
                 self._error, self._error_location = said_by(error), raised_at(error)
         finally:
@@ -90,7 +85,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     def report(self) -> Report:
         """Returns the calls recorded so far, as data."""
         rows, waste = self._recorder.rows(), self._recorder.waste()
-        return Report(rows, waste, self._about or _about(), self._error, self._error_location)
+        return Report(rows, waste, self._about or about_run(), self._error, self._error_location)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -121,16 +116,3 @@ def raised_at(error: BaseException) -> str:
         if user_location(frame).rpartition(":")[0] == path:
             return f"{path}:{line}"
     return ""
-
-
-def _about() -> dict[str, str]:
-    """Returns the run's identification."""
-    session = current()
-    about = {"hmpx": __version__, "torch": torch.__version__}
-    if session is not None:
-        policy = session.policy
-        about["policy"] = policy_line(policy)
-        about["device types"] = ", ".join(sorted(session.device_types))
-    if "RANK" in os.environ:
-        about["rank"] = os.environ["RANK"]
-    return about

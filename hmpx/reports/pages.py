@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from .. import files
-from .cells import exponential, plain
+from .cells import clean, exponential, plain
 from .table import Table
 
 
@@ -68,6 +68,7 @@ def page(
     title: str,
     heading: str,
     body: str,
+    about: Mapping[str, str],
     *,
     script: str = "",
     data: Mapping[str, Any] | None = None,
@@ -79,6 +80,7 @@ def page(
         title: The page's title.
         heading: The page's heading.
         body: The HTML after the heading, with users' text escaped.
+        about: What it was measured with, shown at the end.
         script: JavaScript after the common JavaScript.
         data: The script's data, as JSON.
         tables: The tables of `table_section`, by name.
@@ -92,6 +94,7 @@ def page(
         title=title,
         heading=heading,
         body=_markup(body),
+        about={clean(name): clean(value) for name, value in about.items()},
         style=_markup(style),
         script=_markup(script),
         style_hash=_content_hash(style),

@@ -37,7 +37,6 @@ def report_page(report: Report) -> str:
         fixes=found[:_MOST_FIXES],
         kept=kept_wide(report)[:_MOST_FIXES],
         fixes_left_out=count(max(0, len(found) - _MOST_FIXES)),
-        about={clean(name): clean(value) for name, value in report.about.items()},
         files=files,
         clean=clean,
         wasted=size(sum(each.bytes for each in report.waste)),
@@ -46,6 +45,7 @@ def report_page(report: Report) -> str:
         f"hmpx report: {verdict(report)}",
         "Precision report",
         body,
+        report.about,
         script=page_file("report.js"),
         data=_data(report, files),
     )

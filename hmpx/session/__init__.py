@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..later import shown_later
+from .about import about_run
 from .converting import (
     casts_enabled,
     check_names,

@@ -160,8 +160,14 @@ class RunDiff(Written):
             "hmpx diff-runs",
             "Two runs compared",
             "\n".join(parts),
+            _about(self),
             tables={"modules": self.by_module(), "calls": calls},
         )
+
+
+def _about(found: RunDiff) -> dict[str, str]:
+    both = (("a", found.a), ("b", found.b))
+    return {f"{name} of {run}": str(each) for run, header in both for name, each in header.items()}
 
 
 _KEYS: Final = {"own": "unexplained", "passed": "rounding, or inherited"}

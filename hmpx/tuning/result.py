@@ -68,6 +68,7 @@ class Tuned:
         candidates: All ops that could be kept.
         conversion: Arguments of `hmpx.convert` with which the errors were measured, besides the policy: the
             device types, and options such as ``legalize``. Empty for a command, which decides itself.
+        about: What it was measured with: command, date, device, versions.
 
     Example:
         >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.ones(2, 8)
@@ -95,6 +96,7 @@ class Tuned:
     searched: float | None = None
     seen: Mapping[str, Seen] = field(default_factory=dict, repr=False)
     conversion: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def keep_fp32(self) -> Kept:
@@ -340,7 +342,7 @@ def _html_page(tuned: Tuned) -> str:
         section("search", "The search", _path_table(tuned).to_html()),
         section("candidates", "Candidates by effect", _candidate_table(tuned).to_html()),
     ]
-    return page("hmpx tune", "What to keep in fp32", "\n".join(body))
+    return page("hmpx tune", "What to keep in fp32", "\n".join(body), tuned.about)
 
 
 def _notebook_part(tuned: Tuned) -> str:

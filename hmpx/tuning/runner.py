@@ -17,6 +17,7 @@ from typing import Any, Final
 from ..errors import HmpxError, OptionError, raised_here, short, warn
 from ..files import JOURNAL, damaged, parsed, read, shaped, unwritable
 from ..observers import LOGGER
+from ..session import about_run
 from .candidates import COST_OF_A_LINE, Candidate, Evaluation, Kept, Outcome, Seen, bare, low_parts
 from .evaluating import LEAST_OVER_NOISE
 from .request import FRESH, TUNING
@@ -167,6 +168,7 @@ class Searching:
             seen=outcome.seen,
             fresh_error=fresh_error,
             searched=searched,
+            about=about_run(),
             **self.about,
         )
 

@@ -343,3 +343,27 @@ def test_a_plan_is_written(tmp_path: Any) -> None:
     assert "<script" not in plan._repr_html_()
     with pytest.raises(OptionError, match="this plan has no 'bf16'"):
         plan.run("bf16")
+
+
+def test_a_plan_says_on_which_cards_it_fits() -> None:
+    """A small model fits anywhere, and that needs no word."""
+
+    def stack(layers: int) -> nn.Module:
+        return nn.Sequential(*[nn.Linear(8192, 8192, bias=False) for _ in range(layers)])
+
+    def row(plan: Any, name: str) -> list[str]:
+        return next(line.split() for line in str(plan).splitlines() if line.startswith(name))
+
+    few, many = (
+        hmpx.plan(lambda n=n: stack(n), torch.ones(1, 8192), device="cuda") for n in (4, 20)
+    )
+    assert few.peak_bytes < 24e9 < many.peak_bytes < 40e9
+    percent = round(100 * few.peak_bytes / 24e9)
+    assert row(few, "fits on 24 GB")[4:7] == ["yes,", str(percent), "%"]
+    assert row(many, "fits on 24 GB")[4:] == ["no"] * 4
+    assert row(many, "fits on 40 GB")[4] == "yes,"
+    page = many.to_html()
+    assert "Each of several processes" in page
+    assert ">24 GB</text>" in page  # a line in the chart, within the bars
+    assert ">80 GB</text>" not in page
+    assert "fits on" not in str(hmpx.plan(lambda: nn.Linear(8, 8), torch.ones(1, 8), device="cuda"))
