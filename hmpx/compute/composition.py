@@ -28,6 +28,7 @@ from ..tensors import (
     with_items,
 )
 from ..torch_internals import (
+    CAN_KEEP_CASTS,
     Later,
     dispatch_modes,
     has_tangents,
@@ -264,7 +265,7 @@ vars(is_onnx_made)["_dynamo_marked_constant"] = True
 def are_casts_kept() -> bool:
     """Whether inductor is configured to round where eager mode does."""
     config = sys.modules.get(Later.INDUCTOR_CONFIG)
-    return config is not None and config.emulate_precision_casts is True
+    return CAN_KEEP_CASTS and config is not None and config.emulate_precision_casts is True
 
 
 run_when_traced(are_casts_kept)

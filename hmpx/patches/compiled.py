@@ -28,10 +28,12 @@ from ..patching import Draft, Patch, entries
 from ..policy import Policy
 from ..tensors import LOW_PRECISION
 from ..torch_internals import (
+    CAN_KEEP_CASTS,
     Later,
     disable_inductor_caches,
     forget_traced,
     of_later,
+    trace_autocast_states,
 )
 from ..torch_state import AUTOCAST_STATE
 from ..version import __version__
@@ -68,7 +70,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         Later.SELECT_ALGORITHM: _unwrap_kernels,
         Later.CODE_CACHE: _tag_keys,
         Later.DYNAMO_FUNCTIONS: _fold_originals,
-        Later.DYNAMO_RULES: _know_methods,
+        Later.DYNAMO_RULES: _know_functions,
         Later.DYNAMO_GRAPHS: _guard_graphs,
         Later.INDUCTOR_LOWERINGS: _list_originals,
         Later.INDUCTOR_GRAPHS: _lower_originals("GraphLowering"),
@@ -112,11 +114,12 @@ def _fold_originals(module: Any) -> None:
         update(dict.fromkeys(AUTOCAST_STATE))
 
 
-def _know_methods(module: Any) -> None:
+def _know_functions(module: Any) -> None:
     """Makes torch.compile recognize torch's own tensor methods while wrappers have their names.
 
-    hmpx uses them for casts in traced code.
+    hmpx uses them for casts in traced code, and `torch.set_autocast_enabled` for blocks without casts.
     """
+    trace_autocast_states(module)
     own = {m for m in vars(Tensor.__mro__[1]).values() if isinstance(m, types.MethodDescriptorType)}
     _replace_once(
         module,
@@ -291,7 +294,7 @@ def _told(value: Any) -> str:
 def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: str) -> bool:
     """Whether products in graphs are legalized, without measuring, and all run on a CPU."""
     dtype = policy.low_precision_type
-    if device_types != {"cpu"} or dtype not in LOW_PRECISION:
+    if not CAN_KEEP_CASTS or device_types != {"cpu"} or dtype not in LOW_PRECISION:
         return False
     return legalize == "always" or (legalize == "auto" and reported("cpu", dtype) is False)
 

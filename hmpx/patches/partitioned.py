@@ -6,6 +6,7 @@ again instead, its casts are marked for recomputation.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
@@ -19,7 +20,7 @@ from ..patching import Draft, Patch
 from ..tensors import LOW_DTYPES
 from ..torch_internals import Later, of_later
 
-_PARTITION: Final = "_partition_joint_graph_into_fw_bw"
+_COMPILE: Final = "aot_stage2_autograd"
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 
@@ -37,29 +38,43 @@ _VIEWS: Final = frozenset({
 
 def partition_patches(draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
     """Yields the patch that makes compiled graphs keep parameters instead of their casts."""
-    if of_later(Later.AOT_GRAPHS, _PARTITION) is None:
+    if of_later(Later.AOT_GRAPHS, _COMPILE) is None:
         return
 
-    def mark_first(partition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        *others, partition_fn = args
-        written = _written_inputs(others)
-        if written is None:
-            return partition(*args, **kwargs)
+    def mark_first(
+        compile_graph: Callable[..., Any], state: Any, captured: Any, *others: Any
+    ) -> Any:
+        of_subclasses = getattr(captured, "maybe_subclass_meta", None)
+        facts = [getattr(each, "fw_metadata", None) for each in (of_subclasses, state)]
+        if (written := _written_inputs(facts)) is None:
+            return compile_graph(state, captured, *others)
+        marked = functools.partial(_partition, written, is_choosy)
+        if others:
+            return compile_graph(state, captured, functools.partial(marked, others[0]), *others[1:])
+        config, partition_fn = state.aot_config, state.aot_config.partition_fn  # before torch 2.13
+        config.partition_fn = functools.partial(marked, partition_fn)
+        try:
+            return compile_graph(state, captured)
+        finally:
+            config.partition_fn = partition_fn
 
-        def marking(
-            graph: fx.GraphModule,
-            *more: Any,
-            static_lifetime_input_indices: list[int] | None = None,
-            **settings: Any,
-        ) -> Any:
-            indices = static_lifetime_input_indices or []
-            unwritten = [index for index in indices if index not in written]
-            mark_casts(graph.graph, unwritten, is_choosy=is_choosy)
-            return partition_fn(graph, *more, static_lifetime_input_indices=indices, **settings)
+    yield draft.around(sys.modules[Later.AOT_GRAPHS], _COMPILE, mark_first)
 
-        return partition(*others, marking, **kwargs)
 
-    yield draft.around(sys.modules[Later.AOT_GRAPHS], _PARTITION, mark_first)
+def _partition(
+    written: set[int],
+    is_choosy: bool,
+    partition_fn: Callable[..., Any],
+    graph: fx.GraphModule,
+    *more: Any,
+    static_lifetime_input_indices: list[int] | None = None,
+    **settings: Any,
+) -> Any:
+    """Calls torch's partitioner once casts are marked."""
+    indices = static_lifetime_input_indices or []
+    unwritten = [index for index in indices if index not in written]
+    mark_casts(graph.graph, unwritten, is_choosy=is_choosy)
+    return partition_fn(graph, *more, static_lifetime_input_indices=indices, **settings)
 
 
 def _written_inputs(facts: Iterable[Any]) -> set[int] | None:

@@ -233,12 +233,11 @@ def shipped_set(name: str) -> tuple[str, tuple[int, int]] | None:
 def read_shipped(name: str, kind: str = "low", version: tuple[int, int] | None = None) -> OpList:
     """Returns a shipped list by its path under ``lists/``, without ``.txt``: ``"hmp/bf16"``.
 
-    Lines are read for a torch ``version``; None is the installed one.
+    Lines are read for a torch ``version``; None is the installed one. Names that this torch lacks are left out.
     """
     text = (directory() / f"{name}.txt").read_text("utf-8")
     found = parse(text, f"{SHIPPED}{name}.txt", kind, is_shipped=True, version=version)
-    if version not in (None, torch_version()):
-        found.unknown.clear()  # ops that only that torch has
+    found.unknown.clear()  # a user can't change them
     return found
 
 

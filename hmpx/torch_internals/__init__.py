@@ -24,6 +24,7 @@ from .autograd import (
 )
 from .blocked_convolutions import ConvolutionSettings, can_be_laid_out, convolved, laid_out
 from .compiler import (
+    CAN_KEEP_CASTS,
     Later,
     casts_of_aten,
     disable_inductor_caches,
@@ -35,6 +36,7 @@ from .compiler import (
     needed_of_later,
     of_later,
     run_when_traced,
+    trace_autocast_states,
     tracing_context,
     uncompiled,
 )

@@ -24,7 +24,7 @@ from ..errors import said_by
 from ..forks import new_lock
 from ..later import AfterImport
 from .modes import is_transformed
-from .torch_part import Part, refuse, rely_on, warn_once
+from .torch_part import Part, refuse, rely_on, torch_version, warn_once
 
 
 class Later:
@@ -116,6 +116,51 @@ def run_when_traced(function: _F) -> _F:
 
 
 run_when_traced(is_transformed)
+
+
+#: Whether inductor can be configured to round where eager mode does, on CPUs too.
+CAN_KEEP_CASTS: Final = torch_version() >= (2, 13)
+
+# Read now: a conversion replaces the first.
+_is_autocast_enabled: Any = torch.is_autocast_enabled
+_set_autocast_enabled: Any = torch.set_autocast_enabled
+
+
+def trace_autocast_states(rules: Any) -> None:
+    """Makes torch.compile put `torch.set_autocast_enabled` into graphs, as torch 2.12 and newer do by themselves.
+
+    Args:
+        rules: The module ``torch._dynamo.trace_rules``.
+    """
+    name, functions = "torch._C.set_autocast_enabled", rules.TorchInGraphFunctionVariable
+    known = [
+        table for table in rules.torch_name_rule_map if table.get(name, functions) is not functions
+    ]
+    if not known:
+        return
+    known[0][name] = functions
+    get_handlers = functions._get_handlers
+
+    def get_more() -> Any:
+        handlers = get_handlers()
+        handlers[_set_autocast_enabled] = _set_in_graph
+        return handlers
+
+    get_more.cache_clear = get_handlers.cache_clear  # type: ignore[attr-defined]
+    functions._get_handlers = staticmethod(get_more)
+    rules.clear_lru_cache()
+
+
+def _set_in_graph(variable: Any, translator: Any, *args: Any) -> Any:
+    """Sets a state of torch.autocast in the graph, and until the end of tracing."""
+    output, values = translator.output, [each.as_python_constant() for each in args]
+    output.create_node(
+        "call_function", _set_autocast_enabled, tuple(each.as_proxy() for each in args)
+    )
+    before = _is_autocast_enabled(*values[:-1])
+    output.add_cleanup_hook(lambda: _set_autocast_enabled(*values[:-1], before))
+    _set_autocast_enabled(*values)
+    return sys.modules["torch._dynamo.variables"].ConstantVariable.create(None)
 
 
 def leave_to_callees(function: Any) -> None:

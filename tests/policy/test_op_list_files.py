@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import CastPolicy, ops, policy
+from hmpx import CastPolicy, HmpxWarning, ops, policy
 from hmpx.policy import lists as oplists
 
 LISTS = oplists.directory()
@@ -150,6 +151,23 @@ def test_each_name_is_an_op_that_can_be_cast() -> None:
         ]
 
     collected(faults, FILES)
+
+
+def test_shipped_names_that_a_torch_lacks_do_not_warn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user can't remove them, neither from a set that is given by name nor from an included one."""
+    shutil.copytree(LISTS, tmp_path / "lists")
+    with (tmp_path / "lists" / "hmpx" / "fp32.txt").open("a") as file:
+        file.write("an_op_of_another_torch\n")
+    monkeypatch.setattr(oplists, "directory", lambda: tmp_path / "lists")
+    monkeypatch.setattr(oplists, "read_shipped", oplists.read_shipped.__wrapped__)
+    assert hmpx.load_policy(strict=True) == hmpx.load_policy(lists="hmpx", strict=True)
+    mine = tmp_path / "fp32.txt"
+    mine.write_text("@hmpx\nan_op_of_another_torch\n")
+    with pytest.warns(HmpxWarning, match=r"fp32.txt:2: unknown op 'an_op_of_another_torch'$"):
+        found = hmpx.load_policy(fp32_file_path=mine)
+    assert found["softmax"].cast_policy is CastPolicy.FP32
 
 
 def test_low_and_fp32_lists_of_a_set_are_disjoint() -> None:
