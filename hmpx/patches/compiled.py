@@ -29,7 +29,9 @@ from ..policy import Policy
 from ..tensors import LOW_PRECISION
 from ..torch_internals import (
     CAN_KEEP_CASTS,
+    TRACES_AUTOCAST_STATES,
     Later,
+    add_guard,
     disable_inductor_caches,
     forget_traced,
     of_later,
@@ -119,7 +121,8 @@ def _know_functions(module: Any) -> None:
 
     hmpx uses them for casts in traced code, and `torch.set_autocast_enabled` for blocks without casts.
     """
-    trace_autocast_states(module)
+    if not TRACES_AUTOCAST_STATES:
+        trace_autocast_states(module)
     own = {m for m in vars(Tensor.__mro__[1]).values() if isinstance(m, types.MethodDescriptorType)}
     _replace_once(
         module,
@@ -168,10 +171,11 @@ def _guard_graphs(module: Any) -> None:
 
 def _conversion_guard(builder: Any, guard: Any) -> None:
     decides = torch_state.decided()
-    builder.guard_manager.root.add_lambda_guard(
+    add_guard(
+        builder,
+        guard,
         lambda scope: torch_state.decided() is decides,
-        ["hmpx: the conversion in force"],
-        guard.user_stack,
+        "hmpx: the conversion in force",
     )
 
 

@@ -25,7 +25,9 @@ from .autograd import (
 from .blocked_convolutions import ConvolutionSettings, can_be_laid_out, convolved, laid_out
 from .compiler import (
     CAN_KEEP_CASTS,
+    TRACES_AUTOCAST_STATES,
     Later,
+    add_guard,
     casts_of_aten,
     disable_inductor_caches,
     forget_traced,

@@ -61,10 +61,7 @@ rely_on("checkpoints", f"torch.utils.checkpoint.{CHECKPOINT_GENERATOR}")
 # --- nodes of the graph -------------------------------------------------------------------------
 
 #: Whether nodes expose their outputs, and the order of their creation.
-_ARE_DESCRIBED: Final[bool] = rely_on("dtypes and modules in hmpx.draw", instead=(None, None)) != (
-    None,
-    None,
-)
+_ARE_DESCRIBED: Final = rely_on("dtypes and modules in hmpx.draw", instead=(None,)) is not None
 
 
 def outputs_of(node: Any) -> list[tuple[torch.dtype | None, tuple[int, ...] | None]]:

@@ -120,6 +120,8 @@ run_when_traced(is_transformed)
 
 #: Whether inductor can be configured to round where eager mode does, on CPUs too.
 CAN_KEEP_CASTS: Final = torch_version() >= (2, 13)
+#: Whether torch.compile puts `torch.set_autocast_enabled` into graphs by itself.
+TRACES_AUTOCAST_STATES: Final = torch_version() >= (2, 12)
 
 # Read now: a conversion replaces the first.
 _is_autocast_enabled: Any = torch.is_autocast_enabled
@@ -127,18 +129,15 @@ _set_autocast_enabled: Any = torch.set_autocast_enabled
 
 
 def trace_autocast_states(rules: Any) -> None:
-    """Makes torch.compile put `torch.set_autocast_enabled` into graphs, as torch 2.12 and newer do by themselves.
+    """Makes torch.compile put `torch.set_autocast_enabled` into graphs.
 
     Args:
         rules: The module ``torch._dynamo.trace_rules``.
     """
     name, functions = "torch._C.set_autocast_enabled", rules.TorchInGraphFunctionVariable
-    known = [
-        table for table in rules.torch_name_rule_map if table.get(name, functions) is not functions
-    ]
-    if not known:
+    if rules.manual_torch_name_rule_map[name] is functions:
         return
-    known[0][name] = functions
+    rules.manual_torch_name_rule_map[name] = functions
     get_handlers = functions._get_handlers
 
     def get_more() -> Any:
@@ -148,7 +147,7 @@ def trace_autocast_states(rules: Any) -> None:
 
     get_more.cache_clear = get_handlers.cache_clear  # type: ignore[attr-defined]
     functions._get_handlers = staticmethod(get_more)
-    rules.clear_lru_cache()
+    rules.get_torch_obj_rule_map.cache_clear()
 
 
 def _set_in_graph(variable: Any, translator: Any, *args: Any) -> Any:
@@ -161,6 +160,12 @@ def _set_in_graph(variable: Any, translator: Any, *args: Any) -> Any:
     output.add_cleanup_hook(lambda: _set_autocast_enabled(*values[:-1], before))
     _set_autocast_enabled(*values)
     return sys.modules["torch._dynamo.variables"].ConstantVariable.create(None)
+
+
+def add_guard(builder: Any, guard: Any, holds: Callable[[Any], bool], meaning: str) -> None:
+    """Makes a graph run only if ``holds``."""
+    stack = (guard.user_stack,) if torch_version() >= (2, 11) else ()
+    builder.guard_manager.root.add_lambda_guard(holds, [meaning], *stack)
 
 
 def leave_to_callees(function: Any) -> None:

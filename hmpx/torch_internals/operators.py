@@ -59,7 +59,7 @@ def effectful_operator(signature: str, function: Callable[..., None]) -> Any:
     )
     set_kernel(operator, function, "CompositeExplicitAutograd")
     if operator is not None:
-        _register_effect(_OWN, operator.name(), _ORDERED)
+        _register_effect(operator, _ORDERED)
     return operator
 
 

@@ -85,7 +85,7 @@ IMPORTED = ("torch._dynamo", "torch.distributed.tensor", "torch.utils.checkpoint
 UNBREAKABLE = {
     "torch._C._NodeBase.target": "the class is immutable",
     "torch._C._nn": "torch.nn computes with it, and would give nothing to compare",
-    "torch._library.effects.EffectType.ORDERED": "members of an enum can't be deleted",
+    "torch._higher_order_ops.effects._EffectType.ORDERED": "members of an enum can't be deleted",
 }
 NAMES = [
     name
