@@ -3,7 +3,7 @@
     python benchmarks/kernel_counts.py [--models gpt2 t5] [--save] [--document]
 
 Runs on fake CUDA tensors, which have dtypes and shapes, but no values: tests/fake_cuda. Needs a torch
-built for CPUs, a C++ compiler and transformers. `--document` writes the tables into docs/speed.md.
+built for CPUs, a C++ compiler and transformers. `--document` writes the tables into docs/evidence/speed.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.fake_cuda import candidates, models  # noqa: E402
 #: Model -> candidate -> figure -> number.
 Figures = Mapping[str, Mapping[str, Mapping[str, int]]]
 
-DOCUMENT = ROOT / "docs" / "speed.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "speed.md"
 COLUMNS = ("kernels", "casts", "casts_of_parameters", "bytes", "cast_bytes", "waits")
 TABLES = {"training": tuple(candidates.TRAINING), "inference": tuple(candidates.INFERENCE)}
 
@@ -47,7 +47,7 @@ def table(figures: Figures, chosen: tuple[str, ...]) -> str:
 
 
 def documented(text: str, figures: Figures) -> str:
-    """Returns the text of docs/speed.md with new tables."""
+    """Returns the text of docs/evidence/speed.md with new tables."""
     tables = {name: table(figures, chosen) for name, chosen in TABLES.items()}
     return timing.with_tables(text, tables, DOCUMENT)
 
@@ -56,13 +56,15 @@ def main() -> None:
     """Prints the tables; with ``--save`` and ``--document`` also writes them."""
     parser = timing.make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=models.NAMES, default=models.NAMES)
-    parser.add_argument("--document", action="store_true", help="write docs/speed.md's tables")
+    parser.add_argument(
+        "--document", action="store_true", help="write docs/evidence/speed.md's tables"
+    )
     options = parser.parse_args()
     reason = fake_cuda.missing()
     if reason is not None:
         raise SystemExit(f"kernel_counts.py {reason}")
     if options.document and tuple(options.models) != models.NAMES:
-        raise SystemExit("docs/speed.md has all models: leave out --models")
+        raise SystemExit("docs/evidence/speed.md has all models: leave out --models")
     figures = measure(list(options.models))
     for name, rows in figures.items():
         timing.show(name, rows, COLUMNS)

@@ -9,7 +9,7 @@ A mode differs where p is below 0.05 and the mean difference is larger than the 
 
 `--journal FILE` gets a line as soon as a training ends. Trainings that are in it are not repeated, so a sweep that
 was stopped goes on; with `--limit 0` it makes the tables of what is there. `--save` also draws the losses.
-`--document` writes the tables into docs/trainings.md. The fp8 and mxfp4 modes are emulated, so their times say
+`--document` writes the tables into docs/evidence/trainings.md. The fp8 and mxfp4 modes are emulated, so their times say
 nothing about hardware. Needs scikit-learn, and matplotlib for the picture.
 """
 
@@ -33,7 +33,7 @@ from torch import Tensor
 
 import hmpx
 
-DOCUMENT = timing.RESULTS.parent.parent / "docs" / "trainings.md"
+DOCUMENT = timing.RESULTS.parent.parent / "docs" / "evidence" / "trainings.md"
 POINTS = 50  # of a saved loss curve
 
 #: Ops that multiply with weights, which the fp8 and mxfp4 modes round.
@@ -226,7 +226,7 @@ def job_of(row: Mapping[str, Any]) -> Job:
 
 
 def documented(text: str, found: outcomes.Figures) -> str:
-    """Returns the text of docs/trainings.md with new tables."""
+    """Returns the text of docs/evidence/trainings.md with new tables."""
     labels = {name: f"{name}: {task.what}; {task.metric}" for name, task in tasks.TASKS.items()}
     return timing.with_tables(text, outcomes.tables(found, labels), DOCUMENT)
 
@@ -244,7 +244,9 @@ def main() -> None:
         "--limit", type=float, default=86400.0, metavar="SECONDS", help="stop after this time"
     )
     parser.add_argument("--journal", type=Path, metavar="FILE", help="trainings done, a line each")
-    parser.add_argument("--document", action="store_true", help="write docs/trainings.md's tables")
+    parser.add_argument(
+        "--document", action="store_true", help="write docs/evidence/trainings.md's tables"
+    )
     options = parser.parse_args()
     jobs = [
         Job(task, mode, seed, options.device, options.steps or tasks.TASKS[task].steps)

@@ -5,7 +5,7 @@
 In a text a figure, or a range, is followed by where it comes from: ``4 to 27<!-- train-cpu: PATH -->``.
 PATH is keys of ``results/train-cpu.json`` joined by dots, where ``*`` means every key, or one path
 ``over`` or ``less`` another; a range goes from the least to the largest value. The tables of
-docs/speed.md come from `TABLES`. Figures keep the number of decimals that they are written with.
+docs/evidence/speed.md come from `TABLES`. Figures keep the number of decimals that they are written with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+DOCUMENTS = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
 
 FIGURE = r"\d+(?:\.\d+)?"
 SOURCED = re.compile(rf"({FIGURE})(?:(\s+to\s+)({FIGURE}))?(<!--\s*([\w-]+): ([^>]+?)\s*-->)")
@@ -73,7 +73,7 @@ def with_sourced_figures(text: str) -> str:
     return SOURCED.sub(said, text)
 
 
-# --- tables of docs/speed.md ----------------------------------------------------------------------
+# --- tables of docs/evidence/speed.md ----------------------------------------------------------------------
 
 MODELS = {"GPT": "gpt", "Llama": "llama", "BERT": "bert", "ViT": "vit", "ResNet": "resnet"}
 CASES = {
@@ -116,7 +116,7 @@ TABLES: dict[str, Callable[[str], list[float]]] = {
 
 
 def with_tables(text: str) -> str:
-    """Returns docs/speed.md with the figures of its tables; remarks in cells stay."""
+    """Returns docs/evidence/speed.md with the figures of its tables; remarks in cells stay."""
     for first, figures in TABLES.items():
         table = re.compile(rf"(^\| {first} \|.*\n\|[-|]+\|\n)((?:\|.*\n)+)", re.MULTILINE)
         (match,) = table.finditer(text)

@@ -94,7 +94,7 @@ MOST_BYTES = 4 << 30
 
 #: Ops whose sums are left to torch. As many windows of poolings overlap as a gradient has terms: few, in use. Low
 #: convolutions are legalized, which are these sums. Norms of layers would take 1.6 times as long, and products of
-#: sparse matrices lack nothing where these are fp32 (docs/limits.md). Nothing is written to what is resized.
+#: sparse matrices lack nothing where these are fp32 (docs/semantics.md). Nothing is written to what is resized.
 LEFT_OUT = (
     *(
         "adaptive_",

@@ -53,7 +53,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, page in PAGES.items():
         files.append(File.generated(config, page, content=documents[path]))
     docs = Path(config.docs_dir)
-    texts = {f"docs/{path.name}": path.read_text("utf-8") for path in docs.glob("*.md")} | documents
+    pages = {f"docs/{each.relative_to(docs).as_posix()}": each for each in docs.rglob("*.md")}
+    texts = {name: each.read_text("utf-8") for name, each in pages.items()} | documents
     for path in sorted({each for name, text in texts.items() for each in outside(name, text)}):
         files.append(_page_of(path, config))
     return files

@@ -1,4 +1,4 @@
-"""Runs the gate's tests with several versions of torch, and writes docs/versions.md.
+"""Runs the gate's tests with several versions of torch, and writes docs/evidence/versions.md.
 
     python3 scripts/versions.py                          # the lowest, the pinned, and the newest
     python3 scripts/versions.py --torch 2.14.1           # these; the rows of others stay
@@ -30,7 +30,7 @@ from environment import BUILD, CONSTRAINTS, ROOT, program, run
 
 #: Results by version, from which the page is written.
 RESULTS = ROOT / "scripts" / "versions.json"
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "evidence" / "versions.md"
 ENVIRONMENTS = ROOT / ".versions"
 
 HEAD = """\

@@ -27,7 +27,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", metavar="PATTERN", help="names, families, libraries")
     parser.add_argument("--modes", nargs="+", metavar="MODE")
     parser.add_argument(
-        "--trained", action="store_true", help="models with trained weights: docs/trained.md"
+        "--trained",
+        action="store_true",
+        help="models with trained weights: docs/evidence/trained.md",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sample", type=int, metavar="N", help="so many models of all families")
@@ -113,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     for seed in range(SEED + 1, SEED + 1 + options.seeds):
         sweep(over, seed)
     is_whole = not options.models and options.sample is None
-    path = options.table or (ROOT / "docs" / "zoo.md" if is_whole else None)
+    path = options.table or (ROOT / "docs" / "evidence" / "zoo.md" if is_whole else None)
     keys = {(entry.library, entry.name) for entry in chosen}
     lines = [line for key, line in results.lines.items() if key[:2] in keys]
     if path is not None:
@@ -126,7 +128,7 @@ def _run_trained(options: argparse.Namespace, results: Results) -> int:
     """Runs trained models and writes their table; 1 if a mode of hmpx stopped one."""
     tasks = trained.chosen(trained_models.tasks(), options.models)
     trained.sweep(tasks, results, options.modes, again=options.again)
-    path = options.table or (None if options.models else ROOT / "docs" / "trained.md")
+    path = options.table or (None if options.models else ROOT / "docs" / "evidence" / "trained.md")
     text = trained_table.document(results.lines.values(), {task.name: task.about for task in tasks})
     if path is not None:
         path.write_text(text, encoding="utf-8")

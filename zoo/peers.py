@@ -1,6 +1,6 @@
 """Runs other packages' own tests under `hmpx.convert()` and says which fail, and why.
 
-    python zoo/peers.py einops                      # three runs; rewrites its part of docs/peers.md
+    python zoo/peers.py einops                      # three runs; rewrites its part of docs/evidence/peers.md
     python zoo/peers.py torchmetrics --policy none  # one comparison only, printed
 
 Needs an environment with hmpx, pytest and the package; `peers.ini` names the packages. Each test
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, Final
 
 FOLDER: Final = Path(__file__).resolve().parent
-DOCUMENT: Final = FOLDER.parent / "docs" / "peers.md"
+DOCUMENT: Final = FOLDER.parent / "docs" / "evidence" / "peers.md"
 
 Results = Mapping[str, Mapping[str, Any]]  # name of a test -> what became of it
 
@@ -255,7 +255,7 @@ def counts(results: Results) -> str:
 def section(
     title: str, runs: Mapping[str, Results], why: Mapping[str, str], notes: Sequence[str]
 ) -> str:
-    """Returns what docs/peers.md says of one package."""
+    """Returns what docs/evidence/peers.md says of one package."""
     lines = [f"### {title}", "", *notes, ""]
     lines += ["| run | outcomes | differences from plain torch |", "|---|---|---|"]
     for which, results in runs.items():

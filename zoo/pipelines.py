@@ -7,7 +7,7 @@ A case computes something on fp32 tensors: data preparation, augmentation, metri
 diffusion models, geometry, graph utilities. Each runs in plain torch, converted, and in a
 ``torch.autocast`` region, and everything that it gives is compared with plain torch bit by bit,
 dtypes included. Where hmpx differs, the ops that it ran in low precision are named. Rewrites the
-groups' parts of docs/peers.md. Groups whose package is missing are left out. Cases of a package's
+groups' parts of docs/evidence/peers.md. Groups whose package is missing are left out. Cases of a package's
 docstrings run its examples as they stand.
 """
 
@@ -740,7 +740,7 @@ HEADER: Final = (
 
 
 def section(group: str, found: list[Verdict], unusable: list[str]) -> str:
-    """Returns what docs/peers.md says of one group: counts, what is worse, and what differs by op."""
+    """Returns what docs/evidence/peers.md says of one group: counts, what is worse, and what differs by op."""
     unequal = [each for each in found if each.hmpx]
     worse = [each for each in unequal if each.hmpx.is_worse_than(each.autocast)]
     counted = (

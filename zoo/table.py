@@ -1,4 +1,4 @@
-"""Turns lines of results into docs/zoo.md."""
+"""Turns lines of results into docs/evidence/zoo.md."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def _rows_over(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def document(lines: Iterable[Line]) -> str:
-    """Returns docs/zoo.md."""
+    """Returns docs/evidence/zoo.md."""
     lines = list(lines)
     models = by_model(lines)
     known = causes()

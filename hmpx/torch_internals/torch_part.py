@@ -60,7 +60,7 @@ _warned: set[str] = set()
 
 _REMEDY: Final = (
     f"install a newer hmpx than {__version__}, or a version of torch that it was tested with: "
-    "see docs/versions.md"
+    "see docs/evidence/versions.md"
 )
 
 

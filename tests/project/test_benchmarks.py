@@ -104,7 +104,7 @@ def test_first_use(tmp_path: Path) -> None:
 
 
 def test_tables_of_kernels_are_those_saved(load: Any) -> None:
-    """In docs/speed.md."""
+    """In docs/evidence/speed.md."""
     kernels = load("kernel_counts")
     figures = saved(BENCHMARKS / "results" / "kernel_counts-fake_cuda.json")["figures"]
     text = kernels.DOCUMENT.read_text("utf-8")
@@ -151,7 +151,7 @@ def test_trainings(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_tables_of_trainings_are_those_saved(load: Any) -> None:
-    """In docs/trainings.md."""
+    """In docs/evidence/trainings.md."""
     trainings = load("trainings")
     figures = saved(BENCHMARKS / "results" / "trainings-cuda.json")["figures"]
     text = trainings.DOCUMENT.read_text("utf-8")

@@ -24,7 +24,7 @@ COMPARISON = re.compile(
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_figures_are_those_of_the_results(document: Path) -> None:
-    """Those with a source, and those of the tables in docs/speed.md."""
+    """Those with a source, and those of the tables in docs/evidence/speed.md."""
     written = document.read_text("utf-8").splitlines()
     assert written == documents.updated(document).splitlines(), "run python scripts/figures.py"
 

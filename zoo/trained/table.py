@@ -1,4 +1,4 @@
-"""Turns lines of results into docs/trained.md."""
+"""Turns lines of results into docs/evidence/trained.md."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ bfloat16, *hmpx* is `convert()` with the default lists, *frozen* is that after `
 """
 _TUNED = """`hmpx.tune` looked for the smallest set of ops out of low precision with which the first measure of the task stays
 within one percent of fp32's (a distance, such as the error of forces: below one percent). *8, limit*: that holds for
-the [limit](tune.md#on-other-data) from six batches, and for two others. *3, mean*: for the mean of three, in an older
+the [limit](../tune.md#on-other-data) from six batches, and for two others. *3, mean*: for the mean of three, in an older
 search; if its set changes nothing, it is the smallest for the limit, too. *(budget)* marks a search that ended at its
 budget: some of its set may not be needed. *fresh* is of batches of six other seeds: on how many the change is within
 one percent, its mean, and the largest. *within 0.9%*, *0.7%*: sets for a larger tolerance had failed on one of six
-batches; *fresh* is of six others. The sets are policies in [examples/trained_lists](../examples/trained_lists).
+batches; *fresh* is of six others. The sets are policies in [examples/trained_lists](../../examples/trained_lists).
 """
 
 Models = Mapping[tuple[str, str], Mapping[str, Line]]
@@ -133,7 +133,7 @@ def _over_autocast(models: Models) -> str:
 
 
 def document(lines: Iterable[Line], about: Mapping[str, str]) -> str:
-    """Returns docs/trained.md.
+    """Returns docs/evidence/trained.md.
 
     Args:
         lines: of results.

@@ -1,3 +1,0 @@
-import torch
-
-tensor = torch.ones(3, dtype=torch.bfloat16)

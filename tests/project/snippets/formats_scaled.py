@@ -1,6 +1,0 @@
-import torch
-
-from hmpx import formats
-
-earlier = [torch.randn(1000) for _ in range(2)]
-x = earlier[0]
