@@ -1,11 +1,12 @@
-"""What a program pays before its first op: `import hmpx` after torch, and the first `convert()`.
+"""What a program pays before its first op: `import hmpx` after torch, and the first `convert()`; and for blocks.
 
     python benchmarks/first_use.py --save
 
 CPU time, in processes of their own, median over them. Also as shares of what `import torch` takes in the
 same process, which hold on a machine that is busy, too. ``gc_ms`` is the part of the import that Python's
 garbage collector takes, which looks through what torch has made. Nothing is compiled and no connection is
-opened: the processes have no compiler to call and no sockets to open.
+opened: the processes have no compiler to call and no sockets to open. ``block_ratio`` is the time to enter and
+leave a ``with hmpx.convert():`` that equals the one before, over that of a region of torch.autocast.
 """
 
 from __future__ import annotations
@@ -43,12 +44,32 @@ import hmpx
 import_s, gc_s = time.process_time() - start, spent
 start = time.process_time()
 hmpx.convert()
-print(json.dumps([torch_s, import_s, gc_s, time.process_time() - start]))
+convert_s = time.process_time() - start
+hmpx.revert()
+
+def block():
+    with hmpx.convert():
+        pass
+
+def region():
+    with torch.autocast("cpu"):
+        pass
+
+fastest = {block: float("inf"), region: float("inf")}
+for turn in range(300):
+    for enter in fastest:
+        start = time.perf_counter()
+        enter()
+        fastest[enter] = min(fastest[enter], time.perf_counter() - start)
+print(json.dumps([torch_s, import_s, gc_s, convert_s, fastest[block], fastest[region]]))
 """
 
 
 def measure() -> list[float]:
-    """Returns the CPU seconds of importing torch, of importing hmpx, of its garbage, and of `convert`."""
+    """Returns the CPU seconds of importing torch, of importing hmpx, of its garbage, and of `convert`.
+
+    Then the seconds of an equal block, and of a region of torch.autocast.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True, text=True
@@ -63,7 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     measure()  # writes the bytecode
     runs = [measure() for _ in range(options.processes)]
-    torch_ms, import_ms, gc_ms, convert_ms = (
+    torch_ms, import_ms, gc_ms, convert_ms, block_ms, _ = (
         1e3 * statistics.median(column) for column in zip(*runs, strict=True)
     )
     figures = {
@@ -73,6 +94,8 @@ def main() -> None:
         "convert_ms": convert_ms,
         "import_share": statistics.median(run[1] / run[0] for run in runs),
         "convert_share": statistics.median(run[3] / run[0] for run in runs),
+        "block_ms": block_ms,
+        "block_ratio": statistics.median(run[4] / run[5] for run in runs),
     }
     for name, figure in figures.items():
         print(f"{name:16} {figure:8.3f}")

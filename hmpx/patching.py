@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import operator
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -160,71 +159,93 @@ class Applied:
 
 
 class Swap:
-    """Patches that were applied, to be undone and applied again many times, quickly."""
+    """Patches that were applied, to be undone and applied again many times, quickly.
 
-    def __init__(self, applied: Sequence[Applied]) -> None:
-        slots: dict[Hashable, tuple[Patch, Any]] = {}
-        for done in applied:
-            _, before = slots.get(done.patch.key, (None, done.previous))
-            slots[done.patch.key] = done.patch, before
-        # Slots of modules and classes: the owner, and its values without and with the patches.
-        self._groups: dict[int, tuple[Any, tuple[dict[str, Any], dict[str, Any]]]] = {}
+    Its sides are 0, the slots without the patches, and 1, with them.
+    """
+
+    def __init__(self, applied: Iterable[Applied]) -> None:
+        slots: dict[Hashable, tuple[Patch, tuple[Any, Any]]] = {}
+        for done in applied:  # of two in one slot: what was there before the first
+            _, (before, _) = slots.get(done.patch.key, (None, (done.previous, None)))
+            slots[done.patch.key] = done.patch, (before, done.patch.value)
+        owners: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
         self._others: list[tuple[Patch, tuple[Any, Any]]] = []
-        for patch, before in slots.values():
-            owner = patch.owner
-            is_plain = type(patch) is Patch and not patch.is_foreign
+        for patch, values in slots.values():
+            owner, is_plain = patch.owner, type(patch) is Patch and not patch.is_foreign
             if is_plain and isinstance(owner, (type, types.ModuleType)):
-                _, sides = self._groups.setdefault(id(owner), (owner, ({}, {})))
-                sides[0][patch.attribute], sides[1][patch.attribute] = before, patch.value
+                _, old, new = owners.setdefault(id(owner), (owner, {}, {}))
+                old[patch.attribute], new[patch.attribute] = values
             else:
-                self._others.append((patch, (before, patch.value)))
+                self._others.append((patch, values))
+        self._owners = [_Owner(*each) for each in owners.values()]
 
-    def is_in_force(self) -> bool | None:
-        """Whether the patches are in force; None if some are not."""
-        for value in (False, True):
-            if all(_holds(owner, sides[value]) for owner, sides in self._groups.values()) and all(
-                patch.read() is sides[value] for patch, sides in self._others
-            ):
-                return value
-        return None
+    def old(self) -> list[Any]:
+        """Returns the values without the patches."""
+        found = [value for owner in self._owners for value in owner.named[0].values()]
+        return found + [before for _, (before, _) in self._others]
 
-    def to(self, is_in_force: bool) -> Patch:
-        """Returns the patch that applies the patches or undoes them; the opposite holds now."""
-        return _Swapped(self, "", is_in_force)
+    def holds(self, side: int) -> bool:
+        """Whether all slots have the values of a side."""
+        try:
+            for owner in self._owners:
+                if owner.reads[side](owner.held) != owner.values[side]:
+                    return False
+                if not (side or owner.held.keys().isdisjoint(owner.created)):
+                    return False
+        except KeyError:  # somebody else has emptied a slot
+            return False
+        return all(patch.read() is values[side] for patch, values in self._others)
 
-    def write(self, is_in_force: bool) -> None:
-        """Applies the patches, or undoes them."""
-        for owner, sides in self._groups.values():
-            new, held = sides[is_in_force], _held(owner)
-            if isinstance(held, dict) and ABSENT not in new.values():
-                held.update(new)
-                continue
-            for name, each in new.items():
-                if each is not ABSENT:
-                    setattr(owner, name, each)
-                elif name in held:
-                    delattr(owner, name)
-        for patch, both in self._others:
-            _write(patch, both[is_in_force])
+    def to(self, side: int) -> Patch:
+        """Returns the patch that gives all slots the values of a side; they have those of the other."""
+        return _Swapped(self, "", side)
+
+    def write(self, side: int) -> None:
+        """Gives all slots the values of a side."""
+        for slots in self._owners:
+            owner, held, named = slots.owner, slots.held, slots.named[side]
+            if isinstance(held, dict):
+                held.update(named)
+            else:
+                for name, value in named.items():
+                    setattr(owner, name, value)
+            if not side:
+                for name in slots.created:
+                    if name in held:
+                        delattr(owner, name)
+        for patch, values in self._others:
+            _write(patch, values[side])
+
+
+class _Owner:
+    """Slots of a module or a class, which has many, and their values on both sides."""
+
+    def __init__(self, owner: Any, old: dict[str, Any], new: dict[str, Any]) -> None:
+        self.owner, self.held = owner, _held(owner)  # all its names
+        self.created = [name for name, value in old.items() if value is ABSENT]
+        self.named = {name: old[name] for name in old if old[name] is not ABSENT}, new
+        # Reads all at once; functions that are equal are the same.
+        self.reads = [operator.itemgetter(*named) if named else _nothing for named in self.named]
+        self.values = [read(named) for read, named in zip(self.reads, self.named, strict=True)]
+
+
+def _nothing(names: Mapping[str, Any]) -> None:
+    """Reads no names."""
 
 
 class _Swapped(Patch):
     __slots__ = ()
 
-    def read(self) -> bool:
-        return not self.value
+    def read(self) -> int:
+        return 1 - int(self.value)
 
-    def write(self, value: bool) -> None:
+    def write(self, value: int) -> None:
         self.owner.write(value)
 
 
 def _held(owner: Any) -> Mapping[str, Any]:
     return owner.__dict__ if isinstance(owner, type) else names_of(owner)
-
-
-def _holds(owner: Any, values: Mapping[str, Any]) -> bool:
-    held = map(_held(owner).get, values, itertools.repeat(ABSENT))
-    return all(map(operator.is_, held, values.values()))
 
 
 class Draft:

@@ -17,7 +17,7 @@ from .plan import (
     plan_of,
     site_of,
 )
-from .retiring import in_force, in_use, references, references_of_others, retirements, shared
+from .retiring import held_by_others, in_force, in_use, retirements, shared
 from .rules import (
     RULES,
     Registered,

@@ -30,8 +30,8 @@ class Control:
     #: Whether a product of two matrices may be legalized, judged by their sizes alone.
     may_apply: Callable[[Any, Any], bool] = lambda a, b: True
     names: list[tuple[str, str]] = field(default_factory=list)  # in use, and once it is retired
-    alone: int = 0  # count of references to the wrapper when only hmpx held it
-    others: int = 0  # references by others when the last conversion took it
+    alone: int = 0  # count of references to the wrapper when it was new
+    is_held: bool = False  # other code had references when the last conversion took it
 
     def settle(self) -> None:
         """Ends the legalization of calls."""
@@ -140,15 +140,10 @@ def shared(
     if wrapper is not None:
         control: Control = vars(wrapper)["__hmpx_control__"]
         control.alone = control.alone or sys.getrefcount(wrapper)
-        control.others = sys.getrefcount(wrapper) - control.alone
+        control.is_held = sys.getrefcount(wrapper) > control.alone
     return wrapper
 
 
-def references(objects: tuple[Any, ...]) -> tuple[int, ...]:
-    """Returns the reference count of each, including the reference in ``objects``."""
-    return tuple(map(sys.getrefcount, objects))
-
-
-def references_of_others(wrappers: Iterable[Callable[..., Any]]) -> list[int]:
-    """Returns how many references to each others had before the conversion that is being drafted."""
-    return [vars(each)["__hmpx_control__"].others for each in wrappers]
+def held_by_others(wrappers: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """Returns the wrappers to which other code had references before the conversion began."""
+    return [each for each in wrappers if vars(each)["__hmpx_control__"].is_held]

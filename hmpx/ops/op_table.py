@@ -51,6 +51,7 @@ class _Tables(NamedTuple):
     """The ops and their names."""
 
     ops: Mapping[str, Op]  # Op name -> op
+    below: Mapping[str, list[str]]  # Op name -> the ops that its list line covers
     bare_names: Mapping[str, str]  # Bare name -> op name
     qualified_names: Mapping[str, Mapping[str, str]]  # Key of `NAMESPACES` -> attribute -> op name
 
@@ -122,9 +123,9 @@ def root(name: str) -> str:
 @functools.cache
 def covered(name: str) -> frozenset[str]:
     """Returns op ``name`` and the ops that its list line covers."""
-    found = {name}
-    while more := {op.name for op in table().values() if op.covered_by in found} - found:
-        found |= more
+    found, below = [name], _tables().below
+    for each in found:  # grows meanwhile
+        found += [more for more in below.get(each, ()) if more not in found]
     return frozenset(found)
 
 
@@ -176,12 +177,16 @@ def _tables() -> _Tables:
             bare_names.setdefault(attribute, name)
     for bare, name in renamings("libraries").items():
         bare_names.setdefault(bare, name)
-    ops = {}
+    ops: dict[str, Op] = {}
+    below: dict[str, list[str]] = {}
     for name, sites in slots.items():
         followers = tuple(site for site in sites if site.is_python and _follows(site, sites))
         patched = tuple(site for site in sites if site not in followers)
-        ops[name] = Op(name, _covering(name, sites, slots), patched, followers)
-    return _Tables(types.MappingProxyType(ops), bare_names, qualified_names)
+        above = _covering(name, sites, slots)
+        ops[name] = Op(name, above, patched, followers)
+        if above is not None:
+            below.setdefault(above, []).append(name)
+    return _Tables(types.MappingProxyType(ops), below, bare_names, qualified_names)
 
 
 def _bare_name(namespace: str, attribute: str, value: Any) -> str:

@@ -89,11 +89,11 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
             yield from patches_of(draft)
         else:
             actions[name] = functools.partial(_add, add, patches_of)
-    for name, action in actions.items():
-        if (module := sys.modules.get(name)) is not None:
-            action(module)
-        else:
-            yield entries(sys.meta_path, AfterImport({name: action}))
+    later = {name: act for name, act in actions.items() if name not in sys.modules}
+    if later:
+        yield entries(sys.meta_path, AfterImport(later))
+    for name in [each for each in actions if each not in later]:
+        actions[name](sys.modules[name])
 
 
 def _add(

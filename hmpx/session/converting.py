@@ -17,13 +17,13 @@ import torch
 from .. import torch_internals, torch_state
 from ..casting import Options, all_rules
 from ..errors import OptionError, end_contexts_left_open, shown, suggestion, to_the_end, warn
-from ..observers import ATTACHED, LOGGER, announce_conversion, show_log
+from ..observers import ATTACHED, LOGGER, Attached, announce_conversion, show_log
 from ..policy import UNNAMED, CastPolicy, Decision, LowType, Policy, PolicySource, made_policy
 from ..registry import exclusive
 from ..tensors import default_device_types, is_present, parse_device_types
 from ..torch_internals import mode_stack, restore_modes
 from .session import Session
-from .switching import current, forget_left, left_one, switch_to
+from .switching import current, forget_left, left_one, switch_to, without_collections
 
 if TYPE_CHECKING:
     from ..number_formats import Format
@@ -41,33 +41,40 @@ def restoring(function: _F) -> _F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         session, attached = current(), ATTACHED.value
-        converts = 0 if session is None else session.converts
-        learns, modes = torch.is_grad_enabled(), mode_stack()
-
-        @exclusive
-        def restore() -> None:
-            torch.set_grad_enabled(learns)
-            restore_modes(modes)
-            for each in ATTACHED.value:
-                if each not in attached and each.thread == threading.get_ident():
-                    each.detach()
-            if session is not None:
-                session.converts = converts
-            if current() is not session:
-                switch_to(session)
-
+        before = session, 0 if session is None else session.converts, attached
+        state = torch.is_grad_enabled(), mode_stack()
         try:
             return function(*args, **kwargs)
         except BaseException as error:
             end_contexts_left_open(error)
-            to_the_end(restore)
+            to_the_end(functools.partial(_restore, *before, *state))
             raise
 
     return wrapper  # type: ignore[return-value]
 
 
+@exclusive
+def _restore(
+    session: Session | None,
+    converts: int,
+    attached: tuple[Attached, ...],
+    learns: bool,
+    modes: list[Any],
+) -> None:
+    torch.set_grad_enabled(learns)
+    restore_modes(modes)
+    for each in ATTACHED.value:
+        if each not in attached and each.thread == threading.get_ident():
+            each.detach()
+    if session is not None:
+        session.converts = converts
+    if current() is not session:
+        switch_to(session)
+
+
 @restoring
 @exclusive
+@without_collections
 def convert(
     bf16_file_path: str | os.PathLike[str] = "",
     fp32_file_path: str | os.PathLike[str] = "",

@@ -45,7 +45,7 @@ from .policy_patches import (
     patches,
     replacements,
 )
-from .switching import IS_COUNTED, Installation, Kept, current, say, switch_to
+from .switching import Installation, Kept, current, say, switch_to
 
 
 class Session:
@@ -58,7 +58,7 @@ class Session:
         device_types: The device types whose tensors are cast.
         options: How ops compute.
         histories: The amaxes that formats with a history have seen in earlier training steps.
-        kept: Shows whether it can be restored unchanged, once a block has left it.
+        kept: Its patches, for equal blocks; None if these must be drafted again.
 
     Example:
         >>> session = hmpx.convert(device_types={"cpu"})
@@ -107,7 +107,7 @@ class Session:
         Yields:
             A dotted path such as ``package.module.Block.forward(activation=)``, and the function.
         """
-        return missed(originals(self._installation.wrappers))
+        return missed(originals(self._installation.wrappers) if self is current() else [])
 
     def __enter__(self) -> Session:
         self._is_entered, self._is_left = True, False
@@ -153,7 +153,8 @@ class Session:
 
     def announce(self) -> None:
         """Logs what the user should know about this session, which has just come into force."""
-        say(self._said)
+        if self._said:
+            say(self._said)
         found = held_by_models(originals(self._installation.wrappers)) if self._verbose else ()
         for path, function in found:
             LOGGER.warning("not cast  %r  kept since before convert() by %s", function, path)
@@ -166,7 +167,7 @@ class Session:
             self._decided = now
         return self._decided
 
-    def _draft(self, draft: Draft, replaced: Installation) -> tuple[Installation, Kept | None]:
+    def _draft(self, draft: Draft, replaced: Installation) -> Installation:
         asked = all_rules()
         if self._verbose and (self._log is None or asked != self.rules):
             self._log = Attached(log_observer(self._verbose))  # other rules may decide otherwise
@@ -177,8 +178,8 @@ class Session:
         installed, self._said = _draft_steps(self, conversion, draft, replaced)
         # An equal conversion that follows would have to get all of these again.
         is_told = self._verbose or installed.observers or installed.rules
-        is_kept = IS_COUNTED and not (is_told or _has_history(self.policy, self.options))
-        return installed, Kept(installed) if is_kept and not replaced.applied else None
+        may_return = not (is_told or _has_history(self.policy, self.options))
+        return dataclasses.replace(installed, may_return=may_return)
 
     def _extend(
         self,
@@ -191,15 +192,13 @@ class Session:
         """Applies more patches, with the wrappers ``made`` in them, while the session is in force."""
         installed = self._installation
         kept = [done for done in installed.applied if not is_renewed(done.patch)]
-        if made or len(kept) < len(installed.applied):
-            draft.put(Patch(self, "kept", None))  # there are other references
         extended = dataclasses.replace(
             installed,
             applied=(*kept, *draft.apply(patches)),
             wrappers=(*installed.wrappers, *made),
             notes_modules=installed.notes_modules or notes_modules,
         )
-        draft.put(Patch(self, "_installation", extended))
+        draft.put(Patch(self, "_installation", extended), Patch(self, "kept", None))
         draft.make()
 
     @eventually
@@ -222,7 +221,8 @@ class Session:
             patches += early_name_patches(replacements(foreign.made, earlier))
             patches.append(in_force([*installed.wrappers, *foreign.made]))
             self._extend(draft, patches, made=foreign.made)
-        say([each for each in foreign.said if each not in self._said])
+        if new := [each for each in foreign.said if each not in self._said]:
+            say(new)
         self._said += foreign.said
 
     @exclusive

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import itertools
-import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .. import compute, torch_state
-from ..casting import RULES, Registered, in_use, references, references_of_others, retirements
+from ..casting import RULES, Registered, held_by_others, in_use, retirements
 from ..errors import warn
 from ..observers import ATTACHED, Attached
 from ..patches import (
-    early_name_patches,
     forget_compiled,
     forget_overrides,
     function_in,
     retired,
-    standing_for,
     taken_name_patches,
 )
 from ..patching import Applied, Draft, Patch, Swap
 from ..registry import exclusive
-from .policy_patches import originals, replacements
+from .policy_patches import originals
 
 if TYPE_CHECKING:
     from .session import Session
@@ -46,99 +43,73 @@ class Installation:
     rules: tuple[Registered, ...] = ()  # The rules that the wrappers apply
     notes_modules: bool = False  # Running modules are tracked
     observers: tuple[Attached, ...] = ()  # They get calls
-
-
-#: Whether reference counts show who holds an object.
-IS_COUNTED: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
-
-_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+    may_return: bool = False  # An equal session may follow its end
 
 
 class Kept:
-    """A conversion that a block has left, and that an equal block can restore.
+    """The patches of a conversion, for equal blocks: undone and applied again while nobody else changes torch.
 
-    It is restored only if everything it was made from is unchanged. Reference counts of torch's functions and
-    of the wrappers show whether other code has stored one of them. Only then are modules searched.
+    Nobody has patched torch, taken or dropped one of the functions, which reference counts show, or imported a
+    module. Otherwise names are searched and all patches drafted again.
     """
 
     def __init__(self, installation: Installation) -> None:
-        self.installation = installation
-        self._swap = Swap(installation.applied)
-        values = [function_in(done.patch.value) for done in installation.applied]
-        found = {id(f): f for f in values if type(f) is types.FunctionType}
-        own = {id(w): w for w in installation.wrappers}
-        self._functions: tuple[Any, ...] = tuple({**own, **found}.values())
-        self._alone: tuple[int, ...] = ()  # reference counts if nobody else holds any
-        self._counts: tuple[int, ...] = ()  # when it was left last
-        self._has_news = False  # whether other code had taken a function since
-        self._held: list[Callable[..., Any]] = []  # by other code: retired meanwhile
+        self._installation = installation
+        self._functions = _functions(
+            [*installation.wrappers, *[each.patch.value for each in installation.applied]]
+        )
+        self._counts = [*_references(self._functions)]  # in the conversion
+        self._swap: Swap | None = None  # made at the end of the first block
         self._originals: tuple[Any, ...] = ()
+        self._held: list[
+            Callable[..., Any]
+        ] = []  # by other code, so they are retired between blocks
         self._as_left: tuple[object, ...] = ()
 
-    def note_entered(self) -> None:
-        """Records the references to the conversion's functions, once it is in force for the first time."""
-        if not self._alone:
-            earlier = itertools.chain(
-                references_of_others(self.installation.wrappers), itertools.repeat(0)
-            )
-            self._alone = tuple(map(operator.sub, references(self._functions), earlier))
-            self._counts = self._alone
-
-    def take_away(self, draft: Draft, installation: Installation) -> bool:
-        """Drafts leaving the conversion; False if other code has patched on top of it."""
-        self._held = []
-        counts = references(self._functions)
-        if installation is not self.installation:
-            self.installation, self._originals = installation, ()
-            self._swap = Swap(installation.applied)
-        if not self._swap.is_in_force():
+    def leave(self, draft: Draft) -> bool:
+        """Drafts the end of the conversion; False if other code has changed something meanwhile."""
+        if [*_references(self._functions)] != self._counts:
             return False
-        self._has_news, self._counts = counts != self._counts, counts
-        if self._has_news:
-            draft.undo(installation.applied)
-            draft.put(*list(taken_name_patches(draft, [*retired(), *installation.wrappers])))
-        else:
-            draft.put(self._swap.to(False))
-        if counts != self._alone:  # of wrappers first, and the others are not retired
-            found = zip(installation.wrappers, counts, self._alone, strict=False)
-            self._held = [each for each, count, alone in found if count > alone]
-        draft.put(*retirements(self._held))
+        if self._swap is None:
+            wrappers = self._installation.wrappers
+            self._swap = Swap(self._installation.applied)
+            self._originals = _functions([*self._swap.old(), *originals(wrappers)])
+            self._held = held_by_others(wrappers)
+            self._counts = [*_references(self._functions)]
+        if not self._swap.holds(1):
+            return False
+        draft.put(self._swap.to(0), *retirements(self._held))
         return True
 
     def note_left(self) -> None:
-        """Records the state of torch and the loaded modules after the conversion is left."""
-        self._originals = self._originals or self._patched()
-        self._as_left = _newest_module(), references(self._originals)
+        """Records the state of the process after the first block."""
+        self._as_left = self._as_left or self._now()
 
-    def _patched(self) -> tuple[Any, ...]:
-        before = [function_in(done.previous) for done in self.installation.applied]
-        before = [each for each in before if isinstance(each, _FUNCTIONS)]
-        found = {id(each): each for each in [*before, *originals(self.installation.wrappers)]}
-        own = set(map(id, self._functions))  # where slots are patched twice
-        return tuple([each for key, each in found.items() if key not in own])
-
-    def put_back(self, draft: Draft) -> bool:
-        """Drafts restoring the conversion; False if it would differ from before."""
-        modules, counts = self._as_left
-        if _newest_module() != modules or self._swap.is_in_force() is not False:
+    def enter(self, draft: Draft) -> bool:
+        """Drafts the conversion again; False if other code has changed something meanwhile."""
+        if self._swap is None or self._now() != self._as_left or not self._swap.holds(0):
             return False
-        wrappers = self.installation.wrappers
-        if self._has_news or references(self._originals) != counts:
-            earlier = [*retired(), *wrappers]
-            applied = self.installation.applied
-            wanted = standing_for(applied) | replacements(wrappers, earlier)
-            known = {done.patch.key for done in applied}
-            if not all(patch.key in known for patch in early_name_patches(wanted)):
-                return False
-        draft.put(*in_use(self._held))  # before calls can find a wrapper
-        draft.put(self._swap.to(True))
+        draft.put(*in_use(self._held), self._swap.to(1))  # in use before calls can find them
         return True
 
+    def _now(self) -> tuple[object, ...]:
+        newest = next(reversed(sys.modules))  # with the number of modules, it shows each import
+        return len(sys.modules), newest, id(sys.modules[newest]), *_references(self._originals)
 
-def _newest_module() -> tuple[int, str, int]:
-    """Returns a value that each import changes."""
-    name = next(reversed(sys.modules))
-    return len(sys.modules), name, id(sys.modules[name])
+
+def _functions(values: Iterable[Any]) -> tuple[Any, ...]:
+    found = [function_in(value) for value in values]
+    return tuple({id(each): each for each in found if isinstance(each, _KINDS)}.values())
+
+
+_KINDS: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+
+
+#: The reference counts of functions.
+_references: Final = functools.partial(map, sys.getrefcount)
+
+#: Whether reference counts show who holds an object.
+_IS_COUNTED: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def current() -> Session | None:
@@ -158,68 +129,79 @@ def left_one(session: Session) -> Session | None:
 
 @exclusive
 def forget_left() -> None:
-    """Drops the last session left."""
+    """Drops the last session left, with its references to wrappers."""
+    global _left
     if _left is not None:
-        draft = Draft()
-        draft.put(*_ended(_left, ()), Patch(sys.modules[__name__], "_left", None))
-        draft.make()
+        _left.kept, _left._installation = None, Installation(rules=_left.rules)
+    _left = None
 
 
-def _ended(session: Session, kept: Sequence[Callable[..., Any]]) -> list[Patch]:
-    """Returns the changes that remove a session, apart from the wrappers in ``kept``."""
-    installed = session._installation if session.kept is None else session.kept.installation
-    return [*retirements(installed.wrappers, kept), Patch(session, "kept", None)]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def without_collections(function: _F) -> _F:
+    """Makes ``function`` run without collections of garbage: a conversion makes many objects, and little garbage."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        was_enabled = gc.isenabled()
+        try:
+            gc.disable()
+            return function(*args, **kwargs)
+        finally:
+            if was_enabled: gc.enable()  # fmt: skip  # noqa: E701
+
+    return wrapper  # type: ignore[return-value]
 
 
 def switch_to(session: Session | None, *, is_kept: bool = False) -> None:
-    """Puts ``session`` in force instead of the current one, which may be the same; or changes nothing."""
-    was_enabled = gc.isenabled()
-    try:
-        gc.disable()  # the many small objects of a conversion would trigger full garbage collections
-        covered = _change(_current, session, is_kept=is_kept)
-    finally:
-        if was_enabled: gc.enable()  # fmt: skip  # noqa: E701
+    """Puts ``session`` in force instead of the current one, which may be the same; or changes nothing.
+
+    With ``is_kept`` an equal one may follow the current one.
+    """
+    old = _current
+    covered = _change(old, session, is_kept=is_kept)
     gc.collect(0)  # it is due, and `convert` could not undo itself if a signal came during it later
-    if session is not None and session.kept is not None:
-        session.kept.note_entered()
     if session is None:
         torch_state.end_conversion()
         if _left is not None and _left.kept is not None:
             _left.kept.note_left()
         if covered:  # last: the change stands, even if this becomes an error
             warn(covered)
+    elif old is None and session.kept is None and session._installation.may_return and _IS_COUNTED:
+        session.kept = Kept(session._installation)
 
 
+@without_collections
 def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> str:
     """Makes the change, and returns the warning after a `revert`.
 
     All changes are drafted first. The previous session's wrappers are retired last, so that calls in other
     threads find the old ones or the new ones, never torch without any.
     """
-    left, draft, covered = _left, Draft(), list[Patch]()
+    draft, covered = Draft(), list[Patch]()
     replaced = Installation() if old is None else old._installation
-    kept = None if old is None or session is not None or not is_kept else old.kept
-    back = None if session is None or session is not left or old is not None else session.kept
+    installation = Installation() if session is None else session._installation
+    may_return = is_kept and replaced.may_return
+    returns = session is not None and session is _left
+    equal = old if may_return else session if returns else None
+    kept = None if equal is None else equal.kept
     if kept is not None:
-        _forget_caches(keeps_graphs=True)  # which refer to the wrappers
-    stays = kept is not None and kept.take_away(draft, replaced)
-    returns = back is not None and back.put_back(draft)
-    installation = Installation()
-    if back is not None and returns:
-        installation = back.installation
-    elif not stays:
-        draft = Draft()
+        _forget_caches(keeps_graphs=True)  # which refer to functions
+    is_quick = kept is not None and (kept.enter if returns else kept.leave)(draft)
+    if not is_quick:
+        if _left is not None:
+            forget_left()  # else its references would count as other code's
         covered = draft.undo(replaced.applied)
         if session is None:
             draft.put(*list(taken_name_patches(draft, [*retired(), *replaced.wrappers])))
         else:
-            installation, back = session._draft(draft, replaced)
-    if session is not None:
-        draft.put(Patch(session, "_installation", installation))
-    if old is not None and old is not session:
-        draft.put(Patch(old, "_installation", Installation(rules=replaced.rules)))
-        if not old._is_entered:  # no block will return to the one before it
-            draft.put(Patch(old, "_previous", None))
+            installation = session._draft(draft, replaced)
+        for each in filter(None, (old, session)):
+            new = installation if each is session else Installation(rules=replaced.rules)
+            draft.put(Patch(each, "_installation", new), Patch(each, "kept", None))
+    if old is not None and old is not session and not old._is_entered:
+        draft.put(Patch(old, "_previous", None))  # no block will return to it
     epoch = torch_state.in_force()
     if (old is None) != (session is None):
         epoch = None if session is None else object()
@@ -228,25 +210,22 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
     torch_state.reserve_marks(device_types | {torch_state.TO_LOW})
     draft.put(*torch_state.conversion_patches(epoch, decides, device_types))
     this = sys.modules[__name__]
-    draft.put(Patch(this, "_current", session), Patch(this, "_left", old if stays else None))
-    if not (stays or returns):
-        for each in filter(None, (old, left)):
-            draft.put(*_ended(each, installation.wrappers))
-    if session is not None:
-        draft.put(Patch(session, "kept", back))
-    said = _said_of(covered)
+    draft.put(Patch(this, "_current", session), Patch(this, "_left", old if may_return else None))
+    if replaced.wrappers and not is_quick:
+        draft.put(*retirements(replaced.wrappers, installation.wrappers))
+    said = _said_of(covered) if covered else ""
 
     def finish() -> None:
-        _forget_caches(keeps_graphs=stays or returns)
+        _forget_caches(keeps_graphs=may_return or returns)
         if said and session is not None:  # if this becomes an error, the change is undone
             warn(said)
-        if session is not None and session is not old and not returns:
+        if session is not None and session is not old and not is_quick:
             session.announce()
 
     try:
         draft.make(finish)
     except BaseException:
-        _forget_caches(keeps_graphs=stays or returns)
+        _forget_caches(keeps_graphs=may_return or returns)
         raise
     return said
 
@@ -271,8 +250,7 @@ def _said_of(covered: Iterable[Patch]) -> str:
 
 def say(messages: list[str]) -> None:
     """Warns about names in the lists."""
-    if messages:
-        warn("left out of the op lists:\n  " + "\n  ".join(messages))
+    warn("left out of the op lists:\n  " + "\n  ".join(messages))
 
 
 @exclusive

@@ -171,5 +171,13 @@ def _has_habana_frameworks() -> bool:
     loaded = sys.modules.get("habana_frameworks")
     if loaded is not None:
         return not getattr(loaded, "__hmpx_shim__", False)
-    # Unlike importlib.util's function it takes no lock, which Ctrl-C might leave locked.
-    return importlib.machinery.PathFinder.find_spec("habana_frameworks") is not None
+    path = tuple(sys.path)
+    if path not in _searched:  # it takes longer than the rest of a block's beginning
+        # Unlike importlib.util's function it takes no lock, which Ctrl-C might leave locked.
+        found = importlib.machinery.PathFinder.find_spec("habana_frameworks", list(path))
+        _searched[path] = found is not None
+    return _searched[path]
+
+
+#: ``sys.path`` -> whether ``habana_frameworks`` is there.
+_searched: Final[dict[tuple[str, ...], bool]] = {}

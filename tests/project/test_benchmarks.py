@@ -101,6 +101,7 @@ def test_first_use(tmp_path: Path) -> None:
     assert 0 < figures["import_share"] < 1
     assert 0 < figures["convert_share"] < 1
     assert figures["import_gc_ms"] < figures["import_ms"]
+    assert figures["block_ms"] < figures["convert_ms"] / 20
 
 
 def test_tables_of_kernels_are_those_saved(load: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ def prepared(**options: Any) -> None:
 
 def is_prepared() -> bool:
     left = sessions._left
-    return left is not None and left.kept is not None and left.kept.put_back(patching.Draft())
+    return left is not None and left.kept is not None and left.kept.enter(patching.Draft())
 
 
 def wrappers() -> list[Callable[..., Any]]:
@@ -107,6 +108,56 @@ def test_what_somebody_else_puts_into_torch_between_blocks_is_wrapped() -> None:
         wrapped, torch.mm = torch.mm, theirs
     assert torch.mm is theirs
     torch.mm = wrapped.__wrapped__  # type: ignore[attr-defined]
+
+
+def test_functions_that_a_model_keeps_are_torchs_between_blocks() -> None:
+    """Taken in the first block, and dropped at last; the blocks in between only write their patches again."""
+    prepared()
+    with block():
+        kept = torch.mm
+    for number in range(3):
+        assert is_prepared() is (number > 0)
+        assert kept(X, X).dtype is FP32
+        assert pickle.loads(pickle.dumps(kept)) is kept
+        with block():
+            assert torch.mm is kept
+            assert kept(X, X).dtype is BF16
+            assert pickle.loads(pickle.dumps(kept)) is kept
+    del kept
+    with block():
+        assert torch.mm(X, X).dtype is BF16
+    assert torch.mm(X, X).dtype is FP32
+
+
+@pytest.mark.parametrize("at", range(0, 30, 5))
+@pytest.mark.parametrize("leaves", [False, True], ids=["enter", "leave"])
+def test_a_block_that_fails_halfway_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, at: int, leaves: bool
+) -> None:
+    """Its patches, all written at once, are taken back; leaving is repeated."""
+    before = namespaces()
+    prepared()
+    region = block()
+    if not leaves:
+        region.revert()
+        prepared()
+    written, write = [], patching._write
+
+    def failing_write(patch: patching.Patch, value: object) -> None:
+        written.append(patch)
+        if len(written) == at + 1:
+            raise KeyboardInterrupt
+        write(patch, value)
+
+    monkeypatch.setattr(patching, "_write", failing_write)
+    with pytest.raises(KeyboardInterrupt):
+        (region.__exit__ if leaves else block)()
+    monkeypatch.undo()
+    assert not hmpx.is_converted()
+    assert differences(before) == []
+    with block():
+        assert F.linear(X, X).dtype is BF16
+    assert differences(before) == []
 
 
 def test_modules_and_rules_that_come_between_blocks_count(module: Any) -> None:
