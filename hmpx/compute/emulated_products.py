@@ -15,12 +15,11 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ..number_formats import Format, Rounder
+from ..number_formats import Format, Rounder, straight_through
 from ..ops import Product, parameter_named, product
 from ..patching import unpatched
 from ..tensors import SEQUENCES, Args, Kwargs
 from ..torch_internals import HAS_OPERATORS, each_of_batch, is_gradient_batch, may_learn
-from .rounding import straight_through
 
 #: A dimension along which a window slides: it does not match a single index of another factor.
 WINDOW: Final = "_"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import OptionError
-from ..number_formats import Custom, Format, Rounder, decode, rounder
+from ..number_formats import Custom, Format, Rounder, decode, rounder, straight_through
 from ..tensors import CAST, ELIGIBLE, Args, Kwargs, map_tensors
 from ..torch_internals import (
     FunctionalTensor,
@@ -30,7 +30,7 @@ from .amaxes import has_history
 from .composition import call_raised, is_onnx_made, is_traced, rounded, traced
 from .emulated_products import ByAxis, EmulatedProduct, factored, has_axis, may_be_factored
 from .lowering import Lowering
-from .rounding import may_overflow, straight_through, warning_of_overflow
+from .overflow import may_overflow, warning_of_overflow
 from .watching import EMULATION_WATCHERS, note_data, note_rounding
 
 #: fp32 results may be rounded again to formats with up to this many significand bits: 2 * 11 + 2 <= 24.

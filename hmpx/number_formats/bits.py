@@ -1,12 +1,11 @@
-"""Binary floating-point types: their bit fields, arithmetic on their bits, and random bits for stochastic rounding."""
+"""Binary floating-point types: their bit fields, and random bits for stochastic rounding."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,49 +20,28 @@ Key: TypeAlias = "int | Tensor"
 NO_KEYS: Final = (0, 0)
 
 
-@dataclass(frozen=True)
-class Binary:
-    """A binary floating type for computation, and its bit fields."""
+class Binary(NamedTuple):
+    """A binary floating type for computation, and its bit fields as signed integers."""
 
     dtype: torch.dtype
     integer: torch.dtype  # of the same width
+    width: int  # the total number of bits
     mantissa: int  # bits of the mantissa field
     bias: int  # the offset of the exponent field
-
-    @property
-    def width(self) -> int:
-        """The total number of bits."""
-        return 32 if self.mantissa == 23 else 64
-
-    @property
-    def sign(self) -> int:
-        """The sign bit, as a signed integer."""
-        return ~self.magnitude
-
-    @property
-    def magnitude(self) -> int:
-        """All bits except the sign."""
-        return (1 << (self.width - 1)) - 1
-
-    @property
-    def infinity(self) -> int:
-        """The bits of infinity, equal to those of the exponent field."""
-        return self.magnitude & -(1 << self.mantissa)
-
-    @property
-    def nan(self) -> int:
-        """The bits of a NaN."""
-        return self.infinity | (1 << (self.mantissa - 1))
+    sign: int
+    magnitude: int  # all bits except the sign
+    infinity: int  # the bits of infinity, equal to those of the exponent field
+    nan: int
 
     def bits_of(self, value: float) -> int:
         """Returns the bits of a non-negative value."""
-        pack, unpack = ("<f", "<i") if self.mantissa == 23 else ("<d", "<q")
+        pack, unpack = ("<f", "<i") if self.width == 32 else ("<d", "<q")
         found: int = struct.unpack(unpack, struct.pack(pack, value))[0]
         return found
 
     def floor(self, value: Fraction) -> float:
         """Returns the largest number of this type that is not above ``value``."""
-        near = float(value) if self.mantissa == 52 else to_float32(float(value))
+        near = float(value) if self.width == 64 else to_float32(float(value))
         while Fraction(near) > value:
             near = self.before(near)
         return near
@@ -71,13 +49,19 @@ class Binary:
     def before(self, value: float) -> float:
         """Returns the next number towards minus infinity."""
         bits = self.bits_of(abs(value)) + (-1 if value > 0 else 1)
-        pack, unpack = ("<i", "<f") if self.mantissa == 23 else ("<q", "<d")
+        pack, unpack = ("<i", "<f") if self.width == 32 else ("<q", "<d")
         found: float = struct.unpack(unpack, struct.pack(pack, bits))[0]
         return found if value > 0 else -found
 
 
-FP32: Final = Binary(torch.float32, torch.int32, 23, 127)
-FP64: Final = Binary(torch.float64, torch.int64, 52, 1023)
+FP32: Final = Binary(
+    torch.float32, torch.int32, width=32, mantissa=23, bias=127, sign=-(1 << 31),
+    magnitude=0x7FFFFFFF, infinity=0x7F800000, nan=0x7FC00000,
+)  # fmt: skip
+FP64: Final = Binary(
+    torch.float64, torch.int64, width=64, mantissa=52, bias=1023, sign=-(1 << 63),
+    magnitude=0x7FFFFFFFFFFFFFFF, infinity=0x7FF0000000000000, nan=0x7FF8000000000000,
+)  # fmt: skip
 
 
 def ones_if_positive(number: Tensor, binary: Binary) -> Tensor:
@@ -152,9 +136,7 @@ _apply: Callable[..., Tensor] = _Keys.apply
 
 def random_bits(index: Tensor, keys: tuple[Key, Key]) -> Tensor:
     """Returns random int32, hashes of (index, keys); all are int32."""
-    mixed = XOR(
-        index, keys[0]
-    )  # the key may be one per item of torch.vmap; the index is not mapped
+    mixed = XOR(index, keys[0])  # a key may be mapped by torch.vmap; the index is not
     mixed = mixed.bitwise_xor_(RIGHT(mixed, 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     mixed = mixed.bitwise_xor_(keys[1])
     mixed = mixed.bitwise_xor_(RIGHT(mixed, 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
@@ -163,7 +145,7 @@ def random_bits(index: Tensor, keys: tuple[Key, Key]) -> Tensor:
 
 def uniform(noise: Tensor, binary: Binary) -> Tensor:
     """Returns numbers above 0 and up to 1, in the finest steps that the type holds exactly."""
-    if binary.mantissa == 23:
+    if binary.width == 32:
         steps = RIGHT(noise, 8).bitwise_and_(0xFFFFFF).add_(1)
         return MUL(steps.to(binary.dtype), 2.0**-24)
     steps = AND(noise.to(torch.int64), 0xFFFFFFFF).add_(1)

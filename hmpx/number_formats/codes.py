@@ -5,7 +5,6 @@ The compiled kernels encode and decode them; without kernels, torch ops do the s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,7 @@ from ..errors import OptionError
 from ..tensors import CAST, is_in_memory
 from . import kernels
 from .bits import FP32, FP64, NO_KEYS, draw_keys
-from .families import Coded, Custom, Format, ScaledPlan, SharedScales, Table, code_dtype
-from .plans import NO_GRID
+from .families import Coded, Custom, Format, SharedScales, Table, code_dtype, params_of
 from .registered import get
 from .rounding import Rounding, check_dense, has_own_memory, quantize, rounding_of
 from .unpatched import CLONE, CONTIGUOUS, EMPTY, EMPTY_LIKE
@@ -98,52 +96,52 @@ def _coded(format: str | torch.dtype | Format) -> Coded:
 def _encoded(
     x: Tensor, format: Coded, rounding: str, overflow: str | None, generator: torch.Generator | None
 ) -> Tensor | tuple[Tensor, ...] | None:
+    """Returns the codes that a kernel makes, with those of scales; None if there is none."""
     if torch.compiler.is_dynamo_compiling() or not has_own_memory(x):
         return None
-    run = rounding_of(format, rounding, overflow)
-    found, count = _encoder(run, x.dtype), x.numel()
-    if found is None:
+    run, count = rounding_of(format, rounding, overflow), x.numel()
+    if x.dtype not in run.encoders:
+        run.encoders[x.dtype] = _encoder(run, x.dtype)
+    plan, coding, function = run.encoders[x.dtype]
+    shared = format if isinstance(format, SharedScales) else None
+    if function is None or (shared and not count and shared.scale_format != "mx"):
         return None
-    plan, encoder = found
-    layout = plan.layout
     keys = NO_KEYS if run.mode != "stochastic" else draw_keys(generator)
-    if layout is not None or keys is not NO_KEYS:
+    if shared or keys is not NO_KEYS:
         x = CONTIGUOUS(x)
-    codes = EMPTY_LIKE(x, dtype=_dtype(format))
+    dtypes = _dtypes(format)
+    codes = EMPTY_LIKE(x, dtype=dtypes[0])
     if codes.stride() != x.stride():
         x = CLONE(x)
-    grid = NO_GRID if layout is None else layout.grid(x)
-    parts = [codes]
-    written: tuple[int, ...] = ()
+    shapes = () if shared is None else (shared.scales_shape(x.shape), ())
+    parts = [EMPTY(s, dtype=d, device="cpu") for s, d in zip(shapes, dtypes[1:], strict=False)]
+    struct = plan.kernel.struct_for(x)
+    if count or not shared:
+        written = [part.data_ptr() for part in parts]
+        if coding.kind == "scaled":
+            written = [*written, 0][:2]
+        function(
+            *(x.data_ptr(), codes.data_ptr(), count, struct, *keys, kernels.threads_for(count)),
+            *(coding.spec, codes.element_size(), *written),
+        )
+    return (codes, *parts) if shared else codes
+
+
+def _encoder(run: Rounding, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """Returns the plan, the coding and the kernel that encode tensors of a dtype; the last is None if none does."""
+    format: Any = run.format
+    is_drawn = isinstance(format, Table) and run.mode == "stochastic"
+    is_known = dtype is torch.float64 or format.is_exact_in_float32
+    plan = None if is_drawn or not is_known else run.plan(dtype)
+    if plan is None or plan.kernel is None or plan.params.binary.dtype is not dtype:
+        return plan, None, None
+    coding = format.coding(plan.params.binary)
+    if coding is None or not coding.can_encode:
+        return plan, coding, None
+    name, kind = f"encode_{plan.kernel.name}_f{plan.params.binary.width}", "encode"
     if isinstance(format, SharedScales):
-        if not count and plan.scale_format != "mx":
-            return None
-        dtype = torch.float32 if plan.scale_format == "float32" else torch.uint8
-        parts.append(EMPTY(format.scales_shape(x.shape), dtype=dtype, device="cpu"))
-        if plan.has_tensor_scale:
-            parts.append(EMPTY((), dtype=torch.float32, device="cpu"))
-        written = tuple(part.data_ptr() for part in parts[1:])
-        if plan.binary is FP32:
-            written = (*written, 0)[:2]
-    if count or layout is None:
-        width, threads = codes.element_size(), kernels.threads_for(count)
-        place = x.data_ptr(), codes.data_ptr(), count, *keys, threads
-        encoder(place, grid, None, width, *written)
-    return codes if layout is None else tuple(parts)
-
-
-def _encoder(run: Rounding, dtype: torch.dtype) -> tuple[Any, kernels.Kernel] | None:
-    if dtype not in run.encoders:
-        format: Any = run.format
-        plan = coding = None
-        is_drawn = isinstance(format, Table) and run.mode == "stochastic"
-        if not is_drawn and (dtype is torch.float64 or format.is_exact_in_float32):
-            plan = run.plan(dtype)
-        if plan is not None and plan.binary.dtype is dtype:
-            coding = format.coding(plan.binary)
-        kernel = None if plan is None or coding is None else kernels.kernel(plan, coding)
-        run.encoders[dtype] = None if plan is None or kernel is None else (plan, kernel)
-    return run.encoders[dtype]
+        kind = f"encode_{coding.kind}"
+    return plan, coding, kernels.function(name, kind)
 
 
 def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Format) -> Tensor:
@@ -173,50 +171,51 @@ def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Forma
 
 def _decoded(parts: Sequence[Any], format: Coded) -> Tensor | None:
     """Returns the values of codes by a kernel; None if there is none, or if they are wrong."""
-    dtypes = [_dtype(format)]
-    shared = format if isinstance(format, SharedScales) else None
-    plan = None if shared is None else shared.exact_plan(torch.float32)
-    if plan is not None:
-        dtypes += [torch.float32 if plan.scale_format == "float32" else torch.uint8]
-        dtypes += [torch.float32] * plan.has_tensor_scale
+    shared, dtypes = format if isinstance(format, SharedScales) else None, _dtypes(format)
     is_right = len(parts) == len(dtypes) and all(map(_is_readable, parts, dtypes))
-    decoder = _decoder(format) if is_right else None
-    if decoder is None:
+    coding, function, kernel = _decoder(format)
+    if function is None or not is_right:
         return None
     codes, count = CONTIGUOUS(parts[0]), parts[0].numel()
     values = EMPTY_LIKE(codes, dtype=torch.float32 if format.is_exact_in_float32 else torch.float64)
-    options = codes.element_size(), kernels.threads_for(count)
-    if shared is None or plan is None:
-        decoder(codes.data_ptr(), values.data_ptr(), count, *options)
+    options = coding.spec, codes.element_size(), kernels.threads_for(count)
+    if shared is None:
+        function(codes.data_ptr(), values.data_ptr(), count, *options)
         return values
-    is_right = tuple(parts[1].shape) == shared.scales_shape(codes.shape)
-    if not is_right or (len(parts) == 3 and parts[2].dim()):
+    if tuple(parts[1].shape) != shared.scales_shape(codes.shape) or (parts[2:] and parts[2].dim()):
         return None
-    scales = CONTIGUOUS(parts[1])
-    addresses = codes.data_ptr(), scales.data_ptr(), values.data_ptr()
     if count:
-        tensor_scale = parts[2].item() if len(parts) == 3 else 1.0
-        decoder(*addresses, count, plan.blocks.grid(codes), *options, tensor_scale)
+        scales, tensor_scale = CONTIGUOUS(parts[1]), parts[2].item() if parts[2:] else 1.0
+        addresses = codes.data_ptr(), scales.data_ptr(), values.data_ptr()
+        function(*addresses, count, kernel.struct_for(codes), *options, tensor_scale)
     return values
 
 
-def _dtype(format: Coded) -> torch.dtype:
-    return code_dtype((format.element if isinstance(format, SharedScales) else format).bits)
+def _dtypes(format: Coded) -> list[torch.dtype]:
+    """Returns the dtypes of codes, of scales, and of the tensor's scale."""
+    if not isinstance(format, SharedScales):
+        return [code_dtype(format.bits)]
+    of_scales = torch.float32 if format.scale_format == "float32" else torch.uint8
+    found = [code_dtype(format.element.bits), of_scales, torch.float32]
+    return found if format.tensor_scale else found[:2]
 
 
 def _is_readable(part: Any, dtype: torch.dtype) -> bool:
     return isinstance(part, Tensor) and part.dtype is dtype and has_own_memory(part)
 
 
-def _decoder(format: Coded) -> Any:
+def _decoder(format: Coded) -> tuple[Any, Any, Any]:
+    """Returns the coding, the C function that decodes or None, and the kernel whose struct it takes for scales."""
     if "decoder" not in format.derived:
-        binary, make_spec = FP32 if format.is_exact_in_float32 else FP64, None
-        coding = format.coding(binary)
+        binary, kernel = FP32 if format.is_exact_in_float32 else FP64, None
+        coding, function = format.coding(binary), None
         if isinstance(format, SharedScales):
-            make_spec = functools.partial(ScaledPlan.kernel_spec, format.exact_plan(torch.float32))
-        made = None if coding is None else kernels.decoder(coding, binary.width, make_spec)
-        format.derived["decoder"] = made
-    return format.derived["decoder"]
+            kernel = format.kernel(params_of(format, torch.float32))
+        if coding is not None and coding.can_decode:
+            kind = "decode" if kernel is None else "decode_scaled"
+            function = kernels.function(f"decode_{coding.kind}_f{binary.width}", kind)
+        format.derived["decoder"] = coding, function, kernel
+    return format.derived["decoder"]  # type: ignore[no-any-return]
 
 
 # --- bfloat16 in numpy, which lacks it, as the uint16 of its bits ------------------------------

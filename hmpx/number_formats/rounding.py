@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import fields
-from typing import Any, Final, cast
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError, shown
+from ..patching import unpatched
 from ..tensors import CAST, PLAIN_TENSORS, SPARSE, is_in_memory
 from ..torch_internals import (
     HAS_OPERATORS,
     FakeTensor,
     FunctionalTensor,
     dispatch_modes,
+    has_tangents,
     is_batch,
     is_gradient_batch,
     jit_tracing_state,
@@ -36,17 +38,30 @@ from ..torch_internals import (
 )
 from . import families, kernels
 from .bits import NO_KEYS, Key, draw_keys, random_bits, traced_keys
-from .families import Format, Rounder
-from .plans import NO_GRID, Plan, plan_of
+from .families import Format, Params, Rounder, params_of
 from .registered import get
-from .unpatched import ARANGE, CONTIGUOUS, EMPTY_LIKE
+from .unpatched import ARANGE, CLONE, CONTIGUOUS, EMPTY_LIKE
+
+# Unpatched: op lists may name any of them.
+(_apply,) = unpatched(vars(torch.autograd.Function)["apply"].__func__)
 
 #: The classes of tensors that dynamo and AOTAutograd trace.
 _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 
 
+class Plan:
+    """How tensors of one dtype are rounded to one format with fixed options."""
+
+    def __init__(self, format: Format, params: Params) -> None:
+        self.format, self.params, self.kernel = format, params, format.kernel(params)
+        self.function: Any = None  # of C
+        if self.kernel is not None:
+            name = f"{self.kernel.name}_f{params.binary.width}"
+            self.function = kernels.function(name, "round")
+
+
 class Rounding:
-    """Rounds to one format with fixed options; plans and kernels are created once per dtype."""
+    """Rounds to one format with fixed options."""
 
     __slots__ = ("_function", "_plans", "encoders", "format", "mode", "overflow")
 
@@ -54,38 +69,37 @@ class Rounding:
         self.format, self.mode, self.overflow = format, mode, overflow
         self._function = format.own_function
         self._plans: dict[torch.dtype, Plan | None] = {}
-        self.encoders: dict[torch.dtype, tuple[Plan, kernels.Kernel] | None] = {}
+        self.encoders: dict[torch.dtype, Any] = {}
 
     def __call__(
         self, x: Tensor, generator: torch.Generator | None = None, scale: Tensor | None = None
     ) -> Tensor:
         """Returns ``x`` rounded, without gradients. Arguments and errors are those of `quantize`."""
+        format, function = self.format, self._function
         if scale is not None:
-            self.format.check_scale(scale, x)
-        function = self._function
+            format.check_scale(scale, x)
         if torch.compiler.is_dynamo_compiling():  # the ops become part of the graph
             if function is not None:
                 return function(x)
-            constants = _constants_of(self.format, self.mode, self.overflow, x.dtype)
-            if not constants:
+            params = params_of(format, x.dtype, self.mode, self.overflow)
+            if params is None:
                 return x
             if scale is None and _is_taken(x):
                 return self._in_graph(x, generator)
-            plan = plan_of(*constants)
-            return _by_ops(x, plan, _traced_keys(x, plan, generator), scale)
+            return _by_ops(x, format, params, _traced_keys(x, params.mode, generator), scale)
         plan = self._plans[x.dtype] if x.dtype in self._plans else self.plan(x.dtype)
         if plan is None:
             return x if function is None else function(x)
-        if not has_own_memory(x):
-            if is_gradient_batch(x):
-                return one_of_batch(lambda each: self(each, generator, scale), x)
-            if scale is None and _is_taken(x):
-                return self._in_graph(x, generator)
-            check_dense(x)
-            with torch.no_grad():
-                return _by_ops(x, plan, _traced_keys(x, plan, generator), scale)
-        keys = NO_KEYS if self.mode != "stochastic" else draw_keys(generator)
-        return _rounded(x, plan, keys, scale)
+        if has_own_memory(x):
+            keys = NO_KEYS if self.mode != "stochastic" else draw_keys(generator)
+            return _rounded(x, plan, keys, scale)
+        if is_gradient_batch(x):
+            return one_of_batch(lambda each: self(each, generator, scale), x)
+        if scale is None and _is_taken(x):
+            return self._in_graph(x, generator)
+        check_dense(x)
+        with torch.no_grad():
+            return _by_ops(x, format, plan.params, _traced_keys(x, self.mode, generator), scale)
 
     def _in_graph(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         text = text_of(self.format, self.mode, self.overflow)
@@ -96,11 +110,8 @@ class Rounding:
     def plan(self, dtype: torch.dtype) -> Plan | None:
         """Returns the plan for tensors of one dtype; None if none is needed. Checks the dtype."""
         if dtype not in self._plans:
-            if dtype not in CAST:
-                raise OptionError(
-                    f"quantize takes tensors of {', '.join(map(str, CAST))}, not {dtype}; cast it first"
-                )
-            self._plans[dtype] = self.format.plan(dtype, self.mode, self.overflow)
+            params = params_of(self.format, dtype, self.mode, self.overflow)
+            self._plans[dtype] = None if params is None else Plan(self.format, params)
         return self._plans[dtype]
 
 
@@ -145,60 +156,54 @@ def _rounded(x: Tensor, plan: Plan, keys: tuple[int, int], scale: Tensor | None 
     """Returns ``x``, on the CPU and with its own memory, rounded by a kernel or torch ops."""
     if not is_in_memory(x):
         x = EMPTY_LIKE(x).copy_(x.detach())
-    kernel = plan.compiled
-    if kernel is None or not (scale is None or (plan.has_one_scale and has_own_memory(scale))):
+    kernel, dtype = plan.kernel, plan.params.binary.dtype
+    takes_scale = scale is None or (kernel and kernel.takes_scale and has_own_memory(scale))
+    if plan.function is None or kernel is None or not takes_scale:
         first, second = (key - 2**32 if key >= 2**31 else key for key in keys)
         with torch.no_grad():
-            return _by_ops(x, plan, (first, second), scale)
+            return _by_ops(x, plan.format, plan.params, (first, second), scale)
     given = None if scale is None else scale.item()
-    if plan.binary.dtype is x.dtype and x.is_contiguous():
+    if dtype is x.dtype and x.is_contiguous():
         return _run(plan, x, EMPTY_LIKE(x), keys, given)
     with torch.no_grad():
-        return _laid_out(x, plan, keys, given)
+        # An element's noise depends on its index, not on strides.
+        is_placed = plan.params.mode == "stochastic" or not kernel.takes_strides
+        source = CONTIGUOUS(x) if is_placed else x
+        target = EMPTY_LIKE(source, dtype=dtype)
+        if dtype is not x.dtype or target.stride() != source.stride():  # its memory has gaps
+            source = target.copy_(source)
+        found = CAST[x.dtype](_run(plan, source, target, keys, given))
+        return EMPTY_LIKE(x).copy_(found) if is_placed and not x.is_contiguous() else found
 
 
 def _run(
     plan: Plan, source: Tensor, target: Tensor, keys: tuple[int, int], given: float | None
 ) -> Tensor:
-    layout, count, kernel = plan.layout, source.numel(), plan.compiled
-    grid = NO_GRID if layout is None else layout.grid(source, is_in_memory=True)
-    if count and kernel is not None:
+    assert plan.kernel is not None
+    struct, count = plan.kernel.struct_for(source, given), source.numel()
+    if count:
         threads = kernels.threads_for(count)
-        kernel((source.data_ptr(), target.data_ptr(), count, *keys, threads), grid, given)
+        plan.function(source.data_ptr(), target.data_ptr(), count, struct, *keys, threads)
     return target
-
-
-def _laid_out(x: Tensor, plan: Plan, keys: tuple[int, int], given: float | None) -> Tensor:
-    """Returns ``x`` rounded by a kernel that needs other strides or another dtype."""
-    is_placed = plan.mode == "stochastic" or not (plan.layout is None or plan.layout.takes_strides)
-    if is_placed and not x.is_contiguous():
-        # An element's noise depends on its index, not on strides.
-        return EMPTY_LIKE(x).copy_(_laid_out(CONTIGUOUS(x), plan, keys, given))
-    if plan.binary.dtype is x.dtype:
-        source, target = x, EMPTY_LIKE(x)
-        if target.stride() != x.stride():  # its memory has gaps
-            source = target.copy_(x)
-    else:
-        source = target = CAST[plan.binary.dtype](x)
-    return CAST[x.dtype](_run(plan, source, target, keys, given))
 
 
 # --- by torch ops ------------------------------------------------------------------------------
 
 
-def _by_ops(x: Tensor, plan: Plan, keys: tuple[Key, Key], scale: Tensor | None) -> Tensor:
+def _by_ops(
+    x: Tensor, format: Format, params: Params, keys: tuple[Key, Key], scale: Tensor | None
+) -> Tensor:
     x = x.detach()
-    values, noise = CAST[plan.binary.dtype](x), None
-    if plan.mode == "stochastic":
+    values, noise = CAST[params.binary.dtype](x), None
+    if params.mode == "stochastic":
         # An index has 32 bits, like an element of the result.
         index = ARANGE(x.numel(), dtype=torch.int64, device=x.device).to(torch.int32)
-        layout = plan.layout if x.numel() else None
-        index = index.view(x.shape) if layout is None else layout.noise_index(index, x)
-        noise = random_bits(index, keys)
+        noise = random_bits(format.noise_index(index, x), keys)
     if scale is None:
-        found = plan.round(values, noise)
+        found = format.round(values, noise, params)
     else:
-        found = plan.round_by(values, noise, CAST[torch.float32](scale.detach()))
+        assert isinstance(format, families.Scaled)
+        found = format.round(values, noise, params, CAST[torch.float32](scale.detach()))
     found = CAST[x.dtype](found)
     is_laid_out = found.stride() == x.stride() or (x.is_contiguous() and found.is_contiguous())
     if type(x) not in PLAIN_TENSORS or is_laid_out:
@@ -207,8 +212,8 @@ def _by_ops(x: Tensor, plan: Plan, keys: tuple[Key, Key], scale: Tensor | None) 
     return EMPTY_LIKE(x).copy_(found)
 
 
-def _traced_keys(x: Tensor, plan: Plan, generator: torch.Generator | None) -> tuple[Key, Key]:
-    if plan.mode != "stochastic":
+def _traced_keys(x: Tensor, mode: str, generator: torch.Generator | None) -> tuple[Key, Key]:
+    if mode != "stochastic":
         return NO_KEYS
     drawn = traced_keys(x, generator).to(torch.int32)
     return drawn[0], drawn[1]
@@ -233,25 +238,12 @@ set_kernel(OP, _run_op, "CPU")
 
 
 @run_when_traced
-def _constants_of(
-    format: Format, mode: str, overflow: str | None, dtype: torch.dtype
-) -> tuple[Any, ...]:
-    """Returns the plan that dynamo traces as constants; empty if rounding changes nothing."""
-    plan = rounding_of(format, mode, overflow).plan(dtype)
-    return () if plan is None else plan.constants()
-
-
-@run_when_traced
 def text_of(format: Format, mode: str, overflow: str | None) -> str:
     """Returns a rounding as JSON, for graphs."""
-    return json.dumps([_values_of(format), mode, overflow])
-
-
-def _values_of(value: Any) -> Any:
-    if not isinstance(value, families.FORMATS):
-        return value
-    values = {each.name: _values_of(getattr(value, each.name)) for each in fields(value)}
-    return {"family": type(value).__name__, **values}
+    return json.dumps(
+        [format, mode, overflow],
+        default=lambda each: {"family": type(each).__name__, **each.__getstate__()},
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -328,17 +320,9 @@ def quantize(
         raise OptionError(f"quantize takes a tensor, not {type(x).__name__}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise OptionError(f"generator must be a torch.Generator, not {shown(generator)}")
-    if torch.compiler.is_dynamo_compiling():
-        run = Rounding(get(format), rounding, overflow)  # checks its arguments at trace time
-        function: type[_StraightThrough] = _StraightThrough  # dynamo does not support jvp
-    elif is_batch(x) and torch.is_grad_enabled() and is_gradient_batch(x):
-        args = format, rounding, overflow, generator  # batches hide whether gradients are recorded
-        return one_of_batch(lambda each: quantize(each, *args, scale=scale), x)
-    else:
-        run, function = rounding_of(get(format), rounding, overflow), _ForwardToo
-    if may_learn(x):
-        return cast(Tensor, function.apply(x, run, generator, scale))  # type: ignore[no-untyped-call]
-    return run(x, generator, scale)
+    # Dynamo can't trace a cache.
+    make = Rounding if torch.compiler.is_dynamo_compiling() else rounding_of
+    return straight_through(x, make(get(format), rounding, overflow), None, generator, scale)
 
 
 def rounder(
@@ -359,30 +343,59 @@ def rounder(
 
 def rounds_nothing(format: Format) -> bool:
     """Whether the format has every float32 value."""
-    return format.own_function is None and format.plan(torch.float32, "nearest", None) is None
+    return format.own_function is None and params_of(format, torch.float32) is None
 
 
-class _StraightThrough(torch.autograd.Function):
+def straight_through(
+    tensor: Tensor,
+    round_: Callable[..., Tensor] | None,
+    round_gradient: Rounder | None = None,
+    *args: Any,
+) -> Tensor:
+    """Rounds ``tensor`` by ``round_``, and its gradients of any order by ``round_gradient``; None rounds nothing.
+
+    ``args`` are further arguments of ``round_``.
+    """
+    if round_ is None and round_gradient is None:
+        return tensor
+    if may_learn(tensor):
+        return _Rounded.apply(tensor, round_, round_gradient, *args)  # type: ignore[no-any-return]
+    # A batch of gradients hides whether gradients are recorded.
+    if torch.is_grad_enabled() and is_gradient_batch(tensor):
+        return one_of_batch(
+            lambda each: straight_through(each, round_, round_gradient, *args), tensor
+        )
+    return tensor if round_ is None else round_(tensor, *args)
+
+
+class _Rounded(torch.autograd.Function):
     drawn_as = "cast"
 
     generate_vmap_rule = True
+    apply: Any = classmethod(_apply)  # the patched one takes three times as long
 
     @staticmethod
     def forward(
-        x: Tensor, run: Rounding, generator: torch.Generator | None, scale: Tensor | None
+        tensor: Tensor, round_: Rounder | None, round_gradient: Rounder | None, *args: Any
     ) -> Tensor:
-        rounded = run(x, generator, scale)
-        return x.view_as(x) if rounded is x else rounded
+        result = tensor if round_ is None else round_(tensor, *args)
+        if result is not tensor:
+            return result
+        # The tangent of a view must be a view, but a rounded one is not.
+        is_copied = round_gradient is not None and has_tangents()
+        return CLONE(tensor) if is_copied else tensor.view_as(tensor)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.round, ctx.others = inputs[2], (None,) * (len(inputs) - 1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradient, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # With create_graph=True the gradient's own gradient is also rounded.
+        return straight_through(gradient, ctx.round, ctx.round), *ctx.others
 
-
-class _ForwardToo(_StraightThrough):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
-        return tangent.view_as(tangent)
+        if ctx.round is None:
+            return tangent.view_as(tangent)
+        return straight_through(tangent, ctx.round, ctx.round)

@@ -1,19 +1,31 @@
 """The families of number formats.
 
-A family has its formats, derived from `CodedFormat` or `NumberFormat`, and its plans, derived from `Plan`. Its
-class must be listed in `Format`.
+A family is a module: a frozen dataclass derived from `CodedFormat` or `NumberFormat`, in `Format` here, and its
+methods `params_in` and `round`; for codes `codes_of` and `values_of`; for kernels `kernel` and `coding`.
 """
 
 from __future__ import annotations
 
 from typing import Final, TypeAlias, get_args
 
-from .fixed import Exponent, Fixed
+from .blocks import Block
+from .exponents import Exponent
+from .fixed import Fixed
 from .floats import Float
-from .number_format import CodedFormat, Custom, NumberFormat, Rounder, code_dtype
-from .scaled import Block, Scaled, ScaledPlan, SharedScales
+from .number_format import (
+    CodedFormat,
+    Custom,
+    Kernel,
+    NumberFormat,
+    Params,
+    Rounder,
+    code_dtype,
+    params_of,
+)
+from .posits import Posit, Takum
+from .scaled import Scaled
+from .shared_scales import SharedScales
 from .tables import Table
-from .tapered import Posit, Takum
 
 #: A format that has codes.
 Coded: TypeAlias = Float | Exponent | Posit | Takum | Fixed | Block | Scaled | Table

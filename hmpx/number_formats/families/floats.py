@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -12,26 +13,18 @@ from torch import Tensor
 from ... import arguments
 from ...errors import OptionError
 from ..bits import FP64, Binary, may_grow, ones_if_positive, uniform, wide
-from ..plans import Coding, Plan, integers
-from ..unpatched import (
-    ADD,
-    AND,
-    CLAMP,
-    DIV,
-    EQ,
-    GE,
-    GT,
-    LEFT,
-    LT,
-    MUL,
-    NE,
-    OR,
-    RIGHT,
-    SUB,
-    WHERE,
-)
+from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, MUL, OR, RIGHT, SUB, WHERE
 from ..vocabulary import Overflow
-from .number_format import CodedFormat, Figures, check_int, check_name
+from .number_format import (
+    CodedFormat,
+    Coding,
+    Figures,
+    Kernel,
+    Params,
+    check_int,
+    check_name,
+    kernel_of,
+)
 
 Kind: TypeAlias = Literal["ieee", "p3109", "fn", "fnuz", "finite"]
 
@@ -41,14 +34,15 @@ class _Traits(NamedTuple):
     has_negative_zero: bool  # if not, its code is the only NaN
     may_be_powers: bool  # may have no mantissa bits: codes of the largest exponent are numbers
     reserved: int  # how many of the last codes are not numbers, if the exponent is not reserved
+    sign_of_nan: tuple[bool, bool]  # whether its code keeps the sign, and flips it
 
 
 _KINDS: Final[dict[str, _Traits]] = {
-    "ieee": _Traits(("inf", "nan", "saturate"), True, False, 0),
-    "p3109": _Traits(("inf", "nan", "saturate"), False, False, 1),
-    "fn": _Traits(("nan", "saturate"), True, False, 1),
-    "fnuz": _Traits(("nan", "saturate"), False, True, 0),
-    "finite": _Traits(("saturate",), True, True, 0),
+    "ieee": _Traits(("inf", "nan", "saturate"), True, False, 0, (True, False)),
+    "p3109": _Traits(("inf", "nan", "saturate"), False, False, 1, (False, True)),
+    "fn": _Traits(("nan", "saturate"), True, False, 1, (True, False)),
+    "fnuz": _Traits(("nan", "saturate"), False, True, 0, (False, True)),
+    "finite": _Traits(("saturate",), True, True, 0, (True, True)),
 }
 
 
@@ -174,7 +168,7 @@ class Float(CodedFormat):
             return highest <= 127 and 0 < mantissa <= 23
         return mantissa <= 22 and lowest - mantissa - 1 >= -126 and highest + 24 - mantissa <= 127
 
-    def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
+    def params(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Params:
         info = torch.finfo(dtype)
         is_kept = (overflow or self.default_overflow) == "inf" and (
             self.subnormals
@@ -183,27 +177,54 @@ class Float(CodedFormat):
             and self.epsilon <= info.eps
             and self.smallest_normal <= info.smallest_normal
         )
-        return None if is_kept else super().plan(dtype, mode, overflow)
+        return None if is_kept else super().params(dtype, mode, overflow)
 
-    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FloatPlan | BitsPlan:
-        most, place = self.max, binary.mantissa
-        beyond = {"inf": math.inf, "nan": math.nan, "saturate": most}[overflow]
-        if self.min_exponent == 1 - binary.bias:
-            unit = 1 << (place - self.mantissa_bits)
-            units = unit, unit if self.subnormals else 1 << place
-            ends = binary.bits_of(most), binary.bits_of(beyond)
-            return BitsPlan(binary, mode, *units, *ends, self.has_negative_zero)
-        lowest = (self.min_exponent + binary.bias) << place
-        highest = (self.max_exponent + 1 + binary.bias) << place
-        lift = (place - self.mantissa_bits) << place
-        power = lowest + (lift if self.subnormals else place << place)
-        fields = lowest, highest, lift, power
-        return FloatPlan(binary, mode, *fields, most, beyond, self.has_negative_zero)
+    def params_in(self, binary: Binary, mode: str, overflow: Overflow) -> FloatParams:
+        return FloatParams(
+            binary, mode, dropped=binary.mantissa - self.mantissa_bits,
+            lowest=(self.min_exponent + binary.bias) << binary.mantissa,
+            highest=(self.max_exponent + 1 + binary.bias) << binary.mantissa,
+            beyond={"inf": math.inf, "nan": math.nan, "saturate": self.max}[overflow],
+            max=self.max, subnormals=self.subnormals, has_negative_zero=self.has_negative_zero,
+        )  # fmt: skip
+
+    def round(self, x: Tensor, noise: Tensor | None, p: FloatParams) -> Tensor:
+        binary = p.binary
+        bits = x.view(binary.integer)
+        whole = AND(bits, binary.magnitude)
+        has_own_range = p.lowest == 1 << binary.mantissa
+        rounded = (_by_cutting if has_own_range else _by_adding)(bits, whole, noise, p)
+        found = _bounded(bits, whole, rounded, p).view(binary.integer)
+        sign = AND(bits, binary.sign)
+        if not p.has_negative_zero:
+            sign = sign.bitwise_and_(ones_if_positive(found, binary))
+        return OR(found, sign).view(binary.dtype)
+
+    def kernel(self, p: FloatParams) -> Kernel:
+        place, ends = p.binary.mantissa, (p.max, p.beyond, p.has_negative_zero)
+        if p.lowest == 1 << place:
+            unit = 1 << p.dropped
+            return kernel_of(
+                "bits", p, unit, unit if p.subnormals else 1 << place, *ends, p.dropped
+            )
+        lift = p.dropped << place
+        lowest_power = p.lowest + (lift if p.subnormals else place << place)
+        return kernel_of("float", p, p.lowest, p.highest, lift, lowest_power, *ends)
 
     # --- codes ---------------------------------------------------------------------------------
 
+    @property
+    def _last_codes(self) -> tuple[int, int, int]:
+        """The codes without sign of infinity, or if there is none the last one; of NaN; and of the last number."""
+        ones = (1 << (self.bits - 1)) - 1
+        if self.kind == "ieee":
+            infinity = ones >> self.mantissa_bits << self.mantissa_bits
+            return infinity, infinity | (1 << self.mantissa_bits) >> 1, infinity
+        return (ones, ones, ones - 1) if self.kind == "fn" else (ones, 0, ones)
+
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
+        infinity, nan, _ = self._last_codes
         bits = rounded.view(binary.integer)
         whole = AND(bits, binary.magnitude)
         codes = RIGHT(whole, dropped).sub_((binary.bias - self.exponent_bias) << mantissa)
@@ -215,68 +236,49 @@ class Float(CodedFormat):
             is_low = LT(whole, (self.min_exponent + binary.bias) << binary.mantissa)
             codes = WHERE(is_low, low, codes)
         sign = AND(RIGHT(bits, binary.width - 1), 1)
-        special = self._special_codes()
         is_nan = GT(whole, binary.infinity)
-        codes = codes.masked_fill_(EQ(whole, binary.infinity), special.infinity)
-        codes = codes.masked_fill_(is_nan, special.nan)
-        if special.flips_sign:
-            own = SUB(1, sign) if special.keeps_sign else 1
-            sign = WHERE(is_nan, own, sign)
+        codes = codes.masked_fill_(EQ(whole, binary.infinity), infinity).masked_fill_(is_nan, nan)
+        keeps, flips = _KINDS[self.kind].sign_of_nan
+        if flips:
+            sign = WHERE(is_nan, SUB(1, sign) if keeps else 1, sign)
         return OR(codes, LEFT(sign, self.bits - 1))
 
-    def _special_codes(self) -> _SpecialCodes:
-        top = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
-        ones = top | ((1 << self.mantissa_bits) - 1)
-        return {
-            "ieee": _SpecialCodes(top, top | (1 << self.mantissa_bits) >> 1, True, False, top),
-            "p3109": _SpecialCodes(ones, 0, False, True, ones),
-            "fn": _SpecialCodes(ones, ones, True, False, ones - 1),
-            "fnuz": _SpecialCodes(ones, 0, False, True, ones),
-            "finite": _SpecialCodes(ones, 0, True, True, ones),
-        }[self.kind]
-
     def values_of(self, codes: Tensor) -> Tensor:
-        mantissa = self.mantissa_bits
+        mantissa, ones = self.mantissa_bits, (1 << (self.bits - 1)) - 1
+        infinity, _, last = self._last_codes
         field = AND(RIGHT(codes, mantissa), (1 << self.exponent_bits) - 1)
         fraction = AND(codes, (1 << mantissa) - 1)
-        sign = AND(RIGHT(codes, self.bits - 1), 1)
         bits = LEFT(ADD(field, FP64.bias - self.exponent_bias), FP64.mantissa)
         normal = OR(bits, LEFT(fraction, FP64.mantissa - mantissa)).view(torch.float64)
         step = math.ldexp(1.0, self.min_exponent - mantissa) if self.subnormals else 0.0
         values = WHERE(EQ(field, 0), MUL(fraction.to(torch.float64), step), normal)
-        if self.kind == "ieee":
-            is_top = EQ(field, (1 << self.exponent_bits) - 1)
-            values = values.masked_fill_(is_top, math.inf)
-            values = values.masked_fill_(AND(is_top, NE(fraction, 0)), math.nan)
-        elif self.kind in ("fn", "p3109"):
-            is_last = EQ(AND(codes, (1 << (self.bits - 1)) - 1), (1 << (self.bits - 1)) - 1)
-            values = values.masked_fill_(is_last, math.nan if self.kind == "fn" else math.inf)
+        whole = AND(codes, ones)
+        if self.kind in ("ieee", "fn"):
+            values = values.masked_fill_(GT(whole, last), math.nan)
+        if self.has_inf:
+            values = values.masked_fill_(EQ(whole, infinity), math.inf)
         if not self.has_negative_zero:
-            is_nan = EQ(AND(codes, (1 << self.bits) - 1), 1 << (self.bits - 1))
-            values = values.masked_fill_(is_nan, math.nan)
-        return OR(values.view(torch.int64), LEFT(sign, 63)).view(torch.float64)
+            values = values.masked_fill_(EQ(AND(codes, 2 * ones + 1), ones + 1), math.nan)
+        sign = LEFT(RIGHT(codes, self.bits - 1), 63)
+        return OR(values.view(torch.int64), sign).view(torch.float64)
 
     def coding(self, binary: Binary, keeps_sign_of_nan: bool = True) -> Coding:
         mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
         is_lifted = self.min_exponent > 1 - binary.bias
         power = math.ldexp(1.0, self.min_exponent + dropped) if is_lifted else 1.0
         step = self.smallest_subnormal if self.subnormals and is_lifted else 0.0
-        special = self._special_codes()
-        spec = integers(
-            dropped,
-            (binary.bias - self.exponent_bias) << mantissa,
+        infinity, nan, last = self._last_codes
+        keeps, flips = _KINDS[self.kind].sign_of_nan
+        spec = struct.pack(
+            "15q",  # float_codes
+            *(dropped, (binary.bias - self.exponent_bias) << mantissa),
             (self.min_exponent + binary.bias) << binary.mantissa if is_lifted else 0,
-            binary.bits_of(power),
-            self.bits - 1,
-            special.infinity,
-            special.nan,
-            special.keeps_sign and keeps_sign_of_nan,
-            special.flips_sign,
+            *(binary.bits_of(power), self.bits - 1),
+            *(infinity, nan, keeps and keeps_sign_of_nan, flips),
             (1 << (self.bits - 1)) - 1,
             1 << mantissa if is_lifted or not self.subnormals else 0,
             binary.bits_of(step),
-            special.infinity if self.has_inf else -1,
-            special.last,
+            *(infinity if self.has_inf else -1, last),
             -1 if self.has_negative_zero else binary.sign,
         )
         # A subnormal step is 0 if the processor flushes subnormals.
@@ -284,144 +286,93 @@ class Float(CodedFormat):
         return Coding("float", spec, can_decode=is_normal)
 
 
-class _SpecialCodes(NamedTuple):
-    """Codes without sign: of infinity, or all ones; of NaN, and whether its sign is kept and flipped."""
-
-    infinity: int
-    nan: int
-    keeps_sign: bool
-    flips_sign: bool
-    last: int  # codes above are NaN, except infinity
+# --- rounding ------------------------------------------------------------------------------------
 
 
-# --- rounding, by addition or on the bits ---------------------------------------------------------
+class FloatParams(NamedTuple):
+    """The numbers with which floats are rounded."""
 
-
-@dataclass(frozen=True)
-class FloatPlan(Plan):
-    """Rounds to floats by adding the power of two that leaves the wanted number of bits."""
-
+    binary: Binary
+    mode: str
+    dropped: int  # mantissa bits of the compute type that the format lacks
     lowest: int  # the exponent field of the smallest normal number, in place
     highest: int  # the exponent field beyond the largest number, in place
-    lift: int  # from an exponent field to that of the power of two to add, in place
-    lowest_power: int  # the bits of the power of two to add to numbers below ``lowest``
+    subnormals: bool
     max: float
     beyond: float  # replaces numbers beyond the largest: infinity, NaN or the largest
     has_negative_zero: bool
 
-    kernel = "float"
-    kernel_fields = "mode_number lowest highest lift lowest_power max beyond has_negative_zero"
 
-    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        binary = self.binary
-        bits = x.view(binary.integer)
-        power = AND(bits, binary.infinity)
-        if self.lowest_power == self.lowest + self.lift:
-            power = CLAMP(power, self.lowest, self.highest).add_(self.lift)
-        else:
-            lifted = CLAMP(power, max=self.highest).add_(self.lift)
-            power = WHERE(LT(power, self.lowest), self.lowest_power, lifted)
-        power = power.view(binary.dtype)
-        whole = AND(bits, binary.magnitude)
-        magnitude = whole.view(binary.dtype)
-        if self.mode == "nearest":
-            rounded = magnitude.add_(power).sub_(power)
-        else:
-            rounded = self._directed(bits, whole, power, noise)
-        rounded = _bounded(self, bits, whole, rounded)
-        found = rounded.view(binary.integer)
-        sign = AND(bits, binary.sign)
-        if not self.has_negative_zero:
-            sign = sign.bitwise_and_(ones_if_positive(found, binary))
-        return OR(found, sign).view(binary.dtype)
-
-    def _directed(self, bits: Tensor, whole: Tensor, power: Tensor, noise: Tensor | None) -> Tensor:
-        binary = self.binary
-        magnitude = whole.view(binary.dtype)
-        nearest = SUB(ADD(magnitude, power), power)
-        found = nearest.view(binary.integer)  # compared as integers: no denormals are flushed
-        step = MUL(power, math.ldexp(1.0, -binary.mantissa))
-        if self.mode == "nearest_away":
-            is_tie = EQ(SUB(magnitude, nearest), MUL(step, 0.5))
-            return WHERE(is_tie, ADD(nearest, step), nearest)
-        if self.mode == "stochastic":
-            assert noise is not None
-            below = WHERE(GT(found, whole), SUB(nearest, step), nearest)
-            share = DIV(SUB(magnitude, below), step)
-            return WHERE(GE(share, uniform(noise, binary)), ADD(below, step), below)
-        is_below, is_above = LT(found, whole), GT(found, whole)
-        if self.mode == "toward_zero":
-            return WHERE(is_above, SUB(nearest, step), nearest)
-        grows = may_grow(bits, self.mode)
-        rounded = WHERE(AND(is_below, grows), ADD(nearest, step), nearest)
-        return WHERE(AND(is_above, ~grows), SUB(nearest, step), rounded)
+def _by_adding(bits: Tensor, whole: Tensor, noise: Tensor | None, p: FloatParams) -> Tensor:
+    """Returns magnitudes rounded by adding the power of two that leaves the wanted number of bits."""
+    binary, lift = p.binary, p.dropped << p.binary.mantissa
+    power = AND(bits, binary.infinity)
+    if p.subnormals:
+        power = CLAMP(power, p.lowest, p.highest).add_(lift)
+    else:
+        lifted = CLAMP(power, max=p.highest).add_(lift)
+        lowest_power = p.lowest + (binary.mantissa << binary.mantissa)
+        power = WHERE(LT(power, p.lowest), lowest_power, lifted)
+    power = power.view(binary.dtype)
+    magnitude = whole.view(binary.dtype)
+    if p.mode == "nearest":
+        return magnitude.add_(power).sub_(power)
+    nearest = SUB(ADD(magnitude, power), power)
+    found = nearest.view(binary.integer)  # compared as integers: no denormals are flushed
+    step = MUL(power, math.ldexp(1.0, -binary.mantissa))
+    if p.mode == "nearest_away":
+        is_tie = EQ(SUB(magnitude, nearest), MUL(step, 0.5))
+        return WHERE(is_tie, ADD(nearest, step), nearest)
+    below = WHERE(GT(found, whole), SUB(nearest, step), nearest)
+    if p.mode == "toward_zero":
+        return below
+    if p.mode == "stochastic":
+        assert noise is not None
+        is_above = GE(DIV(SUB(magnitude, below), step), uniform(noise, binary))
+    else:
+        is_above = AND(may_grow(bits, p.mode), LT(below.view(binary.integer), whole))
+    return WHERE(is_above, ADD(below, step), below)
 
 
-@dataclass(frozen=True)
-class BitsPlan(Plan):
-    """Rounds to floats with the exponent range of the compute type, by adding and cutting bits."""
-
-    unit: int  # the bit of the last place kept
-    lowest_unit: int  # the same below the smallest normal number
-    max: int  # the bits of the largest number
-    beyond: int  # the bits that replace numbers beyond that: infinity, NaN or the largest
-    has_negative_zero: bool
-
-    kernel = "bits"
-    kernel_fields = "mode_number unit lowest_unit max beyond has_negative_zero place"
-
-    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        binary = self.binary
-        bits = x.view(binary.integer)
-        unit, is_flushed = self.unit, self.lowest_unit > self.unit
-        whole = AND(bits, binary.magnitude)
-        rounded = self._cut(bits, whole, unit, noise)
-        if is_flushed:
-            is_low = LT(whole, 1 << binary.mantissa)
-            rounded = WHERE(is_low, self._cut(bits, whole, self.lowest_unit, noise), rounded)
-        rounded = _bounded(self, bits, whole, rounded)
-        rounded = WHERE(GT(whole, binary.infinity), whole, rounded)  # NaN
-        sign = AND(bits, binary.sign)
-        if not self.has_negative_zero:
-            sign = WHERE(EQ(rounded, 0), 0, sign)
-        return OR(rounded, sign).view(binary.dtype)
-
-    def _cut(self, bits: Tensor, whole: Tensor, unit: int, noise: Tensor | None) -> Tensor:
-        if unit == 1:
-            return whole
-        half = unit >> 1
-        if self.mode == "nearest":
-            is_odd = RIGHT(whole, unit.bit_length() - 1).bitwise_and_(1)
-            added = is_odd.add_(half - 1).add_(whole)
-        elif self.mode == "nearest_away":
-            added = ADD(whole, half)
-        elif self.mode == "stochastic":
-            assert noise is not None
-            noise = wide(noise) if self.binary.mantissa == 52 else noise
-            added = ADD(whole, AND(noise, unit - 1))
-        elif self.mode == "toward_zero":
-            added = whole
-        else:
-            grows = may_grow(bits, self.mode)
-            added = WHERE(grows, ADD(whole, unit - 1), whole)
-        return AND(added, -unit)
-
-    @property
-    def place(self) -> int:
-        """The place of the last bit kept."""
-        return self.unit.bit_length() - 1
+def _by_cutting(bits: Tensor, whole: Tensor, noise: Tensor | None, p: FloatParams) -> Tensor:
+    """Returns magnitudes rounded by cutting bits, for formats with the exponent range of the compute type."""
+    rounded = cut(bits, whole, p.dropped, noise, p)
+    if not p.subnormals:
+        lowest = cut(bits, whole, p.binary.mantissa, noise, p)
+        rounded = WHERE(LT(whole, p.lowest), lowest, rounded)
+    return WHERE(GT(whole, p.binary.infinity), whole, rounded).view(p.binary.dtype)  # NaN
 
 
-def _bounded(plan: FloatPlan | BitsPlan, bits: Tensor, whole: Tensor, rounded: Tensor) -> Tensor:
-    """Returns rounded magnitudes, as numbers or bits like `max`, with those beyond the largest replaced."""
-    if plan.beyond == plan.max:
-        return CLAMP(rounded, max=plan.max)
-    is_over = GT(rounded, plan.max)
-    if plan.mode not in ("nearest", "nearest_away", "stochastic"):
+def cut(bits: Tensor, whole: Tensor, places: int, noise: Tensor | None, p: Params) -> Tensor:
+    """Returns ``whole``, the magnitude of ``bits``, rounded to multiples of ``2**places``."""
+    if places == 0:
+        return whole
+    half, ones = 1 << (places - 1), (1 << places) - 1
+    if p.mode == "nearest":
+        is_odd = RIGHT(whole, places).bitwise_and_(1)
+        added = is_odd.add_(half - 1).add_(whole)
+    elif p.mode == "nearest_away":
+        added = ADD(whole, half)
+    elif p.mode == "stochastic":
+        assert noise is not None
+        added = ADD(whole, AND(wide(noise) if p.binary.width == 64 else noise, ones))
+    elif p.mode == "toward_zero":
+        added = whole
+    else:
+        added = WHERE(may_grow(bits, p.mode), ADD(whole, ones), whole)
+    return AND(added, ~ones)
+
+
+def _bounded(bits: Tensor, whole: Tensor, rounded: Tensor, p: FloatParams) -> Tensor:
+    """Returns rounded magnitudes, with those beyond the largest replaced."""
+    if p.beyond == p.max:
+        return CLAMP(rounded, max=p.max)
+    is_over = GT(rounded, p.max)
+    if p.mode not in ("nearest", "nearest_away", "stochastic"):
         # Towards zero, numbers stop at the largest; only infinity is beyond.
-        goes_beyond = EQ(whole, plan.binary.infinity)
-        if plan.mode != "toward_zero":
-            goes_beyond = OR(goes_beyond, may_grow(bits, plan.mode))
+        goes_beyond = EQ(whole, p.binary.infinity)
+        if p.mode != "toward_zero":
+            goes_beyond = OR(goes_beyond, may_grow(bits, p.mode))
         is_over = AND(is_over, goes_beyond)
-        rounded = CLAMP(rounded, max=plan.max)
-    return rounded.masked_fill_(is_over, plan.beyond)
+        rounded = CLAMP(rounded, max=p.max)
+    return rounded.masked_fill_(is_over, p.beyond)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import struct
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -13,13 +14,17 @@ from ... import arguments
 from ...errors import OptionError, shown, suggestion
 from ...forks import CachedProperty
 from ...tensors import CAST, PLAIN_TENSORS, Constant
+from ...torch_internals import run_when_traced
 from ..bits import FP32, FP64, Binary
-from ..plans import Coding, Layout, Plan
 from ..unpatched import AND, ARANGE, taken
 from ..vocabulary import ROUNDING_MODES, Overflow, spellings
 
 Rounder: TypeAlias = Callable[[Tensor], Tensor]
 Same = TypeVar("Same", bound="NumberFormat")
+
+#: The numbers with which a family rounds in one mode: a named tuple, which compilers treat as constants, with
+#: ``binary``, the compute type, and ``mode``.
+Params: TypeAlias = Any
 
 _MOST_NAME: Final = 100
 
@@ -49,15 +54,9 @@ class NumberFormat:
         return None
 
     @property
-    def layout(self) -> Layout | None:
-        """The values that are rounded together; None if each is rounded separately."""
-        return None
-
-    @property
     def block_axis(self) -> int | None:
-        """The axis of `layout`, or None."""
-        layout = self.layout
-        return None if layout is None or layout.kind == "whole" else layout.axis
+        """The axis along which values are rounded together, or None."""
+        return None
 
     def along(self: Same, axis: int) -> Same:
         """Returns the format with values rounded together along another axis.
@@ -76,10 +75,10 @@ class NumberFormat:
         check_int(self.name, "axis", axis, -64, 63)
         if axis == self.block_axis:
             return self
-        if ("along", axis) not in self.derived:
-            turned = replace(self, axis=axis)  # type: ignore[call-arg]  # those with a block_axis have it
-            self.derived["along", axis] = turned
-        return self.derived["along", axis]  # type: ignore[no-any-return]
+        key = "along", axis
+        if key not in self.derived:
+            self.derived[key] = replace(self, axis=axis)  # type: ignore[call-arg]  # those with a block_axis
+        return self.derived[key]  # type: ignore[no-any-return]
 
     @property
     def allowed_overflow(self) -> tuple[Overflow, ...]:
@@ -119,15 +118,69 @@ class NumberFormat:
         """Raises `OptionError` if these scales don't fit ``x``."""
         raise OptionError(f"format {self.name} has no scales to be given; a Scaled format has")
 
-    def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
-        """Returns the plan for tensors of a floating ``dtype``; None if rounding changes nothing."""
-        binary = FP64 if dtype is torch.float64 or not self.fits_in_float32 else FP32
-        chosen: Overflow = overflow or self.default_overflow  # type: ignore[assignment]  # checked
-        return self.plan_in(binary, mode, chosen)
+    # --- rounding: each family defines `params_in` and `round` -----------------------------------
 
-    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
-        """Returns the plan for tensors of a binary type that has room for the format."""
+    def params(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Params:
+        """Returns the numbers with which tensors of ``dtype`` are rounded; None if rounding changes nothing."""
+        is_wide = dtype is torch.float64 or not self.fits_in_float32
+        # A copy: Dynamo refuses constants that are also objects of the program.
+        binary = Binary(*(FP64 if is_wide else FP32))
+        chosen: Overflow = overflow or self.default_overflow  # type: ignore[assignment]  # checked
+        return self.params_in(binary, mode, chosen)
+
+    def params_in(self, binary: Binary, mode: str, overflow: Overflow) -> Params:
+        """Returns the numbers for a compute type that has room for the format."""
         raise NotImplementedError
+
+    def round(self, x: Tensor, noise: Tensor | None, p: Params) -> Tensor:
+        """Returns ``x``, of the dtype of ``p.binary``, rounded by torch ops; ``noise`` is random int32.
+
+        The ops work on bits, since compilers elide round-trip casts.
+        """
+        raise NotImplementedError
+
+    def kernel(self, p: Params) -> Kernel | None:
+        """Returns the C function that rounds as `round` does; None if there is none."""
+        return None
+
+    def noise_index(self, index: Tensor, x: Tensor) -> Tensor:
+        """Returns the indices of the noise of x's elements, from those of all elements in order."""
+        return index.view(x.shape)
+
+
+@run_when_traced
+def params_of(
+    format: NumberFormat, dtype: torch.dtype, mode: str = "nearest", overflow: str | None = None
+) -> Params:
+    """Returns `NumberFormat.params`, cached; raises `OptionError` for an unsupported dtype, mode or overflow."""
+    format.check_rounding(mode, overflow)
+    if dtype not in CAST:
+        known = ", ".join(map(str, CAST))
+        raise OptionError(f"quantize takes tensors of {known}, not {dtype}; cast it first")
+    key = "params", dtype, mode, overflow
+    if key not in format.derived:
+        format.derived[key] = format.params(dtype, mode, overflow)
+    return format.derived[key]
+
+
+class Kernel(NamedTuple):
+    """A function of ``rounding_kernels.c``."""
+
+    name: str
+    struct: bytes | Callable[[Tensor, float | None], bytes]  # for a dense tensor, and a given scale
+    takes_strides: bool = True  # that is, any order of the dimensions in memory
+    takes_scale: bool = False  # of the whole tensor
+    memory: Any = None  # to which the struct points
+
+    def struct_for(self, x: Tensor, given: float | None = None) -> bytes:
+        """Returns the struct for a dense tensor, and a given scale."""
+        return self.struct if isinstance(self.struct, bytes) else self.struct(x, given)
+
+
+def kernel_of(name: str, p: Params, *numbers: float) -> Kernel:
+    """Returns the kernel whose struct is the mode and these numbers: int64, of floats the bits."""
+    bits = [p.binary.bits_of(each) if isinstance(each, float) else each for each in numbers]
+    return Kernel(name, struct.pack(f"{len(bits) + 1}q", ROUNDING_MODES.index(p.mode), *bits))
 
 
 @dataclass(frozen=True)
@@ -157,18 +210,15 @@ class Custom(NumberFormat):
     def own_function(self, x: Tensor) -> Tensor:
         """The user's function, whose result is checked."""
         found = self.quantize(x.clone())  # it may work in place
-        if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
-            is_tensor = isinstance(found, Tensor)
-            what = (
-                f"{found.dtype} of shape {tuple(found.shape)}"
-                if is_tensor
-                else type(found).__name__
-            )
-            raise OptionError(
-                f"format {self.name}: its quantize must return {x.dtype} of shape {tuple(x.shape)}, "
-                f"as it was given, not {what}"
-            )
-        return found
+        if isinstance(found, Tensor) and found.shape == x.shape and found.dtype == x.dtype:
+            return found
+        what = type(found).__name__
+        if isinstance(found, Tensor):
+            what = f"{found.dtype} of shape {tuple(found.shape)}"
+        raise OptionError(
+            f"format {self.name}: its quantize must return {x.dtype} of shape {tuple(x.shape)}, "
+            f"as it was given, not {what}"
+        )
 
     def check_rounding(self, mode: object, overflow: object) -> None:
         super().check_rounding(mode, None)
@@ -178,7 +228,7 @@ class Custom(NumberFormat):
                 f"format {self.name}: {what} can't be chosen, its own function rounds to it"
             )
 
-    def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> None:
+    def params(self, dtype: torch.dtype, mode: str, overflow: str | None) -> None:
         """Returns None: the function rounds."""
 
 
@@ -190,6 +240,16 @@ class Figures(NamedTuple):
     max: float
     smallest_normal: float
     smallest_subnormal: float
+
+
+class Coding(NamedTuple):
+    """How kernels encode values of one binary type, and decode codes."""
+
+    kind: str  # in the names of the C functions
+    spec: bytes  # their ``KIND_codes``
+    can_encode: bool = True
+    can_decode: bool = True
+    memory: Any = None  # to which the spec points
 
 
 class MeasuredFormat(NumberFormat):
@@ -223,16 +283,6 @@ class MeasuredFormat(NumberFormat):
     def smallest_subnormal(self) -> float:
         """The smallest positive number."""
         return self._figures.smallest_subnormal
-
-    def encoded(
-        self, values: Tensor, rounded: Tensor, binary: Binary
-    ) -> Tensor | tuple[Tensor, ...]:
-        """Returns the codes of ``values``, given also ``rounded``; both are of the type ``binary``."""
-        raise NotImplementedError
-
-    def decoded(self, codes: Any) -> Tensor:
-        """Returns the values of a result of `encoded`, in float32 or float64; else raises `OptionError`."""
-        raise NotImplementedError
 
     def coding(self, binary: Binary) -> Coding | None:
         """Returns the coding of values of a binary type, for kernels; None if there are no such kernels."""
@@ -333,6 +383,6 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def hint(value: object, candidates: Iterable[str], others: Mapping[str, str] | None = None) -> str:
+def hint(value: object, candidates: Iterable[str]) -> str:
     """Returns a suggestion among the candidates, as the end of a message."""
-    return suggestion(str.__str__(value), candidates, others) if isinstance(value, str) else ""
+    return suggestion(str.__str__(value), candidates) if isinstance(value, str) else ""

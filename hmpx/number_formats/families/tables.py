@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,94 +17,35 @@ from torch import Tensor
 from ... import arguments
 from ...errors import OptionError, raised_here, shown
 from ...tensors import Constant
-from ..bits import FP32, FP64, Binary, to_float32, uniform
-from ..plans import NO_GRID, Coding, Grid, Plan, struct
+from ..bits import Binary, to_float32, uniform
 from ..unpatched import ADD, BUCKETIZE, CLAMP, CONTIGUOUS, DIV, GE, NE, SUB, WHERE, taken
-from ..vocabulary import Overflow
-from .number_format import FLOAT32_MOST, CodedFormat, Figures, check_name
+from ..vocabulary import ROUNDING_MODES, Overflow
+from .number_format import (
+    FLOAT32_MOST,
+    CodedFormat,
+    Coding,
+    Figures,
+    Kernel,
+    check_name,
+    params_of,
+)
 
 _MOST_VALUES: Final = 65536
 
 #: Tables of up to this number of values are searched one by one.
-_SMALL_TABLE: Final = 16
+SMALL_TABLE: Final = 16
 
 #: Larger tables are indexed by upper bits: sign, exponent and 3 to 9 more.
 _SHIFTS: Final = tuple(32 - upper for upper in range(12, 19))
 
-#: The kernels' ``table_codes``, ``table_entry`` and ``table_spec``.
-_TableCodes: Final = struct(("mask", ctypes.c_int64), ("values", ctypes.c_void_p))
-_TableEntry: Final = struct(("threshold", ctypes.c_float), ("index", ctypes.c_int32))
-_TableSpec: Final = struct(
-    ("mode count shift nan_index", ctypes.c_int64),
-    ("values thresholds", ctypes.POINTER(ctypes.c_float)),
-    ("entries", ctypes.POINTER(_TableEntry)),
-)
 
+class TableParams(NamedTuple):
+    """The numbers with which tables are rounded."""
 
-@dataclass(frozen=True)
-class TablePlan(Plan):
-    """Rounds to given values, by thresholds: the largest numbers that round to the lower neighbour."""
-
+    binary: Binary
+    mode: str
     values: tuple[float, ...]
-    thresholds: tuple[float, ...]
-
-    kernel = "table"
-    kernel_binaries = (FP32,)
-
-    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        values = self._constant("values", x)
-        index = self.index(x)
-        rounded = taken(values, index)
-        if self.mode == "stochastic":
-            assert noise is not None
-            above = taken(values, CLAMP(ADD(index, 1), max=len(self.values) - 1))
-            share = DIV(SUB(x, rounded), SUB(above, rounded))
-            rounded = WHERE(GE(share, uniform(noise, self.binary)), above, rounded)
-        return WHERE(NE(x, x), x, rounded)
-
-    def index(self, x: Tensor) -> Tensor:
-        """Returns the index of each rounded value; in stochastic mode, the lower neighbour's."""
-        return BUCKETIZE(CONTIGUOUS(x), self._constant("thresholds", x))
-
-    def _constant(self, name: str, like: Tensor) -> Tensor:
-        numbers, dtype = getattr(self, name), self.binary.dtype
-
-        def make(device: torch.device) -> Tensor:
-            return torch.tensor(numbers, dtype=dtype, device=device)
-
-        if torch.compiler.is_dynamo_compiling():
-            return make(like.device)
-        known: Constant = vars(self).setdefault(f"_{name}", Constant(make))
-        return known.on(like.device)
-
-    @property
-    def zero_index(self) -> int:
-        """The index of the value nearest to 0."""
-        return bisect_left(_thresholds(self.values, self.binary, "nearest"), 0.0)
-
-    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the kernel's ``table_spec``: values, thresholds, and an index.
-
-        None if close values would make the index too large.
-        """
-        count, shift = len(self.values), 0
-        entries: list[tuple[float, int]] = []
-        if count > _SMALL_TABLE:
-            thresholds = torch.tensor(self.thresholds, dtype=torch.float32)
-            for shift in _SHIFTS:
-                first, last = _first_and_last(shift, thresholds)
-                if int((last - first).max()) <= 1:
-                    break
-            else:
-                return None
-            between = thresholds[first.clamp(max=count - 2)].masked_fill(first == last, math.inf)
-            entries = list(zip(between.tolist(), first.tolist(), strict=True))
-        return _TableSpec(
-            *(self.mode_number, count, shift, self.zero_index),
-            (ctypes.c_float * (count + 1))(*self.values, self.values[-1]),
-            (ctypes.c_float * count)(*self.thresholds, math.inf),
-            (_TableEntry * len(entries))(*(_TableEntry(*entry) for entry in entries)),
-        )
+    thresholds: tuple[float, ...]  # the largest numbers that round to the lower neighbour
 
 
 @dataclass(frozen=True)
@@ -172,28 +114,87 @@ class Table(CodedFormat):
     def is_exact_in_float32(self) -> bool:
         return self.fits_in_float32 and all(to_float32(each) == each for each in self.values)
 
-    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TablePlan:
-        values = self.values if binary is FP64 else tuple(map(to_float32, self.values))
-        return TablePlan(binary, mode, values, _thresholds(values, binary, mode))
+    def params_in(self, binary: Binary, mode: str, overflow: Overflow) -> TableParams:
+        values = self.values if binary.width == 64 else tuple(map(to_float32, self.values))
+        return TableParams(binary, mode, values, _thresholds(values, binary, mode))
+
+    def round(self, x: Tensor, noise: Tensor | None, p: TableParams) -> Tensor:
+        values = self._constant("values", p, x)
+        index = self._index(x, p)
+        rounded = taken(values, index)
+        if p.mode == "stochastic":
+            assert noise is not None
+            above = taken(values, CLAMP(ADD(index, 1), max=len(p.values) - 1))
+            share = DIV(SUB(x, rounded), SUB(above, rounded))
+            rounded = WHERE(GE(share, uniform(noise, p.binary)), above, rounded)
+        return WHERE(NE(x, x), x, rounded)
+
+    def _index(self, x: Tensor, p: TableParams) -> Tensor:
+        """Returns the index of each rounded value; in stochastic mode, the lower neighbour's."""
+        return BUCKETIZE(CONTIGUOUS(x), self._constant("thresholds", p, x))
+
+    def _constant(self, name: str, p: TableParams, like: Tensor) -> Tensor:
+        def make(device: torch.device) -> Tensor:
+            return torch.tensor(getattr(p, name), dtype=p.binary.dtype, device=device)
+
+        if torch.compiler.is_dynamo_compiling():
+            return make(like.device)
+        key = name, p.binary.width, p.mode, p.values is self.values  # else of float32
+        known: Constant = self.derived.setdefault(key, Constant(make))
+        return known.on(like.device)
+
+    def kernel(self, p: TableParams) -> Kernel | None:
+        """Returns None for float64, and if close values would make the index too large."""
+        count, shift = len(p.values), 0
+        entries: list[tuple[float, int]] = []
+        if p.binary.width == 64:
+            return None
+        if count > SMALL_TABLE:
+            thresholds = torch.tensor(p.thresholds, dtype=torch.float32)
+            for shift in _SHIFTS:
+                first, last = _first_and_last(shift, thresholds)
+                if int((last - first).max()) <= 1:
+                    break
+            else:
+                return None
+            between = thresholds[first.clamp(max=count - 2)].masked_fill(first == last, math.inf)
+            entries = list(zip(between.tolist(), first.tolist(), strict=True))
+        structs = [struct.pack("fi", *entry) for entry in entries]
+        arrays = [
+            ctypes.create_string_buffer(memory)
+            for memory in (
+                struct.pack(f"{count + 1}f", *p.values, p.values[-1]),
+                struct.pack(f"{count}f", *p.thresholds, math.inf),
+                b"".join(structs),
+            )
+        ]
+        numbers = ROUNDING_MODES.index(p.mode), count, shift, zero_index(p)
+        return Kernel(
+            "table", struct.pack("7q", *numbers, *map(ctypes.addressof, arrays)), memory=arrays
+        )
 
     # --- codes ---------------------------------------------------------------------------------
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        nearest = self.plan(binary.dtype, "nearest", "saturate")
-        assert isinstance(nearest, TablePlan)
-        return nearest.index(WHERE(NE(rounded, rounded), 0.0, rounded))
+        p = params_of(self, binary.dtype)
+        return self._index(WHERE(NE(rounded, rounded), 0.0, rounded), p)
 
     def coding(self, binary: Binary) -> Coding:
-        count = 1 << self.bits
-        kind = ctypes.c_float if binary is FP32 else ctypes.c_double
-        values = (kind * count)(*self.values, *(math.nan,) * (count - len(self.values)))
-        spec = _TableCodes(count - 1, ctypes.addressof(values))
-        return Coding("table", spec, can_encode=binary is FP32, memory=values)
+        count, kind = 1 << self.bits, "f" if binary.width == 32 else "d"
+        numbers = [*self.values, *[math.nan] * (count - len(self.values))]
+        values = ctypes.create_string_buffer(struct.pack(f"{count}{kind}", *numbers))
+        spec = struct.pack("2q", count - 1, ctypes.addressof(values))
+        return Coding("table", spec, can_encode=binary.width == 32, memory=values)
 
     def values_of(self, codes: Tensor) -> Tensor:
         known = torch.tensor(self.values, dtype=torch.float64, device=codes.device)
         values = taken(known, CLAMP(codes, max=len(self.values) - 1))
         return values.masked_fill_(GE(codes, len(self.values)), math.nan)
+
+
+def zero_index(p: TableParams) -> int:
+    """Returns the index of the value nearest to 0."""
+    return bisect_left(_thresholds(p.values, p.binary, "nearest"), 0.0)
 
 
 def _significant_bits(value: float) -> int:

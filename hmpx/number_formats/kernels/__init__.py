@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from torch import Tensor
 from ...errors import OptionError, printable, raised_here, suggestion
 from ...tensors import is_in_memory
 from .sources import digest
-
-if TYPE_CHECKING:
-    from ..plans import Coding, Grid, Plan
 
 _LOGGER: Final = logging.getLogger("hmpx")
 _FOLDER: Final = Path(__file__).parent
@@ -102,19 +99,9 @@ def _warn_once(fault: str) -> None:
     )
 
 
-#: Source address, target address, elements, key, key, threads.
-Place: TypeAlias = tuple[int, int, int, int, int, int]
-
-#: (`Place`, grid, the tensor's given scale or None). Encoders also take the width of a code in bytes, and the
-#: addresses of scales to write.
-Kernel: TypeAlias = Callable[..., None]
-
 #: (source address, elements, target address, threads): writes two numbers of float32, the smallest and
 #: the largest of at least one element. One NaN makes both NaN.
 Extremes: TypeAlias = Callable[[int, int, int, int], None]
-
-#: Grids whose specs are kept for one plan.
-_MOST_GRIDS: Final = 1024
 
 #: The most threads whose results the C functions keep.
 MOST_THREADS: Final = 64
@@ -141,70 +128,17 @@ _ARGUMENTS: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 
-def _function(library: ctypes.CDLL, name: str, kind: str) -> Any:
-    function = getattr(library, name)
-    function.restype, function.argtypes = None, _ARGUMENTS[kind]
-    return function
+def function(name: str, kind: str, *, is_essential: bool = True) -> Any:
+    """Returns the C function with the arguments of a kind, or None; raises as `library` does."""
+    found = getattr(library(is_essential=is_essential), name, None)
+    if found is not None:
+        found.restype, found.argtypes = None, _ARGUMENTS[kind]
+    return found
 
 
 def threads_for(count: int) -> int:
     """Returns the number of threads for this number of elements."""
     return 1 if count < 2 * _GRAIN else min(torch.get_num_threads(), count // _GRAIN)
-
-
-# --- formats -----------------------------------------------------------------------------------
-
-
-def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
-    """Returns the kernel that rounds by the plan, to codes if a coding is given; None if there is none."""
-    known = library()
-    if known is None or not plan.has_kernel or (coding is not None and not coding.can_encode):
-        return None
-    only = None if plan.layout is not None else plan.kernel_spec()
-    if only is None and plan.layout is None:
-        return None
-    spec_of = functools.lru_cache(_MOST_GRIDS)(plan.kernel_spec)
-    name, kind = plan.symbol, "round"
-    if coding is not None:
-        name = f"encode_{name}"
-        kind = "encode" if plan.layout is None else f"encode_{coding.kernel}"
-    function = _function(known, name, kind)
-
-    def run(place: Place, grid: Grid, scale: float | None = None, *rest: int) -> None:
-        source, target, count, *others = place
-        spec = spec_of(grid) if only is None else only
-        if scale is not None:  # for this call only
-            spec = type(spec).from_buffer_copy(spec)
-            spec.is_given, spec.given = True, scale
-        codes = () if coding is None else (ctypes.byref(coding.spec),)
-        function(source, target, count, ctypes.byref(spec), *others, *codes, *rest)
-
-    return run
-
-
-def decoder(
-    coding: Coding, width: int, make_spec: Callable[[Grid], Any] | None = None
-) -> Callable[..., None] | None:
-    """Returns the kernel that decodes to values of this number of bits; None if there is none.
-
-    It takes (codes' address, values' address, elements, bytes of a code, threads), or, with a function for
-    the specs of shared scales, (codes' address, scales' address, values' address, elements, grid,
-    bytes of a code, threads, the tensor's scale or 1).
-    """
-    known = library()
-    if known is None or not coding.can_decode:
-        return None
-    kind = "decode" if make_spec is None else "decode_scaled"
-    function = _function(known, f"decode_{coding.kernel}_f{width}", kind)
-    codes = ctypes.byref(coding.spec)
-    if make_spec is None:
-        return lambda source, target, count, *rest, _keep=coding: function(
-            source, target, count, codes, *rest
-        )
-    spec_of = functools.lru_cache(_MOST_GRIDS)(make_spec)
-    return lambda source, scales, target, count, grid, *rest, _keep=coding: function(
-        source, scales, target, count, ctypes.byref(spec_of(grid)), codes, *rest
-    )
 
 
 # --- extremes ----------------------------------------------------------------------------------
@@ -221,10 +155,10 @@ _FLOAT32_MOST: Final = torch.finfo(torch.float32).max
 @functools.cache
 def extremes_kernels() -> Mapping[torch.dtype, Extremes]:
     """Returns a function for each dtype that finds its extremes; empty without compiled kernels."""
-    known = library(is_essential=False)
-    if known is None:
-        return {}
-    return {dtype: _function(known, name, "extremes") for dtype, name in _EXTREMES.items()}
+    found = {
+        dtype: function(name, "extremes", is_essential=False) for dtype, name in _EXTREMES.items()
+    }
+    return found if all(found.values()) else {}
 
 
 def largest_magnitude(x: Tensor) -> float | None:
@@ -258,9 +192,9 @@ class Bfloat16Kernels:
 
     __slots__ = ("_multiplied", "_nan", "_rounded")
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._rounded = _function(library, "bf16_rounded", "bf16_rounded")
-        self._multiplied = _function(library, "bf16_rows_product", "bf16_rows_product")
+    def __init__(self) -> None:
+        self._rounded = function("bf16_rounded", "bf16_rounded")
+        self._multiplied = function("bf16_rows_product", "bf16_rows_product")
         with torch.inference_mode(False):
             nan = torch.full((1,), math.nan, dtype=torch.float32, device="cpu").bfloat16()
         self._nan = int(nan.view(torch.int16).item()) & 0xFFFF
@@ -287,5 +221,4 @@ class Bfloat16Kernels:
 @functools.cache
 def bfloat16_kernels() -> Bfloat16Kernels | None:
     """Returns the kernels, or None."""
-    known = library(is_essential=False)
-    return None if known is None else Bfloat16Kernels(known)
+    return None if library(is_essential=False) is None else Bfloat16Kernels()

@@ -1,9 +1,8 @@
-"""Rounding to number formats in calls: under autograd, and with a warning about overflow."""
+"""A warning about values that overflow in calls in number formats."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +11,7 @@ from ..errors import warn
 from ..number_formats import Format, Rounder
 from ..patching import unpatched
 from ..tensors import PLAIN_TENSORS
-from ..torch_internals import (
-    dispatch_modes,
-    has_tangents,
-    is_gradient_batch,
-    may_learn,
-    one_of_batch,
-    transforms,
-)
+from ..torch_internals import dispatch_modes, transforms
 from ..torch_state import in_force, place, without_casts
 
 # Unpatched: op lists may name any of them.
@@ -27,58 +19,7 @@ _sum, _isfinite, _and, _not = unpatched(
     torch.sum, torch.isfinite, torch.logical_and, torch.logical_not
 )
 _where, _abs, _amax = unpatched(torch.where, torch.abs, torch.amax)
-_clone = torch.Tensor.clone
-(_apply,) = unpatched(vars(torch.autograd.Function)["apply"].__func__)
 
-
-def straight_through(
-    tensor: Tensor, round_: Rounder | None, round_gradient: Rounder | None = None
-) -> Tensor:
-    """Rounds ``tensor`` by ``round_``, and its gradients of any order by ``round_gradient``; None rounds nothing."""
-    if round_ is None and round_gradient is None:
-        return tensor
-    if may_learn(tensor):
-        return _Rounded.apply(tensor, round_, round_gradient)  # type: ignore[no-any-return]
-    # A batch of gradients hides whether gradients are recorded.
-    if torch.is_grad_enabled() and is_gradient_batch(tensor):
-        return one_of_batch(lambda each: straight_through(each, round_, round_gradient), tensor)
-    return tensor if round_ is None else round_(tensor)
-
-
-class _Rounded(torch.autograd.Function):
-    drawn_as = "cast"
-
-    generate_vmap_rule = True
-    apply: Any = classmethod(_apply)  # the patched one takes three times as long
-
-    @staticmethod
-    def forward(tensor: Tensor, round_: Rounder | None, round_gradient: Rounder | None) -> Tensor:
-        result = tensor if round_ is None else round_(tensor)
-        if result is not tensor:
-            return result
-        # The tangent of a view must be a view, but a rounded one is not.
-        is_copied = round_gradient is not None and has_tangents()
-        return _clone(tensor) if is_copied else tensor.view_as(tensor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.round = inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.round is None:
-            return gradient, None, None
-        # With create_graph=True the gradient's own gradient is also rounded.
-        return straight_through(gradient, ctx.round, ctx.round), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
-        if ctx.round is None:
-            return tangent.view_as(tangent)
-        return straight_through(tangent, ctx.round, ctx.round)
-
-
-# --- values that overflow ---------------------------------------------------------------------------
 
 #: The conversion that has warned.
 _warned: object = None

@@ -7,18 +7,18 @@ prefix for the part of the range, and as many of the number's next bits as fit. 
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import OptionError
 from ..bits import FP64, Binary, may_grow, ones_if_positive, uniform
-from ..plans import Coding, Plan, integers
 from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, OR, RIGHT, SUB, WHERE, XOR
 from ..vocabulary import Overflow
-from .number_format import CodedFormat, Figures, check_int, check_name
+from .number_format import CodedFormat, Coding, Figures, Kernel, check_int, check_name, kernel_of
 
 #: Bits of a takum's code before the characteristic: the sign, its direction, and three for its length.
 _HEADER: Final = 5
@@ -30,100 +30,78 @@ _LONGEST: Final = 7
 _RANGE: Final = 255
 
 
-@dataclass(frozen=True)
-class TaperedPlan(Plan):
-    """Rounds by cutting exponent and mantissa to the bits that a code has for them."""
+class TaperedParams(NamedTuple):
+    """The numbers with which posits and takums are rounded."""
 
-    bits: int
+    binary: Binary
+    mode: str
     least: int  # the bits of the smallest positive number
     most: int  # the bits of the largest number
     last: int  # the largest bits of a number that doesn't become NaR (NaN)
     parity: int  # gives the place above the mantissa the parity of a code that ends there
-
-    def cut(self, scaled: Tensor) -> Tensor:
-        """Returns how many low bits a code drops; takes the numbers' bits minus those of 1.0."""
-        raise NotImplementedError
-
-    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        binary = self.binary
-        bits = x.view(binary.integer)
-        whole = AND(bits, binary.magnitude)
-        start = binary.bias << binary.mantissa
-        scaled = CLAMP(whole, self.least, self.most).sub_(start)
-        shift = self.cut(scaled)
-        unit = LEFT(1, shift)
-        if self.mode == "nearest":
-            is_odd = RIGHT(ADD(scaled, self.parity), shift).bitwise_and_(1)
-            added = RIGHT(unit, 1).sub_(1).add_(is_odd).add_(scaled)
-        elif self.mode == "nearest_away":
-            added = RIGHT(unit, 1).add_(scaled)
-        elif self.mode in ("up", "down"):
-            grows = may_grow(bits, self.mode)
-            added = WHERE(grows, ADD(scaled, unit).sub_(1), scaled)
-        else:
-            added = scaled
-        rounded = CLAMP(AND(added, -unit).add_(start), max=self.most)
-        if self.mode not in ("nearest", "nearest_away"):
-            # Only these two never round to zero.
-            is_tiny = LT(whole, self.least)
-            if self.mode == "stochastic":
-                rounded = self._drawn(whole, rounded, unit, is_tiny, noise)
-            else:
-                if self.mode in ("up", "down"):
-                    is_tiny = AND(is_tiny, ~grows)
-                rounded = rounded.masked_fill_(is_tiny, 0)
-        rounded = AND(rounded, ones_if_positive(whole, binary))
-        is_nan = ones_if_positive(SUB(whole, self.last), binary)
-        rounded = rounded.bitwise_or_(is_nan.bitwise_and_(binary.nan))
-        sign = AND(bits, binary.sign).bitwise_and_(ones_if_positive(rounded, binary))
-        return rounded.bitwise_or_(sign).view(binary.dtype)
-
-    def _drawn(
-        self, whole: Tensor, rounded: Tensor, unit: Tensor, is_tiny: Tensor, noise: Tensor | None
-    ) -> Tensor:
-        """Returns the bits of a random neighbour, with probability proportional to nearness."""
-        assert noise is not None
-        binary = self.binary
-        below = rounded.masked_fill(is_tiny, 0)
-        above = WHERE(is_tiny, self.least, ADD(rounded, unit))
-        low, high = below.view(binary.dtype), above.view(binary.dtype)
-        magnitude = CLAMP(whole, max=self.most).view(binary.dtype)
-        share = DIV(SUB(magnitude, low), SUB(high, low))
-        return WHERE(GE(share, uniform(noise, binary)), above, below)
-
-
-@dataclass(frozen=True)
-class PositPlan(TaperedPlan):
-    """Rounds to posits with a given size of the exponent field."""
-
-    es: int
-
-    kernel = "posit"
-    kernel_fields = "mode_number bits es least most parity last"
-
-    def cut(self, scaled: Tensor) -> Tensor:
-        places = self.binary.mantissa + self.es
-        length = CLAMP(_folded(RIGHT(scaled, places)), max=self.bits - 3)
-        return length.add_(places + 3 - self.bits)
-
-
-@dataclass(frozen=True)
-class TakumPlan(TaperedPlan):
-    """Rounds to takums."""
-
-    kernel = "takum"
-    kernel_fields = "mode_number bits least most last"
-    kernel_binaries = (FP64,)
-
-    def cut(self, scaled: Tensor) -> Tensor:
-        mantissa = self.binary.mantissa
-        return ADD(_length_of(RIGHT(scaled, mantissa)), mantissa + _HEADER - self.bits)
 
 
 class Tapered(CodedFormat):
     """A format with tapered precision; negative numbers are two's complements, the lowest code is NaR."""
 
     default_overflow: ClassVar[Overflow] = "nan"  # for infinities; numbers always saturate
+
+    def params_in(self, binary: Binary, mode: str, overflow: Overflow) -> TaperedParams:
+        return TaperedParams(
+            binary,
+            mode,
+            least=binary.bits_of(self.smallest_normal),
+            most=binary.bits_of(self.max),
+            last=binary.infinity - (overflow != "saturate"),
+            parity=self._parity(binary.mantissa),
+        )
+
+    def round(self, x: Tensor, noise: Tensor | None, p: TaperedParams) -> Tensor:
+        """Cuts exponent and mantissa to the bits that a code has for them."""
+        binary, start = p.binary, p.binary.bias << p.binary.mantissa
+        bits = x.view(binary.integer)
+        whole = AND(bits, binary.magnitude)
+        scaled = CLAMP(whole, p.least, p.most).sub_(start)
+        shift = self._dropped(scaled, binary.mantissa)
+        unit = LEFT(1, shift)
+        if p.mode == "nearest":
+            is_odd = RIGHT(ADD(scaled, p.parity), shift).bitwise_and_(1)
+            added = RIGHT(unit, 1).sub_(1).add_(is_odd).add_(scaled)
+        elif p.mode == "nearest_away":
+            added = RIGHT(unit, 1).add_(scaled)
+        elif p.mode in ("up", "down"):
+            grows = may_grow(bits, p.mode)
+            added = WHERE(grows, ADD(scaled, unit).sub_(1), scaled)
+        else:
+            added = scaled
+        rounded = CLAMP(AND(added, -unit).add_(start), max=p.most)
+        if p.mode not in ("nearest", "nearest_away"):  # only these two never round to zero
+            is_tiny = LT(whole, p.least)
+            if p.mode in ("up", "down"):
+                is_tiny = AND(is_tiny, ~grows)
+            below = rounded.masked_fill(is_tiny, 0)
+            if p.mode == "stochastic":
+                assert noise is not None
+                above = WHERE(is_tiny, p.least, ADD(rounded, unit))
+                low, high = below.view(binary.dtype), above.view(binary.dtype)
+                magnitude = CLAMP(whole, max=p.most).view(binary.dtype)
+                share = DIV(SUB(magnitude, low), SUB(high, low))
+                below = WHERE(GE(share, uniform(noise, binary)), above, below)
+            rounded = below
+        rounded = AND(rounded, ones_if_positive(whole, binary))
+        is_nan = ones_if_positive(SUB(whole, p.last), binary)
+        rounded = rounded.bitwise_or_(is_nan.bitwise_and_(binary.nan))
+        sign = AND(bits, binary.sign).bitwise_and_(ones_if_positive(rounded, binary))
+        return rounded.bitwise_or_(sign).view(binary.dtype)
+
+    def _dropped(self, scaled: Tensor, mantissa: int) -> Tensor:
+        """Returns how many low bits a code drops of positive numbers' bits minus those of 1.0."""
+        raise NotImplementedError
+
+    def _parity(self, mantissa: int) -> int:
+        raise NotImplementedError
+
+    # --- codes ---------------------------------------------------------------------------------
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         bits = rounded.view(binary.integer)
@@ -195,13 +173,19 @@ class Posit(Tapered):
     def fits_in_float32(self) -> bool:
         return self.bits - 3 - self.es <= 22 and self.max_exponent <= 125
 
-    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> PositPlan:
-        limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
-        # Above the exponent field, with the parity of the longest regimes, bits - 3 and 2 - bits: those of
-        # numbers above 1 end in 0, others in 1.
-        parity = 1 << (binary.mantissa + self.es) if self.bits % 2 == 0 else 0
-        last = binary.infinity - (overflow != "saturate")
-        return PositPlan(binary, mode, self.bits, *limits, last, parity, self.es)
+    def _parity(self, mantissa: int) -> int:
+        # The longest regimes are bits - 3 and 2 - bits: numbers above 1 end in 0, others in 1.
+        return 1 << (mantissa + self.es) if self.bits % 2 == 0 else 0
+
+    def _dropped(self, scaled: Tensor, mantissa: int) -> Tensor:
+        places = mantissa + self.es
+        length = CLAMP(_folded(RIGHT(scaled, places)), max=self.bits - 3)
+        return length.add_(places + 3 - self.bits)
+
+    def kernel(self, p: TaperedParams) -> Kernel:
+        return kernel_of("posit", p, self.bits, self.es, p.least, p.most, p.parity, p.last)
+
+    # --- codes ---------------------------------------------------------------------------------
 
     def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
         most, places = self.max_exponent << mantissa, mantissa + self.es
@@ -229,7 +213,7 @@ class Posit(Tapered):
         return ADD(LEFT(regime, places), LEFT(rest, SUB(places, left)))
 
     def coding(self, binary: Binary) -> Coding:
-        spec = integers(self.bits, self.es, self.max_exponent)
+        spec = struct.pack("3q", self.bits, self.es, self.max_exponent)
         return Coding("posit", spec, can_decode=self.bits <= binary.mantissa + 2)
 
 
@@ -267,11 +251,16 @@ class Takum(Tapered):
 
     fits_in_float32 = False
 
-    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TakumPlan:
-        limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
-        last = binary.infinity - (overflow != "saturate")
-        parity = 1 << binary.mantissa  # that of a characteristic's end, which is that of c + 1
-        return TakumPlan(binary, mode, self.bits, *limits, last, parity)
+    def _parity(self, mantissa: int) -> int:
+        return 1 << mantissa  # that of a characteristic's end, which is that of c + 1
+
+    def _dropped(self, scaled: Tensor, mantissa: int) -> Tensor:
+        return ADD(_length_of(RIGHT(scaled, mantissa)), mantissa + _HEADER - self.bits)
+
+    def kernel(self, p: TaperedParams) -> Kernel:
+        return kernel_of("takum", p, self.bits, p.least, p.most, p.last)
+
+    # --- codes ---------------------------------------------------------------------------------
 
     def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
         exponent = RIGHT(scaled, mantissa).clamp_(-_RANGE, _RANGE - 1)
