@@ -284,8 +284,9 @@ class _Packer:
             return self.pack_again(kept)
         if self.precision.is_product and self.precision.rounds_inputs:
             low = self.convert(tensor)
-            # A copy of an input in another layout; planned tensors have no values, and are copies.
-            if passes_for_real(tensor) or _equal(widen(low), tensor):
+            # A copy of an input in another layout; planned tensors have no values, and are copies. On other devices
+            # the comparison would wait.
+            if passes_for_real(tensor) or (tensor.is_cpu and _equal(widen(low), tensor)):
                 return self.pack_again(Kept(low, low._version, widen))
         kept.is_pending = True
         self.pending.append((pointer, kept))
