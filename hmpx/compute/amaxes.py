@@ -21,6 +21,7 @@ from ..errors import OptionError, shown
 from ..forks import new_lock
 from ..number_formats import MOST_STEPS, is_format
 from ..patching import Patch, unpatched
+from ..tensors import is_captured
 from ..torch_internals import is_replica
 from ..torch_state import class_name, without_casts
 
@@ -49,6 +50,7 @@ class History:
         assert format.history is not None
         self.format = format
         self.steps, self.is_pending = 0, False  # ended steps with an amax; whether this one has any
+        self.is_replayed = False  # by CUDA graphs, which fold in amaxes without Python
         device = first.device if isinstance(first, Tensor) else "cpu"
         with torch.inference_mode(False):
             memory = _zeros(format.history + 2, dtype=torch.float32, device=device)
@@ -68,6 +70,7 @@ class History:
         else:
             self.pending = max(self.pending, amax)  # ignores NaN
         self.is_pending = True
+        self.is_replayed |= isinstance(amax, Tensor) and is_captured(amax)
 
     def roll(self) -> None:
         """Ends a step."""
@@ -82,7 +85,7 @@ class History:
             self.pending.zero_()
         else:
             self.pending = 0.0
-        self.is_pending = False
+        self.is_pending = self.is_replayed
         self.steps += 1
 
     def _rescale(self) -> None:
@@ -97,7 +100,7 @@ class History:
         """
         if not isinstance(amax, Tensor):
             return None if math.isnan(amax) else self.scale
-        if not self.steps:
+        if not (self.steps or self.is_replayed):
             return None
         reference = self.reference.to(amax.device)
         is_known = _and(_gt(reference, 0), _eq(amax, amax))

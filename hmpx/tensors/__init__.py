@@ -12,6 +12,7 @@ from .dtypes import (
     Named,
     default_device_types,
     is_available,
+    is_captured,
     is_low,
     is_present,
     long_name,

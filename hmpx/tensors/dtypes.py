@@ -141,6 +141,11 @@ def is_present(device_type: str) -> bool:
         return False
 
 
+def is_captured(tensor: Tensor) -> bool:
+    """Whether calls with ``tensor`` are being recorded for a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def parse_device_types(value: object) -> frozenset[str]:
     """Returns ``value`` as a set of torch device types, None as the default; else raises `OptionError`."""
     if value is None:

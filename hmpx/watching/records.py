@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeGuard
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
@@ -225,8 +224,3 @@ def is_off_limits() -> bool:
     if transforms() is not None or is_jit_tracing() or has_tangents():
         return True
     return bool(dispatch_modes()) and is_graph_made()
-
-
-def is_captured(tensor: Tensor) -> bool:
-    """Whether calls with ``tensor`` are being recorded for a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..number_formats import Float, Format, quantize
 from ..observers import OpCall
 from ..patching import unpatched
-from ..tensors import CAST, LOW_DTYPES
+from ..tensors import CAST, LOW_DTYPES, is_captured
 from ..torch_internals import disable_modes
 from ..torch_state import without_casts
-from .records import is_captured, is_measurable, is_off_limits
+from .records import is_measurable, is_off_limits
 
 #: Number of values sampled per tensor.
 _SAMPLE: Final = 4096

@@ -226,6 +226,21 @@ def test_recomputation_changes_nothing(reentrant: bool, kept_as: str) -> None:
     assert_equal(other, model)
 
 
+def test_graphs_scale_by_the_steps_between_their_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CUDA graph folds in amaxes, Python does not know of it: every step ends the histories."""
+    monkeypatch.setattr(delayed, "_is_on_host", lambda x: False)
+    with converted():
+        expected = train(Net())
+    monkeypatch.setattr("hmpx.compute.amaxes.is_captured", lambda amax: True)
+    model = Net()
+    with converted() as session:
+        assert train(model) == expected
+        steps = {each["steps"] for each in session.histories.state_dict().values()}
+        torch.optim.SGD(model.parameters()).step()
+        after = {each["steps"] for each in session.histories.state_dict().values()}
+    assert (steps, after) == ({STEPS}, {STEPS + 1})
+
+
 def test_recomputation_in_a_later_step_is_said() -> None:
     """Its scales are others; once a conversion."""
     model = Net(reentrant=False)
