@@ -174,6 +174,9 @@ def _attention(  # noqa: PLR0917  # as torch has them
 
     A build for CPUs would take it apart, so that a mask's dtype alone changes what is counted.
     """
+    if query.dim() != 4:  # CUDA has no kernels for these either
+        math = aten._scaled_dot_product_attention_math
+        return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None:
         flash = aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,17 @@ COUNTED = Path(__file__).parents[2] / "benchmarks" / "results" / "kernel_counts-
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).cuda()
+
+
+class Broadcast(nn.Module):
+    """A product with a broadcast matrix, of which autograd keeps a copy in another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 1, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.view(-1, 2, 4) @ self.weight).sum(0).view(-1, 4)
 
 
 def test_only_tensors_on_the_gpu_are_cast_by_default() -> None:
@@ -86,26 +97,6 @@ def test_cudnn_takes_the_casts_of_weights_as_they_lie(
             with hmpx.freeze(module, x, outputs="keep"):
                 torch.testing.assert_close(module(x)[0], converted, rtol=0, atol=0)
         assert len({p.untyped_storage().data_ptr() for p in module.parameters()}) == 1
-
-
-def test_a_cuda_graph_replays_the_casts() -> None:
-    """Of the weights as they are at the time of the replay (pytorch #71631, #84289)."""
-    model, x = network(), torch.randn(8, 16, device="cuda")
-    with hmpx.convert(), torch.no_grad():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            model(x)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = model(x)
-        assert output.dtype is BF16
-        for _ in range(2):
-            x.normal_()
-            model[0].weight.mul_(1.5)
-            graph.replay()
-            torch.testing.assert_close(output, model(x), rtol=0, atol=0)
 
 
 def test_loss_scaling_in_fp16_trains_as_in_fp32() -> None:
@@ -209,13 +200,26 @@ def test_kernels_are_those_counted_on_fake_devices(
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("lists", ["hmpx", "autocast-cuda", "hmp"])
-def test_a_step_does_not_wait_for_the_device(lists: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lists": "autocast-cuda"},
+        {"lists": "hmp"},
+        {"legalize": "always"},
+        {"keep_weight_casts": False},
+        {"low_precision_type": "float8_e4m3fn_delayed"},
+        {"low_precision_type": "nvfp4"},
+    ],
+    ids=str,
+)
+def test_a_step_does_not_wait_for_the_device(options: dict[str, Any]) -> None:
     """No value is read back, which a debug mode of torch's would raise for."""
     model, x = network(), torch.randn(8, 16, device="cuda")
+    model.append(Broadcast().cuda())
     y = torch.randint(4, (8,), device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with hmpx.convert(lists=lists):
+    with hmpx.convert(**options):
         for step in range(3):
             torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first one measures
             try:
@@ -251,6 +255,214 @@ def test_peak_memory_is_at_most_that_of_autocast(
         actual = min(peak(contextlib.nullcontext()) for _ in range(2))
     record_property("figure", f"{actual / expected:.2f} of autocast's")
     assert actual <= expected
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+WARM_UP, REPLAYS = 3, 4
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """Returns what replays a step, which runs `WARM_UP` times before it is captured, as torch advises."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+class Sequences(nn.Module):
+    """An LSTM, and a product with a broadcast matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.product = nn.LSTM(8, 4), Broadcast()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.lstm(x.view(-1, 2, 8))[0])  # type: ignore[no-any-return]
+
+
+#: Networks that take [8, 16].
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "perceptron": network,
+    "attention": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, 4)), nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+    ),
+    "convolutions": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+    ),
+    "sequences": Sequences,
+}
+
+
+class Training:
+    """A converted training on batches that are the same for every instance.
+
+    Its ``run`` is the part of a step before the optimizer's.
+    """
+
+    def __init__(self, name: str, *, scales: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = NETWORKS[name]().cuda()
+        self.x = torch.ones(8, 16, device="cuda", requires_grad=True)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=scales)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, capturable=True)
+
+    def run(self) -> None:
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(self.x).float().square().mean()).backward()
+
+    def step(self) -> None:
+        self.run()
+        self.optimizer.step()
+
+    def results(self, step: Callable[[], object]) -> list[list[Tensor]]:
+        """Returns the parameters after each of several steps, between which the program changes a weight as well."""
+        found = []
+        for number in range(REPLAYS):
+            with torch.no_grad():
+                self.x.copy_(torch.full((8, 16), 0.1 * number).cumsum(1))
+                next(self.model.parameters()).mul_(1.01)
+            step()
+            found.append([p.detach().clone() for p in self.model.parameters()])
+        return found
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "fp16": {"low_precision_type": FP16},
+    "cast again": {"keep_weight_casts": False},
+    "reused": {"reuse_casts": True},
+    "legalized": {"legalize": "always"},
+    "autocast's": {"lists": "autocast-cuda"},
+    "float8": {"low_precision_type": "float8_e4m3fn"},
+    "delayed": {"low_precision_type": "float8_e4m3fn_delayed"},
+    "nvfp4": {"low_precision_type": "nvfp4"},
+}
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Has cuDNN add up in one order."""
+    with torch.backends.cudnn.flags(deterministic=True):
+        yield
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of LSTMs in fp16
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_captured_step_has_the_bits_of_others(name: str, options: str) -> None:
+    """It casts the weights as they are at each replay: after its own update, and after that of the program."""
+    with hmpx.convert(**OPTIONS[options]):
+        plain, training = Training(name), Training(name)
+        for _ in range(WARM_UP):
+            plain.step()
+        expected = plain.results(plain.step)
+        actual = training.results(captured(training.step))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert not torch.equal(expected[0][0], expected[1][0])
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_captured_step_with_loss_scaling() -> None:
+    """The scaler's and the optimizer's steps read the device, so they follow the replay."""
+    with hmpx.convert(low_precision_type=FP16):
+        plain, training = (Training("perceptron", scales=True) for _ in range(2))
+
+        def finish(each: Training, run: Callable[[], object]) -> None:
+            run()
+            each.scaler.step(each.optimizer)
+            each.scaler.update()
+
+        for each in (plain, training):
+            finish(each, each.run)
+        expected = plain.results(lambda: finish(plain, plain.run))
+        replay = captured(training.run)
+        actual = training.results(lambda: finish(training, replay))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("options", ["default", "fp16", "cast again", "legalized", "float8"])
+@pytest.mark.parametrize("name", ["perceptron", "attention", "sequences"])
+def test_graphed_callables_have_the_bits_of_others(name: str, options: str) -> None:
+    """`torch.cuda.make_graphed_callables` runs a model's forward and its backward as a graph each."""
+    with hmpx.convert(**OPTIONS[options]):
+        plain, training = Training(name), Training(name)
+        expected = plain.results(plain.step)
+        training.model = torch.cuda.make_graphed_callables(training.model, (training.x,))
+        actual = training.results(training.step)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_graphed_callables_keep_histories() -> None:
+    """With delayed scaling each optimizer step ends a step of the histories, although only the device saw amaxes."""
+    with hmpx.convert(**OPTIONS["delayed"]) as session:
+        training = Training("perceptron")
+        training.model = torch.cuda.make_graphed_callables(training.model, (training.x,))
+        training.step()
+        before = session.histories.state_dict()
+        for _ in range(3):
+            with torch.no_grad():
+                training.x.mul_(10)
+            training.step()
+        after = session.histories.state_dict()
+    inputs = [key for key in before if ":input:" in key]
+    assert inputs
+    assert all(after[key]["steps"] == before[key]["steps"] + 3 for key in before)
+    assert any(after[key]["reference"] > 100 * before[key]["reference"] for key in inputs)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("options", ["default", "cast again", "float8"])
+def test_compiled_graphs_have_the_bits_of_compiled_code(options: str) -> None:
+    """``mode="reduce-overhead"`` replays what the default mode runs; weights change between the replays."""
+
+    def results(mode: str | None) -> list[list[Tensor]]:
+        torch.compiler.reset()
+        training = Training("perceptron")
+        training.model = torch.compile(training.model, mode=mode, fullgraph=True)  # type: ignore[assignment]
+
+        def step() -> None:
+            torch.compiler.cudagraph_mark_step_begin()
+            training.step()
+
+        for _ in range(WARM_UP):
+            step()
+        return training.results(step)
+
+    with hmpx.convert(**OPTIONS[options]):
+        expected, actual = results(None), results("reduce-overhead")
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_what_may_stand_in_a_capture() -> None:
+    """`disable_casts`, logs, and observers that read no values; a graph keeps its casts after `revert`."""
+    model, x = network(), torch.randn(8, 16, device="cuda")
+    found: list[Tensor] = []
+
+    def step() -> None:
+        low = model(x)
+        with hmpx.disable_casts():
+            found[:] = [low, model(x)]
+
+    with hmpx.convert(verbose="once"), torch.no_grad():
+        with hmpx.record() as records, hmpx.watch(mode="collect") as watched:
+            replay = captured(step)
+        x.normal_()
+        expected = [model(x)]
+    expected.append(model(x))
+    replay()
+    assert [each.dtype for each in found] == [BF16, FP32]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert sum(row.calls for row in records.rows if row.op == "linear") == 4 * (WARM_UP + 1)
+    assert watched.first is None
 
 
 # --- kernels that are there, and those that are not -----------------------------------------------
