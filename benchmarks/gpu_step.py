@@ -20,12 +20,13 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import models
 import timing
 import torch
+from torch.autograd import DeviceType
 
 import hmpx
 
@@ -62,6 +63,11 @@ def training(name: str, size: str, *, compiled: bool) -> Callable[[], list[float
     return step
 
 
+def on_device(events: Iterable[Any]) -> list[Any]:
+    """Returns a profile's events on the device, without those of the host that started them."""
+    return [event for event in events if event.device_type == DeviceType.CUDA]
+
+
 def measure(name: str, size: str, steps: int, *, compiled: bool) -> dict[str, float]:
     """Returns the figures of a candidate."""
     options = CANDIDATES[name]
@@ -81,7 +87,7 @@ def measure(name: str, size: str, steps: int, *, compiled: bool) -> dict[str, fl
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step()
             torch.cuda.synchronize()
-    events = profile.key_averages()
+    events = on_device(profile.key_averages())
     forward, backward, optimizer = map(statistics.median, zip(*phases, strict=True))
     return {
         "step_s": statistics.median(seconds),

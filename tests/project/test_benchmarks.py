@@ -104,6 +104,24 @@ def test_first_use(tmp_path: Path) -> None:
     assert figures["block_ms"] < figures["convert_ms"] / 20
 
 
+def test_launches_are_counted_once(load: Any) -> None:
+    """A profile of a device has its kernels and the calls by which the host launched them."""
+    event = torch.autograd.profiler_util.FunctionEvent
+    device, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    names = [("cudaLaunchKernel", host, 2), ("gemm", device, 9), ("cudaMemcpyAsync", host, 1)]
+    names += [("cudaLaunchKernel", host, 2), ("gemm", device, 9), ("Memcpy HtoD", device, 4)]
+    events = torch.autograd.profiler_util.EventList(
+        [
+            event(number, name, 0, 0.0, float(us), device_type=on, stack=[], use_device="cuda")
+            for number, (name, on, us) in enumerate(names)
+        ]
+    )
+    events._build_tree()
+    found = load("gpu_step").on_device(events.key_averages())
+    assert {each.key: each.count for each in found} == {"gemm": 2, "Memcpy HtoD": 1}
+    assert sum(each.self_device_time_total for each in found) == 22
+
+
 def test_tables_of_kernels_are_those_saved(load: Any) -> None:
     """In docs/evidence/speed.md."""
     kernels = load("kernel_counts")
