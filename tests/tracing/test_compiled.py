@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from hmpx.torch_internals import torch_version
 
 from .test_tracing import Net, run
 
@@ -178,7 +179,9 @@ def test_a_compiled_training_step_traces_its_own_calls_only(tmp_path: Path) -> N
         model(torch.ones(2, 4)).sum().backward()
         update()
     rows = hmpx.diff_runs(tmp_path / "a", tmp_path / "a").rows
-    assert {row.op for row in rows} <= {"linear", "sum", "add_", "add", "gradient"}
+    # Before torch 2.13 torch.compile splits `add_(grad, alpha=-lr)`.
+    split = {"mul"} if torch_version() < (2, 13) else set()
+    assert {row.op for row in rows} <= {"linear", "sum", "add_", "add", "gradient"} | split
 
 
 def test_random_numbers_of_compiled_code_are_named(tmp_path: Path) -> None:
