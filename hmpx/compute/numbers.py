@@ -28,7 +28,8 @@ from .missing_kernels import Callee, in_fp32
 
 # Read before anything is patched.
 _clamp, _add, _add_, _empty_like = torch.clamp, torch.add, Tensor.add_, torch.empty_like
-(_apply,) = unpatched(vars(torch.autograd.Function)["apply"].__func__)
+_method = vars(torch.autograd.Function)["apply"]
+(_apply,) = unpatched(getattr(_method, "__func__", _method))  # since torch 2.14 a C descriptor
 
 #: The largest number of each low-precision dtype; other dtypes are left to torch.
 _LARGEST: Final[Mapping[torch.dtype, float]] = {
