@@ -2,8 +2,8 @@
 
     python benchmarks/kernel_counts.py [--models gpt2 t5] [--save] [--document]
 
-Runs on fake CUDA tensors, which have dtypes and shapes, but no values: tests/fake_cuda. Needs a torch
-built for CPUs, a C++ compiler and transformers. `--document` writes the tables into docs/evidence/speed.md.
+Runs on a CUDA device whose tensors have no values: tests/fake_cuda. Needs a torch built for CPUs, a C++ compiler,
+hmpx's compiled nodes and transformers. `--document` writes the tables into docs/evidence/speed.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import timing
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from hmpx import compute  # noqa: E402
 from tests import fake_cuda  # noqa: E402
 from tests.fake_cuda import candidates, models  # noqa: E402
 
@@ -65,6 +66,8 @@ def main() -> None:
         raise SystemExit(f"kernel_counts.py {reason}")
     if options.document and tuple(options.models) != models.NAMES:
         raise SystemExit("docs/evidence/speed.md has all models: leave out --models")
+    if compute.nodes_in_use().module is None:
+        raise SystemExit("kernel_counts.py needs compiled nodes: run python hatch_build.py")
     figures = measure(list(options.models))
     for name, rows in figures.items():
         timing.show(name, rows, COLUMNS)

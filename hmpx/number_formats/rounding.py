@@ -43,7 +43,8 @@ from .registered import get
 from .unpatched import ARANGE, CLONE, CONTIGUOUS, EMPTY_LIKE
 
 # Unpatched: op lists may name any of them.
-(_apply,) = unpatched(vars(torch.autograd.Function)["apply"].__func__)
+_method = vars(torch.autograd.Function)["apply"]
+(_apply,) = unpatched(getattr(_method, "__func__", _method))  # since torch 2.14 a C descriptor
 
 #: The classes of tensors that dynamo and AOTAutograd trace.
 _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})

@@ -1,8 +1,9 @@
-"""Devices without the hardware: functions run in a process where tensors on them are fake ones.
+"""Devices without the hardware: functions run in a process that has one whose tensors have no values.
 
-Fake tensors have dtypes, shapes and devices, but no values. On CUDA they pass through the autograd and
-autocast that a build of torch for CPUs has, too; so the ops of a training step, their dtypes, their
-casts and their waits for the device are those of a GPU. Its numbers and its speed are not known.
+They pass through the autograd and autocast that a build of torch for CPUs has, too; so the ops of a
+training step, their dtypes, their casts and their waits for the device are those of a GPU. Its numbers
+and its speed are not known. Steps are counted on plain tensors, below all modes: `device.cpp`. Single calls are looked
+at on torch's fake tensors.
 
     def dtype_of_products(shape):  # in a test's module
         with steps.fake("cuda"):
@@ -15,10 +16,12 @@ casts and their waits for the device are those of a GPU. Its numbers and its spe
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +34,15 @@ import torch
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 300
+
+
+#: The library of the fake device, in a process that `serving` starts.
+loaded: ctypes.CDLL | None = None
+
+
+def library() -> Any:
+    """Returns the library of the fake device, or None where there is none."""
+    return loaded
 
 
 def missing() -> str | None:
@@ -51,7 +63,7 @@ def compiler() -> str | None:
 
 
 def build(folder: Path, device_type: str = "cuda") -> Path:
-    """Compiles the guard into ``folder`` and returns the library; takes seconds.
+    """Compiles the device into ``folder`` and returns the library; takes a quarter of a minute.
 
     Args:
         folder: Exists.
@@ -64,31 +76,64 @@ def build(folder: Path, device_type: str = "cuda") -> Path:
     assert spec is not None and spec.origin is not None
     root = Path(spec.origin).parent
     library = folder / f"{device_type}_guard.so"
-    headers = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    names = ", ".join([f'"{name}"' for name in _with_kernels(root / "include/ATen/ops")])
+    named = f"static const std::set<std::string> WITH_KERNELS = {{{names}}};\n"
+    (folder / "with_kernels.h").write_text(named, encoding="utf-8")
+    headers = [
+        f"-I{root / 'include'}",
+        f"-I{root / 'include/torch/csrc/api/include'}",
+        f"-I{folder}",
+    ]
     libraries = [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu"]
     defined = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     defined += ["-DFAKE_XPU"] if device_type == "xpu" else []
+    flags = ("-std=c++20", "-O0", "-shared", "-fPIC", "-w")
+    sources = [str(FOLDER / name) for name in ("guard.cpp", "device.cpp")]
     result = subprocess.run(
         [
-            *(
-                compiler() or "c++",
-                "-std=c++20",
-                "-O1",
-                "-shared",
-                "-fPIC",
-                "-w",
-                *defined,
-                *headers,
-            ),
-            *(str(FOLDER / "guard.cpp"), "-o", str(library), *libraries),
+            *(compiler() or "c++", *flags, *defined, *headers, *sources),
+            "-o",
+            str(library),
+            *libraries,
         ],
         capture_output=True,
         text=True,
         check=False,
     )
     if result.returncode:
-        raise RuntimeError(f"the guard for fake CUDA does not compile:\n{result.stderr}")
+        raise RuntimeError(f"the fake device does not compile:\n{result.stderr}")
     return library
+
+
+#: Made by functions of the device itself, or views.
+_OWN = {
+    *(
+        "_local_scalar_dense",
+        "_reshape_alias",
+        "as_strided",
+        "empty",
+        "empty_strided",
+        "equal",
+        "resize_",
+    ),
+    *("set_", "unfold", "view"),
+}
+
+
+def _with_kernels(headers: Path) -> list[str]:
+    """Returns the ops with kernels on CUDA that composite functions would take apart elsewhere.
+
+    Of structured ops, the composite function calls the kernel, unless torch has another composite one.
+    """
+    names = {"convolution", "convolution_backward", "copy_"}  # they choose among libraries
+    for header in headers.glob("*_cuda_dispatch.h"):
+        op = header.name.removesuffix("_cuda_dispatch.h")
+        is_structured = (headers / f"{op}_meta.h").exists()
+        if is_structured and not (headers / f"{op}_compositeimplicitautograd_dispatch.h").exists():
+            continue
+        declared = re.findall(r"TORCH_API [^;(]*?\b(\w+)\(", header.read_text("utf-8"))
+        names |= {name for name in declared if not name.endswith(("_out", "_outf", "_symint"))}
+    return sorted(names - _OWN)
 
 
 @contextlib.contextmanager

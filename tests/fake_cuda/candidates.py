@@ -116,6 +116,7 @@ def report(name: str) -> dict[str, dict[str, Any]]:
         candidate: {
             **summary(listed),
             "ops": [str(kernel) for kernel in listed],
+            "apart": [text for kernel in listed for text in kernel.apart()],
             "bytes_by_op": [kernel.bytes for kernel in listed],
         }
         for candidate, listed in found.items()

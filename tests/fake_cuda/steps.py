@@ -7,15 +7,19 @@ of its inputs and outputs: what a kernel reads and writes at least, were nothing
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from . import library
 
 aten = torch.ops.aten
 
@@ -37,6 +41,8 @@ NO_KERNEL = {
     "sym_size",
     "sym_stride",
 }
+#: Ops that cast, if dtypes differ.
+CASTS = {"_foreach_copy_", "_to_copy", "copy_"}
 #: Ops after which the host needs what the device computed.
 WAITS = {
     "_local_scalar_dense",
@@ -58,8 +64,8 @@ class Kernel:
         given: Dtypes of the floating inputs.
         returned: Dtypes of the floating outputs.
         bytes: Of all inputs and outputs.
-        is_cast: From one floating dtype to another.
-        is_cast_of_parameter: A cast whose input is a parameter, or a view of one.
+        casts: How many tensors it casts from one floating dtype to another.
+        casts_of_parameters: How many of these are parameters, or views of one.
         waits: Whether the host waits for it.
         moves: Whether it copies between the host and the device.
     """
@@ -68,14 +74,64 @@ class Kernel:
     given: tuple[str, ...]
     returned: tuple[str, ...]
     bytes: int
-    is_cast: bool
-    is_cast_of_parameter: bool
+    casts: int
+    casts_of_parameters: int
     waits: bool
     moves: bool
 
     def __str__(self) -> str:
         """Returns the name and the dtypes: ``mm bfloat16,bfloat16 -> bfloat16``."""
         return f"{self.name} {','.join(self.given)} -> {','.join(self.returned)}"
+
+    def apart(self) -> list[str]:
+        """Returns this text; of casts made together, that of each cast."""
+        if self.name != "_foreach_copy_":
+            return [str(self)]
+        return [f"copy_ {a} -> {b}" for a, b in zip(self.given, self.returned, strict=True)]
+
+
+class Touched(NamedTuple):
+    """A tensor that a kernel reads or writes."""
+
+    dtype: torch.dtype
+    bytes: int
+    storage: int  # identifies it
+    device_type: str
+    dimensions: int
+
+
+def _touched(tensor: Tensor) -> Touched:
+    size, storage = tensor.numel() * tensor.element_size(), tensor.untyped_storage()._cdata
+    return Touched(tensor.dtype, size, storage, tensor.device.type, tensor.dim())
+
+
+def _kernel(
+    name: str,
+    read: list[Touched],
+    inputs: list[Touched],
+    outputs: list[Touched],
+    parameters: set[int],
+) -> Kernel:
+    """Returns the kernel ``name``; ``read`` are those inputs that it reads."""
+    cast = [
+        a
+        for a, b in zip(read, outputs, strict=False)
+        if name in CASTS
+        and a.dtype is not b.dtype
+        and a.dtype.is_floating_point
+        and b.dtype.is_floating_point
+    ]
+    places = {t.device_type for t in inputs if t.dimensions}, {t.device_type for t in outputs}
+    return Kernel(
+        name,
+        _dtypes(inputs),
+        _dtypes(outputs),
+        sum(t.bytes for t in (*inputs, *outputs)),
+        casts=len(cast),
+        casts_of_parameters=sum(t.storage in parameters for t in cast),
+        waits=name in WAITS or (bool(inputs) and "cpu" in places[1]),
+        moves=len(places[0] | places[1]) > 1,
+    )
 
 
 class Kernels(TorchDispatchMode):
@@ -101,47 +157,56 @@ class Kernels(TorchDispatchMode):
         return is_there and name not in NO_KERNEL and not (func.is_view and outputs)
 
     def _kernel(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Kernel:
-        name = _name(func)
-        read = inputs[1:] if name == "copy_" else inputs[:1]
-        changes = [
-            a.dtype is not b.dtype
-            and a.dtype.is_floating_point
-            and b.dtype.is_floating_point
-            and (name in ("_to_copy", "copy_"))
-            for a, b in zip(read, outputs, strict=False)
-        ]
-        places = {t.device.type for t in inputs if t.dim()}, {t.device.type for t in outputs}
-        return Kernel(
-            name,
-            _dtypes(inputs),
-            _dtypes(outputs),
-            sum(t.numel() * t.element_size() for t in (*inputs, *outputs)),
-            is_cast=any(changes),
-            is_cast_of_parameter=any(changes)
-            and read[0].untyped_storage()._cdata in self._storages,
-            waits=name in WAITS or (bool(inputs) and "cpu" in places[1]),
-            moves=len(places[0] | places[1]) > 1,
-        )
+        name, given = _name(func), list(map(_touched, inputs))
+        read = given[1:] if name == "copy_" else given[:1]
+        return _kernel(name, read, given, list(map(_touched, outputs)), self._storages)
+
+
+class Log:
+    """Collects the kernels of the fake device as `Kernels` does, below all modes."""
+
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        self.list: list[Kernel] = []
+        self._storages = {p.untyped_storage()._cdata for p in parameters}
+
+    def __enter__(self) -> Log:
+        library().start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        library().stop.restype = ctypes.c_char_p
+        for line in library().stop().decode().splitlines():
+            name, given, returned = json.loads(line)
+            inputs, outputs = ([_parsed(each) for each in side] for side in (given, returned))
+            self.list.append(_kernel(name, inputs, inputs, outputs, self._storages))
+
+
+def _parsed(logged: list[Any]) -> Touched:
+    dtype = getattr(torch, _DTYPES.get(logged[0], logged[0].lower()))
+    return Touched(dtype, *logged[1:])
+
+
+#: Names of dtypes in C++ that Python has others for.
+_DTYPES = {"Byte": "uint8", "Char": "int8"}
 
 
 def _name(func: Any) -> str:
     return str(func._schema.name.partition("::")[2])
 
 
-def _dtypes(tensors: list[Tensor]) -> tuple[str, ...]:
+def _dtypes(tensors: list[Touched]) -> tuple[str, ...]:
     floating = [t.dtype for t in tensors if t.dtype.is_floating_point]
     return tuple(str(dtype).removeprefix("torch.") for dtype in floating)
 
 
 def summary(kernels: list[Kernel]) -> dict[str, int]:
     """Returns the figures of a step: numbers of kernels, and bytes."""
-    casts = [kernel for kernel in kernels if kernel.is_cast]
     return {
         "kernels": len(kernels),
-        "casts": len(casts),
-        "casts_of_parameters": sum(kernel.is_cast_of_parameter for kernel in casts),
+        "casts": sum(kernel.casts for kernel in kernels),
+        "casts_of_parameters": sum(kernel.casts_of_parameters for kernel in kernels),
         "bytes": sum(kernel.bytes for kernel in kernels),
-        "cast_bytes": sum(kernel.bytes for kernel in casts),
+        "cast_bytes": sum(kernel.bytes for kernel in kernels if kernel.casts),
         "waits": sum(kernel.waits for kernel in kernels),
         "moves": sum(kernel.moves for kernel in kernels),
     }
@@ -235,7 +300,7 @@ def kernels_of(
     is_training: bool = True,
     prepare: Callable[[Step], object] = lambda step: None,
 ) -> list[Kernel]:
-    """Returns the kernels of one step: forward and backward, or a forward without gradients.
+    """Returns the kernels of a second step: forward and backward, or a forward without gradients.
 
     Args:
         make: Is called on the device.
@@ -244,16 +309,31 @@ def kernels_of(
         is_training: Whether there are a loss and a backward.
         prepare: Is called before the step.
     """
-    with fake(device_type):
-        step = make()
+    with contextlib.ExitStack() as stack:
+        if library() is None:
+            stack.enter_context(fake(device_type))
+            step = make()
+        else:
+            module = torch.get_device_module(device_type)
+            module._initialized, module.default_generators = True, (torch.Generator(),)
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            with torch.device(device_type):  # a mode, which compiled nodes do without
+                step = make()
         step.model.train(is_training)
         prepare(step)
-        with Kernels(device_type, step.model.parameters()) as counting:
-            if is_training:
-                with region():
-                    loss = step.loss(step.model(**step.inputs))
-                loss.backward()
-            else:
+
+        def run() -> None:
+            if not is_training:
                 with torch.no_grad(), region():
                     step.model(**step.inputs)
+                return
+            step.model.zero_grad()
+            with region():
+                loss = step.loss(step.model(**step.inputs))
+            loss.backward()
+
+        run()  # in the first calls hmpx finds out what the device is fast in
+        parameters = [*step.model.parameters()]
+        with Kernels(device_type, parameters) if library() is None else Log(parameters) as counting:
+            run()
         return counting.list

@@ -14,10 +14,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ctypes.CDLL(sys.argv[1])  # before torch is imported
+loaded = ctypes.CDLL(sys.argv[1])  # before torch is imported
 sys.path[0] = str(Path(__file__).parent.parent.parent)
 
-import torch  # noqa: E402, F401  # once for all children
+from tests import fake_cuda  # noqa: E402  # imports torch once for all children
+
+fake_cuda.loaded = loaded
 
 
 def run(call: list[Any]) -> int:

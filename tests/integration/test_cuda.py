@@ -168,7 +168,7 @@ def test_ops_that_autocast_upcasts_inside_return_fp32(
 def test_kernels_are_those_counted_on_fake_devices(
     name: str, candidate: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """As docs/evidence/speed.md has them; a build for CUDA takes attention apart by itself."""
+    """Casts are as docs/evidence/speed.md has them, but one by one in this mode; attention is taken apart otherwise."""
     pytest.importorskip("transformers")
     models = pytest.importorskip("tests.fake_cuda.models")
     candidates = pytest.importorskip("tests.fake_cuda.candidates")

@@ -114,7 +114,7 @@ def _lacking() -> dict[str, list[str]]:
         for name, call in LACKING.items():
             with steps.Kernels("cuda") as each:
                 call()
-            kinds = [kernel for kernel in each.list if not kernel.is_cast and kernel.given]
+            kinds = [kernel for kernel in each.list if not kernel.casts and kernel.given]
             found[name] = [str(kernel) for kernel in kinds if kernel.name not in ("copy_", "rand")]
     return found
 

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from hmpx import compute
 from tests import fake_cuda
 from tests.fake_cuda import candidates, models
 
@@ -26,7 +27,19 @@ MASKS = {"t5": 6}
 BYTES_OF_A_MASK = (8 + 12 - 6) * 4 * 128 * 128
 
 #: The kernels that replace the cast of a mask.
-CLAMPED = ("clamp float32 -> float32", "add float32,float32,bfloat16 -> bfloat16")
+CLAMPED = ("clamp float32 -> float32", "add float32,float32 -> bfloat16")
+
+#: Model -> the largest share of torch.autocast's kernels in a step of training. Compiled nodes cast a call's inputs,
+#: and their gradients, by one. Llama and T5 compute norms and rotations by many kernels of torch, which cast nothing.
+LARGEST_SHARES = {
+    "gpt2": 0.87,
+    "llama": 0.93,
+    "bert": 0.76,
+    "vit": 0.75,
+    "resnet": 1.0,
+    "t5": 0.93,
+    "lstm": 0.75,
+}
 
 
 @pytest.mark.models
@@ -39,12 +52,10 @@ def test_no_more_than_autocast(name: str, on_fake_cuda: Callable[..., Any]) -> N
 
     # The default lists.
     masks = MASKS.get(name, 0)
-    if masks:
-        assert converted["kernels"] == autocast["kernels"] + masks
-        assert (
-            found["inference, hmpx"]["kernels"] == found["inference, autocast"]["kernels"] + masks
-        )
-    assert converted["kernels"] <= autocast["kernels"] + masks
+    share = LARGEST_SHARES[name] if compute.nodes_in_use().module is not None else 1.0
+    assert converted["kernels"] <= share * autocast["kernels"] + masks
+    inference = found["inference, hmpx"]["kernels"]
+    assert inference <= found["inference, autocast"]["kernels"] + masks
     more = masks * BYTES_OF_A_MASK
     assert bytes_without_loss(converted) <= bytes_without_loss(autocast) + more
 
@@ -54,13 +65,13 @@ def test_no_more_than_autocast(name: str, on_fake_cuda: Callable[..., Any]) -> N
         assert figures["waits"] == alike["waits"] == 0, candidate
         assert figures["moves"] == alike["moves"], candidate
 
-    # Casts written by hand are the same calls.
-    assert found["hmpx products"]["ops"] == found["casts by hand"]["ops"]
+    # Casts written by hand are the same calls, each cast by itself.
+    assert Counter(found["hmpx products"]["apart"]) == Counter(found["casts by hand"]["apart"])
 
     # The lists of autocast are autocast.
     if name != "lstm":  # without cuDNN, torch takes it apart, and autocast casts the parts
         clamped = Counter(dict.fromkeys(CLAMPED, masks)) - Counter()
-        cast = Counter({"_to_copy float32 -> bfloat16": masks})
+        cast = Counter({"copy_ float32 -> bfloat16": masks})
         assert without_loss(found["hmpx autocast-cuda"]) == without_loss(autocast) - cast + clamped
 
     # Frozen weights are not cast.
@@ -77,8 +88,8 @@ def bytes_without_loss(figures: dict[str, Any]) -> int:
 
 
 def without_loss(figures: dict[str, Any]) -> Counter[str]:
-    """Returns the ops of a step, less those of the loss; the backward's order is autograd's own."""
-    return Counter(op for op in figures["ops"] if op.partition(" ")[0] not in LOSS)
+    """Returns the ops of a step, each cast by itself, less those of the loss; a backward's order is autograd's."""
+    return Counter(op for op in figures["apart"] if op.partition(" ")[0] not in LOSS)
 
 
 @pytest.mark.models
