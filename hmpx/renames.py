@@ -1,4 +1,4 @@
-"""Old ways to call public functions, which work for one more version with a warning."""
+"""Old names of arguments, fields and keys, which work for one more version with a warning."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from .errors import warn
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C")
 
 
 def renamed(*, gathers: bool = False, **names: str) -> Callable[[_F], _F]:
@@ -48,6 +49,30 @@ def renamed(*, gathers: bool = False, **names: str) -> Callable[[_F], _F]:
         return wrapper  # type: ignore[return-value]
 
     return decorate
+
+
+def renamed_fields(**names: str) -> Callable[[type[_C]], type[_C]]:
+    """Makes the objects of a class also show fields by their old names; ``names`` are old name -> new name."""
+
+    def decorate(cls: type[_C]) -> type[_C]:
+        for old, new in names.items():
+
+            def read(self: object, old: str = old, new: str = new) -> Any:
+                _warn(f"{cls.__name__}.{old} is now .{new}")
+                return getattr(self, new)
+
+            setattr(cls, old, property(read))
+        return cls
+
+    return decorate
+
+
+def new_key(key: str, value: object, where: str) -> str:
+    """Returns the name that a key of a policy file or a contract has today."""
+    if key != "phase" or value not in ("train", "eval"):
+        return key
+    _warn(f"{where}: 'phase: {value}' is now 'mode: {value}'")
+    return "mode"
 
 
 def _warn(message: str) -> None:

@@ -241,7 +241,7 @@ def test_a_policy_prints_as_a_table() -> None:
             "lists": "none",
             "low": ["sum accumulate=fp32", "bmm fp16"],
             "fp32": ["exp"],
-            "sections": [{"module": ["a<b>", "c"], "phase": "train", "low": ["mm"]}],
+            "sections": [{"module": ["a<b>", "c"], "mode": "train", "low": ["mm"]}],
         }
     )
     assert str(policy) == (
@@ -250,7 +250,7 @@ def test_a_policy_prints_as_a_table() -> None:
         "  bmm  LOW     fp16                  <policy>['low'][1]\n"
         "  exp  FP32    fp32                  <policy>['fp32'][0]\n"
         "  sum  LOW     bf16 accumulate=fp32  <policy>['low'][0]\n"
-        "where module ['a<b>', 'c'], phase 'train' (<policy>['sections'][0])\n"
+        "where module ['a<b>', 'c'], mode 'train' (<policy>['sections'][0])\n"
         "  op   policy  dtype                 reason\n"
         "  mm   LOW     bf16                  <policy>['sections'][0]['low'][0]"
     )

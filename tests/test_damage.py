@@ -37,7 +37,7 @@ sections:
 - module: "blocks.[0-3].*"
   low: [gelu]
 - module_regex: 'layers\\.(\\d+)\\.(q|k)_proj'
-  phase: train
+  mode: train
   min_numel: 100
   ndim: [2, 3]
   dtype: float32
@@ -53,7 +53,7 @@ expect:
 - {module: "*.fc", output: [bfloat16, float32]}
 - {tensor: "*.weight", contents: float32}
 - {optimizer: exp_avg, contents: float32}
-- {op: exp, phase: train, compute: float32}
+- {op: exp, mode: train, compute: float32}
 """
 _BASELINE = b"HP101 softmax blocks.0 train.py\nHP103 sub  train.py\n"
 _SOURCE = b"# coding: utf-8\nimport torch\n\nx = torch.ones(3)\n"

@@ -136,9 +136,6 @@ def _line(reader: Reader, node: yaml.Node) -> Line:
     expected = {key: found[key] for key in KEYS if key in found}
     if not expected:
         raise reader.error(node, f"this line expects nothing; give it {' or '.join(KEYS)}")
-    phase = found.get("phase", "")
-    if phase in _PHASES:
-        del found["phase"]
     conditions = {key: value for key, value in found.items() if key in CONDITIONS}
     line = Line(
         reader.where(node),
@@ -146,7 +143,7 @@ def _line(reader: Reader, node: yaml.Node) -> Line:
         found.get("op", ()),
         found.get("tensor", ()),
         found.get("optimizer", ()),
-        phase if phase in _PHASES else "",
+        found.get("phase", ""),
         expected,
     )
     if line.is_about_calls and line.ops and "saved" in expected:
@@ -174,7 +171,7 @@ def _ops(reader: Reader, key: str, node: yaml.Node) -> tuple[str, ...]:
 
 _READERS: Final = {
     **{key: getattr(Reader, condition.kind) for key, condition in CONDITIONS.items()},
-    "phase": lambda reader, key, node: reader.choice(key, node, ("train", "eval", *_PHASES)),
+    "phase": lambda reader, key, node: reader.choice(key, node, _PHASES),
     "op": _ops,
     "tensor": Reader.texts,
     "optimizer": Reader.texts,

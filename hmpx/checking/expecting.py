@@ -26,6 +26,7 @@ from ..observers import Attached, OpCall, Values, user_location
 from ..ops import facts
 from ..places import located
 from ..policy import Call
+from ..renames import renamed_fields
 from ..tensors import LOW_DTYPES, floating_in, long_name, node_of, tensors_in
 from ..torch_internals import next_number, uncompiled, unseen
 from ..torch_state import named_tensors, place, spot, unchanged
@@ -40,6 +41,7 @@ Mode = Literal["raise", "collect"]
 _CONVERTING: Final = facts("converting").keys()
 
 
+@renamed_fields(subject="op")
 @dataclass(frozen=True)
 class Breach:
     """A place where a program does not keep a contract.
@@ -48,7 +50,7 @@ class Breach:
         line: Where the contract says it: ``"contract.yaml:3"``.
         key: ``"compute"``, ``"output"``, ``"contents"``, ``"saved"`` or ``"gradient"``; ``""`` for a line that
             no call or tensor met.
-        subject: The op, module or tensor.
+        op: The op; for whole modules and tensors, their name.
         module: Qualified name of the module; ``""`` outside of modules.
         location: ``"train.py:40"``; ``""`` for tensors by name.
         expected: ``"float32"``.
@@ -65,7 +67,7 @@ class Breach:
 
     line: str
     key: str
-    subject: str
+    op: str
     module: str = ""
     location: str = ""
     expected: str = ""
@@ -74,12 +76,12 @@ class Breach:
 
     def __str__(self) -> str:
         if not self.key:
-            return f"{self.line}: {self.subject}"
+            return f"{self.line}: {self.op}"
         place = f" in {self.module}" if self.module else ""
         at = f" ({located(self.location)})" if self.location else ""
         lost = f"; precision was lost {self.lost}" if self.lost else ""
         return (
-            f"{self.line}: {self.subject}{place}{at} {KEYS[self.key]} {self.found}, expected "
+            f"{self.line}: {self.op}{place}{at} {KEYS[self.key]} {self.found}, expected "
             f"{self.expected}{lost}"
         )
 
@@ -87,7 +89,7 @@ class Breach:
 class _Place(NamedTuple):
     """What a breach is about, and where."""
 
-    subject: str
+    op: str
     module: str = ""
     location: str = ""
 
@@ -118,7 +120,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         >>> contract = {"expect": [{"op": "softmax", "compute": "float32"}]}
         >>> with hmpx.expect(contract, mode="collect") as seen:
         ...     y = torch.ones(2, 2, dtype=torch.bfloat16).softmax(-1)
-        >>> [(breach.subject, breach.found) for breach in seen.breaches]
+        >>> [(breach.op, breach.found) for breach in seen.breaches]
         [('softmax', 'bfloat16')]
     """
 
@@ -317,7 +319,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
             self._report(Breach(line.where, key, *place, *texts))
 
     def _report(self, breach: Breach) -> None:
-        key = breach.line, breach.key, breach.subject, breach.module, breach.location, breach.found
+        key = breach.line, breach.key, breach.op, breach.module, breach.location, breach.found
         if key in self._known:
             return
         self._known.add(key)

@@ -40,7 +40,7 @@ from .measures import EXPONENTS, Limits, limits
 from .rows import ComparedGradient, ComparedSite
 
 #: The version of the JSON that `Comparison.to_json` writes.
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 
 #: Most rows, gradients and outputs printed, and most rows in a notebook.
 _MOST_ROWS, _MOST_GRADIENTS, _MOST_NOTES, _MOST_IN_NOTEBOOK = 15, 3, 5, 30
@@ -130,7 +130,7 @@ class Comparison(Written):
             tables["gradients"] = Table(
                 [
                     Column("parameter", [each.name for each in self.gradients], clean, False),
-                    Column("difference", [each.rel for each in self.gradients], exponential),
+                    Column("difference", [each.error for each in self.gradients], exponential),
                     Column("cosine", [each.cosine for each in self.gradients], "{:.6f}".format),
                 ]
             )
@@ -161,13 +161,13 @@ def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> Table:
     columns = [
         Column("op", [row.op for row in rows], clean, False, least=10),
         Column("module", names, str, False, without_start, 12),
-        Column("line", [row.site for row in rows], located, False),
+        Column("line", [row.location for row in rows], located, False),
         Column("in", [short_dtype(row.dtype) or "fp32" for row in rows], str, False, is_dtype=True),
         Column("decided by", [row.reason for row in rows], clean, False),
         numbers("calls", "calls", count),
         numbers("effect", "effect"),
-        numbers("error", "rel"),
-        numbers("passed on", "propagated_rel"),
+        numbers("error", "error"),
+        numbers("passed on", "propagated_error"),
         numbers("SQNR, dB", "sqnr_db", "{:.0f}".format),
         numbers("ulp", "ulp", "{:.2f}".format),
         numbers("cosine", "cosine", "{:.6f}".format),
@@ -221,7 +221,7 @@ def _verdict(comparison: Comparison) -> list[str]:
         parts.append("no op has an effect")
     else:
         where = f" in {clean(worst.module)}" if worst.module else ""
-        parts.append(f"largest effect: {clean(worst.op)}{where} at {located(worst.site)}")
+        parts.append(f"largest effect: {clean(worst.op)}{where} at {located(worst.location)}")
     return parts
 
 
@@ -250,7 +250,7 @@ def _lines(comparison: Comparison) -> Iterator[str]:
         yield f"gradients of {total} parameters, those that differ most:"
     for each in comparison.gradients[:_MOST_GRADIENTS]:
         said = (
-            f"differs by {exponential(each.rel)}, cosine {each.cosine:.4f}"
+            f"differs by {exponential(each.error)}, cosine {each.cosine:.4f}"
             if each.is_finite
             else "is not finite in low precision"
         )
@@ -277,7 +277,7 @@ def errors_by_depth(rows: Sequence[ComparedSite]) -> str:
     points = [
         (kind, index, value, f"{clean(row.op)} {clean(row.module)}")
         for index, row in enumerate(shown)
-        for kind, value in (("own", row.rel), ("passed", row.propagated_rel))
+        for kind, value in (("own", row.error), ("passed", row.propagated_error))
     ]
     types = {row.dtype: limits_of(row.dtype) for row in shown}
     roundoffs = {name: 2.0**-each.bits for name, each in types.items() if each}

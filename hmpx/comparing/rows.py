@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import fielded
+from ..renames import renamed_fields
 from ..reports import Row
 from ..tensors import long_name
 from .calls import Kept
@@ -32,6 +33,7 @@ class Magnitudes(NamedTuple):
     largest: float
 
 
+@renamed_fields(site="location", rel="error", propagated_rel="propagated_error")
 @dataclass(frozen=True, slots=True)
 class ComparedSite:
     """The effect of low precision on the calls of one op from one line in one module.
@@ -39,7 +41,7 @@ class ComparedSite:
     Attributes:
         op: Op name.
         module: Qualified name of the innermost module whose forward made the calls; ``""`` for none.
-        site: ``"model.py:12"``: the line of the program.
+        location: ``"model.py:12"``: the line of the program.
         cast_policy: Name of the `CastPolicy` that decided.
         reason: The source of the decision: ``"lists/hmpx/bf16.txt:20"``.
         dtype: Name of the low-precision type that the op computed with; ``""`` if it used none: all its
@@ -48,12 +50,12 @@ class ComparedSite:
         effect: First-order effect of this op's own rounding on the loss: a norm of gradient times
             difference. Without a loss: on the outputs, relative to their norm. Infinity if a low result is
             not finite though the reference is; NaN if no gradient arrives.
-        rel: Norm of the differences over norm of the references.
+        error: Norm of the differences over norm of the references.
         max_abs: The largest difference.
         sqnr_db: Signal to quantization noise ratio, in decibel.
         ulp: Mean error in units in the last place of the low-precision type, in a sample.
         cosine: Cosine between low results and references.
-        propagated_rel: Like ``rel``, with the whole model in low precision, so it includes the errors of
+        propagated_error: Like ``error``, with the whole model in low precision, so it includes the errors of
             earlier calls; in a sample.
         range: The magnitudes of the references.
         fits: Whether inputs and results are within the range of the low-precision type.
@@ -70,18 +72,18 @@ class ComparedSite:
 
     op: str
     module: str
-    site: str
+    location: str
     cast_policy: str
     reason: str
     dtype: str
     calls: int
     effect: float
-    rel: float
+    error: float
     max_abs: float
     sqnr_db: float
     ulp: float
     cosine: float
-    propagated_rel: float
+    propagated_error: float
     range: Magnitudes
     fits: bool
     lost: int
@@ -96,19 +98,20 @@ class ComparedSite:
     __repr__ = fielded
 
 
+@renamed_fields(rel="error")
 @dataclass(frozen=True, slots=True)
 class ComparedGradient:
     """The effect of low precision on the gradient of one parameter.
 
     Attributes:
         name: Qualified name of the parameter.
-        rel: Norm of the difference over norm of the gradient in float32.
+        error: Norm of the difference over norm of the gradient in float32.
         cosine: Cosine between the two.
         is_finite: Whether the gradient in low precision is finite.
     """
 
     name: str
-    rel: float
+    error: float
     cosine: float
     is_finite: bool
 
@@ -141,7 +144,7 @@ def compared_sites(
         sorted(
             sites,
             key=lambda site: (
-                *(0.0 if math.isnan(each) else -each for each in (site.effect, site.rel)),
+                *(0.0 if math.isnan(each) else -each for each in (site.effect, site.error)),
                 site.order,
             ),
         )
@@ -156,7 +159,7 @@ def compared_gradients(found: Iterable[tuple[str, Tensor]]) -> tuple[ComparedGra
         is_finite = math.isfinite(low)
         angle = _cosine(difference, reference, low) if is_finite else _NAN
         rows.append(ComparedGradient(name, _ratio(difference, reference), angle, is_finite))
-    return tuple(sorted(rows, key=lambda row: (row.is_finite, -row.rel)))
+    return tuple(sorted(rows, key=lambda row: (row.is_finite, -row.error)))
 
 
 def _on_host(tensors: Iterable[Tensor]) -> dict[int, list[float]]:
@@ -202,18 +205,18 @@ def _site(
     return ComparedSite(
         op=key[0],
         module=key[1],
-        site=key[2],
+        location=key[2],
         cast_policy=call.cast_policy,
         reason=call.reason,
         dtype="" if low_type is None else long_name(low_type),
         calls=kept.calls,
         effect=effect,
-        rel=_ratio(sums.difference, sums.reference) if results else 0.0,
+        error=_ratio(sums.difference, sums.reference) if results else 0.0,
         max_abs=sums.max_abs,
         sqnr_db=20 * math.log10(quotient) if 0 < quotient < math.inf else quotient or -math.inf,
         ulp=sums.ulp / len(results) if results else 0.0,
         cosine=_cosine(sums.difference, sums.reference, sums.low) if results else 1.0,
-        propagated_rel=_ratio(*propagated) if propagated else _NAN,
+        propagated_error=_ratio(*propagated) if propagated else _NAN,
         range=Magnitudes(sums.smallest, sums.largest),
         fits=within is None or (most <= within.max and not sums.lost),
         lost=int(sums.lost),

@@ -67,6 +67,7 @@ class _PolicyReader(nodes.Reader):
         **dict.fromkeys(("dtype", "precision"), "low_precision_type"),
         **dict.fromkeys(("modules", "layers", "skip", "ignore"), "exclude"),
         **dict.fromkeys(("name", "layer"), "module"),
+        **dict.fromkeys(("phase", "training"), "mode"),
     }
 
     def low_type(self, key: str, node: yaml.Node) -> LowType:

@@ -15,6 +15,7 @@ import yaml
 from .. import tensors
 from ..errors import OptionError, PolicyFileError, cut, raised_here, shown, suggestion
 from ..number_formats import is_format
+from ..renames import new_key
 from .sections import regex_of
 
 #: The name of a policy that is not in a file, in messages.
@@ -145,6 +146,7 @@ class Reader:
         seen: dict[str, str] = {}
         for key_node, value in node.value:
             key = self.text("a key", key_node)
+            key = new_key(key, value.value, self.where(key_node)) if "mode" in readers else key
             try:
                 if key in seen:
                     earlier = seen[key].replace(":", "line ")
@@ -217,7 +219,7 @@ class Reader:
             self.parsed(key, item, lambda text: regex_of(key, text), prefix)
         return self.texts(key, node)
 
-    def phase(self, key: str, node: yaml.Node) -> str:
+    def mode(self, key: str, node: yaml.Node) -> str:
         """Returns ``"train"`` or ``"eval"``."""
         return self.choice(key, node, ("train", "eval"))
 

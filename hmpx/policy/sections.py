@@ -91,7 +91,7 @@ _ROWS: Final = (
     # Class names: the call is in a module of such a class, or inside one.
     Condition("module_class", "texts", _of_classes, is_placed=True),
     # The mode of the innermost module.
-    Condition("phase", "phase", lambda mode, call: call.training is (mode == "train"), True),
+    Condition("mode", "mode", lambda mode, call: call.training is (mode == "train"), True),
     # The least number of elements, and the greatest.
     Condition("min_numel", "count", _of_first(lambda n, call, i: call.shapes[i].numel() >= n)),
     Condition("max_numel", "count", _of_first(lambda n, call, i: call.shapes[i].numel() <= n)),

@@ -128,20 +128,20 @@ class _Diff:
                 if a is None or b is None:
                     yield self._only(a, b)
                 elif self._a.calls[a].site.op != PARAMETER:
-                    yield self._row("result", a, b, *self._judged(a, b))
+                    yield self._row("forward", a, b, *self._judged(a, b))
                     given = [self._a.origin(each)[0] for each in self._a.calls[a].inputs]
                     self._known.update([self._a.tensors[each].name for each in given])
             for a, b in reversed(both):
                 if self._a.calls[a].gradients.keys() & self._b.calls[b].gradients.keys():
-                    yield self._row("gradient", a, b, *self._judged_gradient(a, b))
+                    yield self._row("backward", a, b, *self._judged_gradient(a, b))
             for a, b in both:
                 if self._a.calls[a].site.op == PARAMETER:
-                    yield self._row("gradient", a, b, *self._judged_parameter(a, b))
+                    yield self._row("backward", a, b, *self._judged_parameter(a, b))
 
-    def _row(self, what: str, a: int, b: int, found: _Difference, verdict: _Verdict) -> RunDiffRow:
+    def _row(self, phase: str, a: int, b: int, found: _Difference, verdict: _Verdict) -> RunDiffRow:
         is_compared = verdict.verdict != "not compared"
         rel = found.largest if is_compared else Estimate(math.nan, math.nan)
-        return self._of(self._a.calls[a], self._b.calls[b], what, verdict, rel)
+        return self._of(self._a.calls[a], self._b.calls[b], phase, verdict, rel)
 
     def _only(self, a: int | None, b: int | None) -> RunDiffRow:
         """Returns the row of a call that one run makes."""
@@ -152,30 +152,32 @@ class _Diff:
         is_left_out = call and self._is_compiled[b is None] and not call.site.is_compiled
         only = "only in a" if b is None else "only in b"
         verdict = _Verdict("not compared" if is_left_out else only)
-        return self._of(first, second, "result", verdict, Estimate(math.nan, math.nan))
+        return self._of(first, second, "forward", verdict, Estimate(math.nan, math.nan))
 
     def _of(
         self,
         a: TracedCall | None,
         b: TracedCall | None,
-        what: str,
+        phase: str,
         verdict: _Verdict,
         rel: Estimate,
     ) -> RunDiffRow:
         self._has_differed |= verdict.verdict != "equal"
         call = a or b
         assert call is not None
+        locations = ["" if each is None else each.site.location for each in (a, b)]
         return RunDiffRow(
             call.site.op,
             call.site.module,
-            what,
+            locations[0] or locations[1],
+            phase,
             verdict.verdict,
             *rel,
             verdict.explained,
             verdict.cause,
             ("" if a is None else self._a.type_of(a), "" if b is None else self._b.type_of(b)),
             (_said(a), _said(b)),
-            ("" if a is None else a.site.location, "" if b is None else b.site.location),
+            (locations[0], locations[1]),
             call.step,
         )
 

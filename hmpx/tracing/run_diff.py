@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ..errors import brief
 from ..places import located
+from ..renames import renamed_fields
 from ..reports import (
     Column,
     Table,
@@ -32,6 +33,7 @@ _UNEXPLAINED: Final = ("unexplained", "only in a", "only in b")
 VERDICTS: Final = ("equal", "rounding", "inherited", *_UNEXPLAINED, "not compared")
 
 
+@renamed_fields(rel="error")
 @dataclass(frozen=True, slots=True, repr=False)
 class RunDiffRow:
     """A call in both runs, or in one of them.
@@ -39,24 +41,26 @@ class RunDiffRow:
     Attributes:
         op: Op name; ``"gradient"`` for the gradient of a parameter.
         module: Qualified name of the module, or of the parameter.
-        what: ``"result"``, or ``"gradient"``: the one that comes into the call's result.
+        location: The user's line, in run b if run a has none.
+        phase: ``"forward"``: the call's result; ``"backward"``: the gradient that comes into it.
         verdict: See `diff_runs`.
-        rel: L2 norm of the difference over run a's norm, estimated; NaN if not compared.
-        error: Its standard error.
+        error: L2 norm of the difference over run a's norm, estimated; NaN if not compared.
+        uncertainty: Its standard error.
         explained: The largest relative difference that types and inputs explain.
         cause: What the trace shows of the cause; ``""`` if nothing.
         types: What it computed in, in run a and in run b.
         decisions: What decided that: ``"bfloat16, by lists/hmpx/bf16.txt:20"``.
-        locations: The user's lines.
+        locations: The user's lines, in both runs.
         step: Number of the step.
     """
 
     op: str
     module: str
-    what: str
+    location: str
+    phase: str
     verdict: str
-    rel: float
     error: float
+    uncertainty: float
     explained: float
     cause: str
     types: tuple[str, str]
@@ -70,10 +74,10 @@ class RunDiffRow:
         return self.verdict in _UNEXPLAINED
 
     def __str__(self) -> str:
-        of = "" if self.what == "result" else "gradient of "
+        of = "" if self.phase == "forward" else "gradient of "
         place = f" in {self.module}" if self.module else ""
-        at = next(filter(None, self.locations), "")
-        return f"{of}{self.op}{place}" + (f" ({located(at)})" if at else "")
+        at = f" ({located(self.location)})" if self.location else ""
+        return f"{of}{self.op}{place}{at}"
 
     __repr__ = brief
 
@@ -139,7 +143,7 @@ class RunDiff(Written):
         return f"<div>{paragraphs(_verdict(self))}{self.by_module().to_html()}</div>"
 
     def _data(self) -> Mapping[str, Any]:
-        return {"hmpx_run_diff": 1, **asdict(self)}
+        return {"hmpx_run_diff": 2, **asdict(self)}
 
     def _page(self) -> str:
         numbered = [*enumerate(self.rows)]
@@ -175,7 +179,7 @@ _KEYS: Final = {"own": "unexplained", "passed": "rounding, or inherited"}
 
 def _by_depth(rows: Sequence[RunDiffRow]) -> str:
     points = [
-        ("own" if row.is_unexplained else "passed", index, row.rel, clean(str(row)))
+        ("own" if row.is_unexplained else "passed", index, row.error, clean(str(row)))
         for index, row in enumerate(rows)
     ]
     # The explained ones first, below the others.
@@ -188,17 +192,17 @@ _MOST_MODULES: Final = 15
 
 
 def _columns(rows: Sequence[RunDiffRow]) -> list[Column]:
-    of = [row.op if row.what == "result" else f"gradient of {row.op}" for row in rows]
+    of = [row.op if row.phase == "forward" else f"gradient of {row.op}" for row in rows]
     return [
         Column("op", of, clean, False, least=10),
         Column("module", [row.module for row in rows], clean, False, without_start, 12),
-        Column("line", [next(filter(None, row.locations), "") for row in rows], located, False),
+        Column("line", [row.location for row in rows], located, False),
         Column("in a", [short_dtype(row.types[0]) for row in rows], str, False),
         Column("in b", [short_dtype(row.types[1]) for row in rows], str, False),
         Column("verdict", [row.verdict for row in rows], str, False),
         Column("cause", [row.cause for row in rows], clean, False),
-        Column("difference", [row.rel for row in rows], _figure),
-        Column("+-", [row.error for row in rows], _figure),
+        Column("difference", [row.error for row in rows], _figure),
+        Column("+-", [row.uncertainty for row in rows], _figure),
     ]
 
 
@@ -213,7 +217,7 @@ def _modules(groups: Mapping[str, Sequence[RunDiffRow]]) -> Table:
         order = (*_UNEXPLAINED, "inherited", "rounding", "not compared", "equal")
         worst.append(next(each for each in order if each in found))
     rel = [
-        max((row.rel for row in rows if not math.isnan(row.rel)), default=math.nan)
+        max((row.error for row in rows if not math.isnan(row.error)), default=math.nan)
         for rows in groups.values()
     ]
     return Table(
@@ -236,8 +240,10 @@ def _verdict(diff: RunDiff) -> list[str]:
         parts.append("The runs are equal, bit by bit." if equal else "Nothing is unexplained.")
     else:
         said = first.cause or first.verdict
-        if first.verdict == "unexplained" and math.isfinite(first.rel):
-            said = f"differs by {exponential(first.rel)} +- {exponential(first.error)}: {said}"
+        if first.verdict == "unexplained" and math.isfinite(first.error):
+            said = (
+                f"differs by {exponential(first.error)} +- {exponential(first.uncertainty)}: {said}"
+            )
         parts.append(f"first unexplained: {clean(str(first))}, step {first.step}: {clean(said)}")
         parts += [
             f"  {name}: {clean(decision)}"

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from .. import ops
 from ..errors import PolicyFileError
 from ..policy import CastPolicy, Policy, load_policy
+from ..renames import renamed_fields
 
 #: A call site of an op: its name, and the module's qualified name; ``""`` outside any module.
 Spot = tuple[str, str]
@@ -168,12 +169,13 @@ class Outcome:
     seen: Mapping[str, Seen] = field(default_factory=dict)
 
 
+@renamed_fields(phase="stage")
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """One evaluation of a search: whether a set passed, within the tolerance at that time, and why it ran."""
 
     kept: Kept
-    phase: str  # "all fp32", "all low", "range", "prefix", "shipped", "follow", "prune", ...
+    stage: str  # "all fp32", "all low", "range", "prefix", "shipped", "follow", "prune", ...
     error: float
     passed: bool
 

@@ -115,6 +115,8 @@ def scores_of(request: Request, spots: Collection[Spot]) -> Scores | None:
                 found[spot] = Score(
                     math.hypot(known.effect, row.effect if math.isfinite(row.effect) else 0.0),
                     known.is_hard or not row.fits or math.isinf(row.effect),
-                    known.is_unseen or row.unseen > 0 or (math.isnan(row.effect) and row.rel != 0),
+                    known.is_unseen
+                    or row.unseen > 0
+                    or (math.isnan(row.effect) and row.error != 0),
                 )
     return found if any(each.effect for each in found.values()) else None

@@ -138,7 +138,7 @@ class Tuned:
     def error_without(self, name: str) -> float | None:
         """Returns the error with the set but without ``name``; None if that was not evaluated."""
         without = self.kept - {name}
-        found = [e.error for e in self.path if e.kept == without and e.phase != "fresh inputs"]
+        found = [e.error for e in self.path if e.kept == without and e.stage != "fresh inputs"]
         return found[-1] if found else None
 
     def write(self, directory: str | os.PathLike[str]) -> list[Path]:
@@ -269,14 +269,14 @@ def _path_table(tuned: Tuned) -> Table:
     rows = [
         (
             str(number),
-            each.phase,
+            each.stage,
             _names(each.kept),
             _error_text(tuned, each.error),
             "" if tuned.metric == CHECK else "passes" if each.passed else "fails",
         )
         for number, each in enumerate(tuned.path, 1)
     ]
-    return Table.of(("", "phase", "kept", "error", ""), rows, numbers=["error"])
+    return Table.of(("", "stage", "kept", "error", ""), rows, numbers=["error"])
 
 
 def _candidate_table(tuned: Tuned) -> Table:

@@ -71,7 +71,7 @@ class Searching:
             return self._tuned(self._best(everything), "interrupt")
 
     def outcome(
-        self, kept: Kept, phase: str, tolerance: float | None = None, inputs: str = TUNING
+        self, kept: Kept, stage: str, tolerance: float | None = None, inputs: str = TUNING
     ) -> Outcome:
         """Returns the outcome of a set, unless the budget is spent."""
         tolerance = self.tolerance if tolerance is None else tolerance
@@ -94,9 +94,9 @@ class Searching:
             error, {name: Seen(*each) for name, each in seen.items()}
         )
         passes = error <= tolerance
-        self.path.append(Evaluation(kept, phase, error, passes))
+        self.path.append(Evaluation(kept, stage, error, passes))
         self.show(
-            f"tune: evaluation {len(self.path)}, {phase}: {len(kept)} of {len(self.candidates)} in "
+            f"tune: evaluation {len(self.path)}, {stage}: {len(kept)} of {len(self.candidates)} in "
             f"fp32, error {error:.3g} {'passes' if passes else 'fails'}"
         )
         return found
@@ -142,7 +142,7 @@ class Searching:
         passed = [
             each.kept
             for each in self.path
-            if each.error <= self.tolerance and each.phase != "fresh inputs"
+            if each.error <= self.tolerance and each.stage != "fresh inputs"
         ]
         return min(passed, key=cost, default=everything)
 

@@ -33,7 +33,7 @@ _CLEARLY: Final = 1.05
 _MOST_FAILURES: Final = 2
 _LEAST: Final = 0.002
 
-#: Evaluates a set in a phase of the search.
+#: Evaluates a set in a stage of the search.
 Evaluate = Callable[[Kept, str], Outcome]
 
 
@@ -80,13 +80,13 @@ class Search:
             return nothing
         return self._minimal(self._followed(self._best_shipped(self._passing())))
 
-    def _error(self, kept: Kept, phase: str) -> float:
+    def _error(self, kept: Kept, stage: str) -> float:
         if kept not in self._outcomes:
-            self._outcomes[kept] = self._evaluate(kept, phase)
+            self._outcomes[kept] = self._evaluate(kept, stage)
         return self._outcomes[kept].error
 
-    def _passes(self, kept: Kept, phase: str) -> bool:
-        return self._error(kept, phase) <= self._tolerance
+    def _passes(self, kept: Kept, stage: str) -> bool:
+        return self._error(kept, stage) <= self._tolerance
 
     def _failed(self, kept: Kept, factor: float = 1.0) -> bool:
         """Whether a larger set has failed."""

@@ -55,7 +55,7 @@ def test_each_key_is_checked_below_autocast(line: dict[str, Any], found: str) ->
 
     seen = breaches([line], run)
     assert seen
-    assert {f"{each.subject} in {each.module}" for each in seen} == {found}
+    assert {f"{each.op} in {each.module}" for each in seen} == {found}
     assert {each.found for each in seen} == {"bfloat16"}
     assert all(each.location.startswith(__file__) for each in seen)
     assert not breaches([line], lambda: model_of_two()(drawn(4, 32)).sum().backward())
@@ -140,7 +140,7 @@ def test_optimizer_states_and_gradients_of_parameters_are_checked() -> None:
         optimizer.step()
 
     assert not breaches(lines, lambda: train(torch.float32))
-    found = {(each.key, each.subject) for each in breaches(lines, lambda: train(torch.bfloat16))}
+    found = {(each.key, each.op) for each in breaches(lines, lambda: train(torch.bfloat16))}
     assert {("contents", "exp_avg of 0.weight"), ("gradient", "1.weight")} <= found
 
 

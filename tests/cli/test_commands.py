@@ -229,7 +229,7 @@ low: [sum accumulate=float32 output=float64, conv2d float16]
 follow: [avg_pool2d]
 sections:
 - {module: head, fp32: [sum], pass: [conv2d]}
-- {phase: eval, low_precision_type: float16, low: [sum]}
+- {mode: eval, low_precision_type: float16, low: [sum]}
 """,
     )
     rows = table(["--policy", "p.yaml", "sum"], capsys)

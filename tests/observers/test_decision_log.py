@@ -61,7 +61,7 @@ def test_the_log_names_what_decided(
 
 def test_the_log_names_rules_and_sections(caplog: pytest.LogCaptureFixture) -> None:
     """With the function, or the section's place."""
-    section = {"low": ["mm"], "sections": [{"phase": "eval", "fp32": ["mm"]}]}
+    section = {"low": ["mm"], "sections": [{"mode": "eval", "fp32": ["mm"]}]}
 
     def evaluated() -> None:
         model = torch.nn.Module()

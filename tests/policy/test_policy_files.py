@@ -161,8 +161,8 @@ SECTION_CASES: list[tuple[str, Tensor, bool]] = [
     ("module_regex: '.*'", x(), True),
     ("module_regex: 'a+'", x(), False),
     ("module_class: Linear", x(), False),
-    ("phase: train", x(), False),
-    ("phase: eval", x(), False),
+    ("mode: train", x(), False),
+    ("mode: eval", x(), False),
     ("ndim: 2, dtype: float32, min_numel: 1", x(), True),
     ("ndim: 2, dtype: float16, min_numel: 1", x(), False),
 ]
@@ -221,7 +221,7 @@ def test_sections_of_modules_and_phases(load: Callable[..., Policy]) -> None:
     policy = load("""\
 lists: none
 sections:
-- {module: head, phase: eval, low_precision_type: float16, low: [linear]}
+- {module: head, mode: eval, low_precision_type: float16, low: [linear]}
 - {module: ["head*", "body.1"], low: [linear]}
 - {module_regex: 'body\\.[23]', fp32: [linear]}
 - {module_class: Sequential, follow: [linear output=float64]}
@@ -443,8 +443,8 @@ FAULTS: dict[str, tuple[str, str]] = {
         f"p.yaml:2: min_numel must be a whole number, not '{'9' * 37}...{'9' * 38}'"),
     "numbers crossed": ("sections:\n- min_numel: 9\n  max_numel: 8\n  low: [mm]\n",
         "p.yaml:2: min_numel 9 is above max_numel 8"),
-    "phase": ("sections:\n- phase: evl\n  low: [mm]\n",
-        "p.yaml:2: phase must be one of train, eval, not 'evl'; did you mean 'eval'?"),
+    "mode": ("sections:\n- mode: evl\n  low: [mm]\n",
+        "p.yaml:2: mode must be one of train, eval, not 'evl'; did you mean 'eval'?"),
     "device": ("sections:\n- device: cudo\n  low: [mm]\n",
         "p.yaml:2: device: torch has no device type 'cudo'; did you mean 'cuda'?"),
     "no device": ("sections:\n- device: []\n  low: [mm]\n",
@@ -654,7 +654,7 @@ def sections(draw: st.DrawFn) -> Section:
         module=draw(tuples(texts)),
         module_regex=draw(tuples(st.sampled_from(["a.*", r"layer\.\d+", "", "#", "x: y", "'\""]))),
         module_class=draw(tuples(texts)),
-        phase=draw(st.sampled_from([None, "train", "eval"])),
+        mode=draw(st.sampled_from([None, "train", "eval"])),
         min_numel=draw(st.sampled_from([None, least])),
         max_numel=draw(st.sampled_from([None, greatest])),
         ndim=draw(tuples(st.integers(0, 5))),
@@ -712,7 +712,7 @@ def test_what_is_written_is_what_a_person_would_write() -> None:
             "lists": "none",
             "low": ["sum accumulate=fp32", "div", "conv2d fp16"],
             "fp32": ["truediv"],
-            "sections": [{"module": ["a", "b"], "phase": "train", "dtype": "fp32", "pass": "mm"}],
+            "sections": [{"module": ["a", "b"], "mode": "train", "dtype": "fp32", "pass": "mm"}],
         }
     )
     assert (
@@ -730,7 +730,7 @@ sections:
 - module:
   - a
   - b
-  phase: train
+  mode: train
   dtype:
   - float32
   pass:

@@ -418,7 +418,7 @@ def by_path(call: hmpx.Call) -> hmpx.CastPolicy | None:
     [
         (by_path, None, False),
         (None, {"sections": [{"module": "*", "low": ["mm"]}]}, False),
-        (None, {"sections": [{"phase": "eval", "low": ["mm"]}]}, False),
+        (None, {"sections": [{"mode": "eval", "low": ["mm"]}]}, False),
         (None, None, "once"),
     ],
 )
@@ -527,7 +527,7 @@ POLICY = {
     "sections": [
         {"module": ["layers.0.first", "layers.2"], "fp32": ["linear", "matmul"]},
         {"module_class": "Sequential", "fp32": ["linear"]},
-        {"phase": "eval", "low": ["softmax"], "fp32": ["matmul"]},
+        {"mode": "eval", "low": ["softmax"], "fp32": ["matmul"]},
     ]
 }
 
@@ -599,7 +599,7 @@ def test_models_of_torchs_own_classes_compile(fullgraph: bool) -> None:
 def test_many_models_compile() -> None:
     """The code that notes modules is no graph's beginning: torch compiles one code a few times only."""
     limit = torch._dynamo.config.patch(recompile_limit=2)
-    with limit, hmpx.convert(policy={"sections": [{"phase": "eval", "low": ["mm"]}]}):
+    with limit, hmpx.convert(policy={"sections": [{"mode": "eval", "low": ["mm"]}]}):
         for position in range(4):
             net = type(f"Net{position}", (nn.Sequential,), {"forward": _forward(position)})
             torch.compile(net(nn.Linear(4, 4)), **OPTIONS)(x())
@@ -629,7 +629,7 @@ def test_caches_keep_places_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     policy = {
         "sections": [
-            {"module": "b", "phase": "train", "fp32": ["matmul"]},
+            {"module": "b", "mode": "train", "fp32": ["matmul"]},
         ]
     }
     net = Products()

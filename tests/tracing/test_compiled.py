@@ -35,7 +35,7 @@ def test_compiled_runs_are_compared_with_eager(low: str, tmp_path: Path) -> None
     found = hmpx.diff_runs(tmp_path / "eager", tmp_path / "compiled")
     assert found.first is None
     assert not {"only in a", "only in b", "not compared"} & found.counts.keys()
-    products = [row for row in found.rows if row.op == "linear" and row.what == "result"]
+    products = [row for row in found.rows if row.op == "linear" and row.phase == "forward"]
     assert {row.module for row in products} == {"qkv", "head"}
     for row in products:
         assert row.locations[0] == row.locations[1] and "test_tracing.py:" in row.locations[1]

@@ -106,11 +106,11 @@ def test_estimates_agree_with_whole_tensors(tmp_path: Path) -> None:
         with hmpx.attach(keep, tensors=True, every_op=True):
             run(tmp_path / f"run{low}", low=low, steps=6)
     found = hmpx.diff_runs(tmp_path / "run", tmp_path / "runhmpx")
-    rows = [row for row in found.rows if row.what == "result" and row.op != "chunk"]
+    rows = [row for row in found.rows if row.phase == "forward" and row.op != "chunk"]
     assert len(rows) == len(results[""]) == len(results["hmpx"])
     within = [
-        abs(row.rel - ((x - y).nan_to_num().norm() / x[x.isfinite()].norm()).item())
-        <= 2 * row.error + 1e-12
+        abs(row.error - ((x - y).nan_to_num().norm() / x[x.isfinite()].norm()).item())
+        <= 2 * row.uncertainty + 1e-12
         for row, x, y in zip(rows, results[""], results["hmpx"], strict=True)
         if x.isfinite().all()
     ]
@@ -237,7 +237,7 @@ def test_low_precision_explains_the_difference_of_a_sound_program(low: str, tmp_
     found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
     assert found.first is None
     assert found.counts["rounding"] > 10
-    (row,) = [r for r in found.rows if (r.op, r.what, r.step) == ("matmul", "result", 0)][:1]
+    (row,) = [r for r in found.rows if (r.op, r.phase, r.step) == ("matmul", "forward", 0)][:1]
     assert row.types == ("float32", "bfloat16")
 
 
@@ -334,8 +334,8 @@ def test_a_wrong_backward_is_named(tmp_path: Path) -> None:
     first = found.first
     assert first is not None
     assert (first.op, first.cause) == ("mul", "arguments: 1.0 in a, 1.5 in b")
-    gradient = next(row for row in found.rows if row.what == "gradient" and row.op == "sin")
-    assert gradient.rel == pytest.approx(0.5, abs=3 * gradient.error)
+    gradient = next(row for row in found.rows if row.phase == "backward" and row.op == "sin")
+    assert gradient.error == pytest.approx(0.5, abs=3 * gradient.uncertainty)
 
 
 # --- odd programs and files --------------------------------------------------------------------------
@@ -548,7 +548,7 @@ def test_data_and_page(tmp_path: Path) -> None:
     found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
     rows = json.loads(found.to_json())["rows"]
     assert len(rows) == len(found.rows)
-    assert math.isclose(rows[0]["rel"], found.rows[0].rel)
+    assert math.isclose(rows[0]["error"], found.rows[0].error)
     page = found.to_html(tmp_path / "page.html")
     assert "first unexplained: layer_norm in norm" in page
     assert len(repr(found).splitlines()) == len(repr(found.rows[0]).splitlines()) == 1
@@ -569,7 +569,7 @@ def test_gradients_whose_parts_cancel_are_explained(tmp_path: Path) -> None:
                 optimizer.step()
     found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
     assert found.first is None
-    assert max(row.rel for row in found.rows if row.module == "0.bias") > 100
+    assert max(row.error for row in found.rows if row.module == "0.bias") > 100
 
 
 RANK = """
