@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 from .errors import OptionError, raised_here, said_by, shown, suggestion
@@ -136,16 +138,35 @@ def has_run(name: str, returned: Any) -> Any:
     return returned
 
 
-def first_and_end(name: str, value: Any) -> tuple[int, float]:
-    """Returns the first number of a range or pair, and the one to stop before; all numbers for None."""
-    if value is None:
-        return 0, float("inf")
-    if isinstance(value, range) and value.step == 1:
-        return value.start, value.stop
-    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-    if not is_pair or any(type(each) is not int for each in value) or not 0 <= value[0] < value[1]:
+def chosen_steps(steps: Any, every: int) -> Callable[[int], bool]:
+    """Returns whether a step is chosen: of ``steps`` (None: of all) the first, and then one in ``every``."""
+    every = whole("every", every, 1)
+    try:
+        chosen = steps if steps is None or isinstance(steps, range) else frozenset(steps)
+        first = 0 if chosen is None else min(chosen)
+    except raised_here(TypeError, ValueError):
         raise OptionError(
-            f"{name} must be a range or a pair of the first step and the one to stop before, such as "
-            f"(100, 200), not {shown(value)}"
-        )
-    return value[0], value[1]
+            f"steps must be numbers of steps, such as range(100, 200), not {shown(steps)}"
+        ) from None
+    if not isinstance(first, int) or first < 0:
+        raise OptionError(f"steps are numbered from 0: {shown(steps)} begins with {shown(first)}")
+    return lambda number: (chosen is None or number in chosen) and (number - first) % every == 0
+
+
+#: Between two lines of progress on stderr.
+_PAUSE_S: Final = 10.0
+
+
+def progress(value: Any) -> Callable[[str], object]:
+    """Returns the function that takes lines on what a tool does: ``value``, or for True one that prints some to stderr."""
+    if callable(value):
+        return value  # type: ignore[no-any-return]
+    is_shown, last_s = truth("progress", value), time.monotonic()
+
+    def show(line: str) -> None:
+        nonlocal last_s
+        if is_shown and time.monotonic() - last_s >= _PAUSE_S:
+            last_s = time.monotonic()
+            sys.stderr.write(f"{line}\n")
+
+    return show

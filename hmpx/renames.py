@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
 from .errors import warn
 
@@ -73,6 +73,19 @@ def new_key(key: str, value: object, where: str) -> str:
         return key
     _warn(f"{where}: 'phase: {value}' is now 'mode: {value}'")
     return "mode"
+
+
+def old_window(steps: tuple[Any, ...]) -> range:
+    """Returns the steps that a pair of the first one and the one to stop before means."""
+    _warn(f"steps={steps} is now steps=range{steps}")
+    return range(*steps)
+
+
+#: Command -> its options under their old names -> the new ones.
+OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
+    "bench": {"--run-seconds": "--run-s", "--quiet": "--no-progress"},
+    "plan": {"--loss": "--loss-fn"},
+}
 
 
 def _warn(message: str) -> None:

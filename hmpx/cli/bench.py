@@ -36,13 +36,13 @@ step FILE.py:FUNCTION  the function that makes the step, see below
   default: the first four, and frozen for models
 --runs N  runs of each variant; default: 10
 --warmup N  steps before the first run; default: 3
---run-seconds SECONDS  shortest time of a run, which repeats short steps; default: 0.2
+--run-s SECONDS  shortest time of a run, which repeats short steps; default: 0.2
 --threads N  number of torch's threads
 --clock wall|cpu  wall time, the default; or cpu, the processor time of this process, for busy machines
 --device TYPE  device of the step; default: the accelerator, else cpu
 --seed N  seed of all variants; default: 0
 --json FILE  write the figures as JSON
---quiet  no progress, only the table
+--no-progress  print only the table
 list options
 ---
 FUNCTION is one of these:
@@ -63,8 +63,6 @@ examples:
   hmpx bench train.py:make_step --variants auto fast --runs 20 --threads 4 --json bench.json
   hmpx bench train.py:build_model --inputs make_batch --variants auto frozen"""
 
-SETTINGS: Final = {"run-seconds": {"dest": "run_s"}}
-
 
 def run(options: argparse.Namespace) -> int:
     """Runs the variants, prints the table and writes the requested file."""
@@ -79,9 +77,8 @@ def run(options: argparse.Namespace) -> int:
             functools.partial(_inputs, source, options.inputs),
             variants=options.variants,
             device=options.device,
-            progress=None
-            if options.quiet
-            else functools.partial(print, file=sys.stderr, flush=True),
+            progress=not options.no_progress
+            and functools.partial(print, file=sys.stderr, flush=True),
             **{key: value for key, value in given.items() if value is not None},
             **list_options(options),
         )

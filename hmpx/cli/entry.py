@@ -12,15 +12,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
-from .. import __version__
+from .. import __version__, renames
 from ..errors import HmpxError, HmpxWarning, suggestion
 from . import output
 from .options import add_command
 
 #: Modules of this package, with ``_`` for ``-``, in the order of ``hmpx --help``.
 _COMMANDS: Final = (
-    "run", "report", "bench", "plan", "tune", "check", "lint", "diff", "diff-runs", "lists", "ops",
-    "doctor", "completion",
+    "run", "report", "compare", "draw", "bench", "plan", "tune", "check", "lint", "diff", "diff-runs",
+    "lists", "ops", "doctor", "completion",
 )  # fmt: skip
 
 
@@ -40,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole.print_help()
         return 0
     _check_command(whole, given[0])
+    for old, new in renames.OPTIONS.get(given[0], {}).items():
+        for at, word in enumerate(given):
+            if word.partition("=")[0] == old:
+                given[at] = new + word[len(old) :]
+                output.complain(f"{old} is now {new}; the old name ends with the next version")
     options, unknown = whole.parse_known_args(given)
     if unknown:
         known = list(options.parser._option_string_actions)
@@ -60,7 +65,7 @@ _FUNCTIONS: Final = {
     "record": "hmpx run --report FILE SCRIPT",
     "trace": "hmpx run --trace FILE SCRIPT",
     "watch": "hmpx run --watch raise SCRIPT",
-    **dict.fromkeys(("compare", "draw", "freeze"), ""),
+    "freeze": "",
 }
 
 #: Options of other programs, with ``_`` for ``-`` -> options of ``hmpx run``.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..errors import HmpxError, raised_here, said_by, short, suggestion
 from ..places import located
@@ -33,6 +34,42 @@ def split(text: str, default: str = "") -> tuple[str, str]:
             f"{text!r}: name a file and a function in it, as in train.py:build_model"
         )
     return source, name
+
+
+#: Options that name the functions of a program.
+MODEL: Final = """\
+model FILE.py:FUNCTION  the function that returns the model
+--inputs FUNCTION=inputs  function that returns its inputs, or a batch; default: inputs"""
+PROGRAM: Final = f"""\
+{MODEL}
+--forward-step FUNCTION  function of the model and a batch that returns the output, for training batches
+--loss-fn FUNCTION  function of the output and the batch that returns the loss"""
+
+#: What to say of them.
+ABOUT_PROGRAM: Final = """\
+FUNCTION returns the model. That of --inputs returns its inputs: a tuple of arguments, a dict of arguments by
+name, or the only one. Functions of the same file need no FILE.py: or MODULE: of their own. The file is imported,
+so its training belongs under `if __name__ == "__main__":`."""
+
+
+def run_on(
+    options: argparse.Namespace, run: Callable[[argparse.Namespace, dict[str, Any]], int]
+) -> int:
+    """Returns the exit status of ``run``, which gets the functions of `PROGRAM` by name; 2 if one of them fails."""
+    source, name = split(options.model)
+    places = {"model": (source, name)}
+    for each in ("inputs", "forward_step", "loss_fn"):
+        if getattr(options, each, None):
+            places[each] = split(getattr(options, each), source)
+    with as_program(source):
+        given = {each: found(*place) for each, place in places.items()}
+        try:
+            return run(options, given)
+        except HmpxError:
+            raise
+        except Exception as error:  # from the model, or another function of the program
+            scripts.show_uncaught(error)
+            return 2
 
 
 @contextlib.contextmanager

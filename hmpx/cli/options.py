@@ -141,6 +141,15 @@ def list_options(options: argparse.Namespace) -> dict[str, Any]:
     return {**given, "exclude": options.exclude.split(",")} if options.exclude else given
 
 
+#: The option of the devices.
+DEVICE_TYPES: Final = "--device-types T[,T]  cast tensors on these devices, such as cuda; default: the accelerator's, else cpu"
+
+
+def device_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the given devices, as an argument of `hmpx.convert`."""
+    return {"device_types": options.device_types.split(",")} if options.device_types else {}
+
+
 def only_given(**arguments: Any) -> dict[str, Any]:
     """Returns the arguments that the user gave: those that are neither empty nor False."""
     return {name: value for name, value in arguments.items() if value}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Final
+from typing import Any, Final
 
-from ..errors import HmpxError
-from . import functions, output, scripts
+from . import functions, output
 from .options import list_options
 
-TEXT: Final = """\
+TEXT: Final = f"""\
 estimate a training step: dtypes, memory, casts
 ---
 hmpx plan FILE.py:FUNCTION [--inputs FUNCTION] [--device TYPE] [options]
@@ -19,9 +18,7 @@ Runs a training step on tensors without values: in float32, under torch.autocast
 hmpx. Prints the ops in low precision and the memory of tensors. It needs neither the device
 nor the memory, whatever the size of the model.
 ---
-model FILE.py:FUNCTION  the function that returns the model
---inputs FUNCTION=inputs  function that returns its inputs; default: inputs
---loss FUNCTION  function of the model's output that returns the loss
+{functions.PROGRAM}
 --device TYPE  cpu, cuda, hpu, ..., present or not; default: the one here
 --optimizer NAME=AdamW  of torch.optim, also with options: "SGD momentum=0.9"; none for none; default: AdamW
 --inference  plan a forward instead of a training step
@@ -31,9 +28,7 @@ model FILE.py:FUNCTION  the function that returns the model
 --json FILE  write the figures as JSON
 list options
 ---
-FUNCTION returns the model. That of --inputs returns its inputs: a tuple of arguments, a dict of arguments
-by name, or a tensor. --inputs and --loss name functions of the same file, or have a FILE.py: or
-MODULE: of their own. The file is imported, so its training belongs under `if __name__ == "__main__":`.
+{functions.ABOUT_PROGRAM}
 
 exit status:
   0; 2 if the model can't be planned, or the arguments are wrong
@@ -48,33 +43,20 @@ def run(options: argparse.Namespace) -> int:
     """Plans, prints the plan and writes the requested files."""
     output.check_writable("--html", options.html)
     output.check_writable("--json", options.json)
-    source, name = functions.split(options.model)
-    with functions.as_program(source):
-        return _run(options, source, name)
+    return functions.run_on(options, _run)
 
 
-def _run(options: argparse.Namespace, source: str, name: str) -> int:
-    model = functions.found(source, name)
-    inputs = functions.found(*functions.split(options.inputs, source))
-    loss = options.loss and functions.found(*functions.split(options.loss, source))
+def _run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     from ..planning import plan  # slow to import
 
-    try:
-        found = plan(
-            model,
-            inputs,
-            options.device,
-            loss_fn=loss,
-            optimizer=None if options.optimizer.lower() == "none" else options.optimizer,
-            training=False if options.inference else None,
-            small=options.small,
-            **list_options(options),
-        )
-    except HmpxError:
-        raise
-    except Exception as error:  # from the model, or another function of the program
-        scripts.show_uncaught(error)
-        return 2
+    found = plan(
+        **given,
+        device=options.device,
+        optimizer=None if options.optimizer.lower() == "none" else options.optimizer,
+        training=False if options.inference else None,
+        small=options.small,
+        **list_options(options),
+    )
     lines = str(found).splitlines()
     if options.world_size is not None:
         lines += ["", *found.ranks(options.world_size).splitlines()]

@@ -17,9 +17,11 @@ from ..tracing import trace
 from ..watching import watch
 from . import output, run_report, scripts
 from .options import (
+    DEVICE_TYPES,
     add_computing_options,
     add_options,
     computing_options,
+    device_options,
     list_options,
     only_given,
 )
@@ -28,7 +30,7 @@ from .scripts import ScriptError
 _HABANA: Final = "habana_frameworks"
 
 
-TEXT: Final = """\
+TEXT: Final = f"""\
 convert torch, then run an unmodified script
 ---
 hmpx run [options] SCRIPT [ARGS...]
@@ -38,7 +40,7 @@ Converts torch, then runs SCRIPT as `python SCRIPT ARGS` would.
 Options of hmpx go before SCRIPT; everything after it belongs to the script.
 ---
 list options
---device-types T[,T]  cast tensors on these devices, such as cuda; default: the accelerator's, else cpu
+{DEVICE_TYPES}
 --report FILE  record the run, and write each op's dtype, reason and cost to FILE: .html, .json, .csv or
   .txt; each rank writes its own
 --watch raise|log  name the first op that turns finite values into NaN or infinity: as an error before the
@@ -150,8 +152,7 @@ def _trace(options: argparse.Namespace) -> trace:
 
 def _run_options(options: argparse.Namespace) -> dict[str, Any]:
     verbose = "once" if options.verbose else "hmp" if options.verbose_hmp else options.verbose_each
-    types = options.device_types.split(",") if options.device_types else None
-    more = only_given(isVerbose=verbose, device_types=types) | computing_options(options)
+    more = only_given(isVerbose=verbose) | device_options(options) | computing_options(options)
     tried = os.environ.get(POLICY_VARIABLE)
     if not tried:
         return {**list_options(options), **more}

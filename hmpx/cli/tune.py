@@ -27,6 +27,7 @@ environment variable HMPX_POLICY names the policy under test, which overrides th
 --runs N=1  how many runs must pass; default: 1
 --timeout SECONDS  time limit of a run, which fails if it takes longer
 --budget N=200  largest number of runs; default: 200
+--no-progress  print only the result
 ---
 exit status:
   0 if lists were found, after Ctrl-C the best so far; 130 if it was interrupted before any was tried;
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     # SIGTERM ends the search and its running command, like Ctrl-C.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        best = tune_by_check(check)
+        best = tune_by_check(check, not options.no_progress)
     except KeyboardInterrupt:
         what = "interrupted before any policy was tried; the same command continues the search"
         output.complain(what)

@@ -55,7 +55,7 @@ def bench(
     threads: int | None = None,
     clock: str = "wall",
     seed: int = 0,
-    progress: Callable[[str], object] | None = None,
+    progress: bool | Callable[[str], object] = True,
     **conversion: Any,
 ) -> Bench:
     """Measures a program's own step in float32, under torch.autocast, and under hmpx.
@@ -78,7 +78,7 @@ def bench(
         threads: torch's number of threads; None leaves it unchanged.
         clock: ``"wall"``, or ``"cpu"`` for the processor time of this process.
         seed: Seed of all random generators.
-        progress: Called with a line of text before each turn.
+        progress: Whether to print a line to stderr every ten seconds, or a function that takes each line.
         **conversion: Options of `hmpx.convert` for all hmpx variants.
 
     Returns:
@@ -106,6 +106,7 @@ def bench(
         raise OptionError(f"run_s must be seconds, 0 or more, not {shown(run_s)}")
     if threads is not None:
         threads = arguments.whole("threads", threads, 1)
+    say = arguments.progress(progress)
     session.check_names(bench, conversion)
     for name, ours in _DECIDED.items():
         if name in conversion:
@@ -127,7 +128,7 @@ def bench(
         for runner in _runners(make, inputs, names, conditions, seed):
             on_exit.callback(runner.close)
             runners.append(runner)
-        finished = _finished(runners, runs, warmup, run_s, progress)
+        finished = _finished(runners, runs, warmup, run_s, say)
         measured = _summarized(runners)
         is_interrupted = finished < runs
         notes = [f"Interrupted: {finished} of {runs} runs."] if is_interrupted else []
@@ -274,14 +275,13 @@ def _finished(
     runs: int,
     warmup: int,
     run_s: float,
-    progress: Callable[[str], object] | None = None,
+    say: Callable[[str], object],
 ) -> int:
     """Warms up each variant, fp32 first, then runs them in turns, in reversed order every other turn.
 
     A variant whose step raises an error keeps the error and takes no more turns. Ctrl-C after the first
     turn ends all of them and keeps the measurements.
     """
-    say = progress or (lambda line: None)
     for runner in runners:
         say(f"{runner.variant.label}: warming up")
         _tried(runner, lambda each=runner: each.warm_up(warmup, run_s))  # type: ignore[misc]

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from .. import arguments, session
 from ..comparing import may_read
-from ..errors import OptionError, raised_here, short, shown, to_the_end, warn
+from ..errors import OptionError, raised_here, short, to_the_end, warn
 from ..files import unwritable
 from ..observers import Attached, CallTensors, OpCall
 from ..policy import load_policy, matches
@@ -40,7 +40,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
     Args:
         path: The file; an earlier one is replaced.
         steps: Numbers of the steps to trace, from 0: ``range(10)``. All by default.
-        every: Traces one step in ``every``, beginning with the first.
+        every: Traces one step out of ``every``, from the first on.
         modules: Globs of module names; only calls in these modules are traced.
 
     Raises:
@@ -65,13 +65,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
         if not isinstance(path, (str, os.PathLike)):
             raise OptionError(f"a trace is written to a path, not to {short(str(path))}")
         self._path = Path(os.fspath(path)).absolute()  # the program may change its directory
-        try:
-            self._steps = None if steps is None else frozenset(steps)
-        except TypeError:
-            raise OptionError(
-                f"steps must be numbers of steps, such as range(3), not {shown(steps)}"
-            ) from None
-        self._every = arguments.whole("every", every, 1)
+        self._chosen = arguments.chosen_steps(steps, every)
         self._modules = arguments.texts("modules", modules)
         self._block: contextlib.ExitStack | None = None
         self._model: nn.Module | None = None  # the one that names parameters
@@ -109,8 +103,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
             warn(f"nothing was traced: no call was in the modules {', '.join(self._modules)}")
 
     def _is_traced(self) -> bool:
-        is_chosen = self._steps is None or self._step in self._steps
-        return is_chosen and self._step % self._every == 0 and self._writer.is_open
+        return self._chosen(self._step) and self._writer.is_open
 
     def _follow(self) -> None:
         """Observes calls in steps to trace, and in no others."""

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
+from .. import arguments
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
 from ..errors import OptionError, raised_here
 from ..files import make_directory, unwritable
@@ -23,7 +24,7 @@ from .candidates import Candidate, Costs, Kept, Outcome, assigned, by_module, by
 from .profiling import called_spots, observing_policy
 from .request import low_type_name
 from .result import CHECK, Tuned
-from .runner import Journal, Searching, progress_of
+from .runner import Journal, Searching
 
 #: The file of a run with the command's output.
 OUTPUT: Final = "output.txt"
@@ -58,7 +59,7 @@ class Check:
     budget: int = 200
 
 
-def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
+def tune_by_check(check: Check, progress: bool = True) -> Tuned:
     """Returns the smallest set of ops to keep in fp32 with which a command succeeds.
 
     Raises:
@@ -68,12 +69,12 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
     low_type = low_type_name(check.low_precision_type)
     try:
         make_directory(check.directory)
-        return _tuned(check, low_type, is_shown=is_shown)
+        return _tuned(check, low_type, arguments.progress(progress))
     except raised_here(OSError) as error:
         raise unwritable(check.directory, error) from error
 
 
-def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
+def _tuned(check: Check, low_type: str, show: Callable[[str], object]) -> Tuned:
     header = {"hmpx": __version__, "command": check.command, "low_precision_type": low_type}
     header |= {"by": check.by, "runs": str(check.runs)}
     journal = Journal(os.fspath(check.directory / "journal.jsonl"), header)
@@ -87,7 +88,7 @@ def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
         _TOLERANCE,
         journal,
         check.budget,
-        progress_of(is_shown=is_shown),
+        show,
         about={"metric": CHECK, "low_precision_type": low_type},
     )
     if searching.outcome(frozenset(each.name for each in found), "all fp32").error != _PASSES:

@@ -25,7 +25,7 @@ from .evaluating import Task
 from .profiling import scores_of, spots_of
 from .request import FRESH, Request
 from .result import Tuned
-from .runner import Journal, Searching, progress_of
+from .runner import Journal, Searching
 from .search import sets_of
 
 
@@ -49,7 +49,7 @@ def tune(
     seed: int = 0,
     budget: int = 200,
     journal: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    progress: bool | Callable[[str], object] = True,
 ) -> Tuned:
     """Finds the smallest set of ops to keep in fp32 for a model to keep its accuracy.
 
@@ -88,7 +88,8 @@ def tune(
         seed: Seed of random numbers in the model.
         budget: Most evaluations. Once spent, the best set so far is returned.
         journal: A file of results, from which an interrupted search continues.
-        progress: Whether to print a line to stderr every ten seconds. All are logged at level INFO.
+        progress: Whether to print a line to stderr every ten seconds, or a function that takes each line. All are
+            logged at level INFO.
 
     Returns:
         The set and the evidence; after Ctrl-C the best set so far.
@@ -110,7 +111,7 @@ def tune(
         (['add', 'sub'], 1.0)
     """
     given = dict(locals())
-    is_shown = arguments.truth("progress", given.pop("progress"))
+    show = arguments.progress(given.pop("progress"))
     with unchanged(None):  # data loaders draw random numbers
         request = Request(**given)
     with unchanged(model, request.batches, forward_step, loss_fn) as request.state:
@@ -133,7 +134,7 @@ def tune(
             request.tolerance,
             results,
             request.budget,
-            progress_of(is_shown=is_shown),
+            show,
             shipped,
             has_fresh=FRESH in request.batches,
             is_noisy=request.measure is not None,

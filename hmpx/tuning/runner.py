@@ -6,8 +6,6 @@ import functools
 import json
 import math
 import os
-import sys
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +42,7 @@ class Searching:
     tolerance: float
     journal: Journal
     budget: int  # most evaluations
-    show: Callable[[str], object] = LOGGER.info  # takes a line on each evaluation
+    show: Callable[[str], object] = LOGGER.debug  # takes a line on each evaluation
     shipped: Sequence[Kept] = ()  # sets that shipped lists keep
     has_fresh: bool = False  # fresh inputs check the set at the end
     is_noisy: bool = False  # errors depend on the tolerance, which determines the number of samples
@@ -95,10 +93,12 @@ class Searching:
         )
         passes = error <= tolerance
         self.path.append(Evaluation(kept, stage, error, passes))
-        self.show(
+        line = (
             f"tune: evaluation {len(self.path)}, {stage}: {len(kept)} of {len(self.candidates)} in "
             f"fp32, error {error:.3g} {'passes' if passes else 'fails'}"
         )
+        LOGGER.info("%s", line)
+        self.show(line)
         return found
 
     def _checked(self, everything: Kept) -> Tuned:
@@ -264,24 +264,3 @@ class Journal:
                 os.fsync(file.fileno())
         except raised_here(OSError, ValueError) as error:
             raise unwritable(self._path, error) from error
-
-
-# --- progress ----------------------------------------------------------------------------------------
-
-
-#: Between two lines of progress on stderr.
-_PAUSE_S: Final = 10.0
-
-
-def progress_of(*, is_shown: bool) -> Callable[[str], None]:
-    """Returns a function that logs a line and, if the last one is long ago, prints it to stderr."""
-    last_s = time.monotonic()
-
-    def show(line: str) -> None:
-        nonlocal last_s
-        LOGGER.info("%s", line)
-        if is_shown and time.monotonic() - last_s >= _PAUSE_S:
-            last_s = time.monotonic()
-            sys.stderr.write(f"{line}\n")
-
-    return show

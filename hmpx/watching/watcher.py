@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -18,6 +18,7 @@ from .. import arguments, session
 from ..errors import NonFiniteError, OptionError, noted, shown, to_the_end
 from ..observers import LOGGER, Attached, OpCall, Values
 from ..patches import SCALERS
+from ..renames import old_window
 from ..tensors import floating_in, node_of
 from ..torch_internals import uncompiled, unseen
 from ..torch_state import state_of_random_numbers
@@ -59,13 +60,12 @@ class Watch:
     def __init__(
         self,
         mode: Mode,
-        every: int,
         step: Callable[..., Any] | None,
-        steps: tuple[int, float],
+        chosen: Callable[[int], bool],
         underflow: float,
     ) -> None:
         self.offences: list[Offence] = []
-        self._mode, self._every, self._closure, self._window = mode, every, step, steps
+        self._mode, self._closure, self._chosen = mode, step, chosen
         self._notes, self._judge = Notes(), Judge()
         self._scaling, self._underflow = _LossScaling(), UnderflowCounts(underflow)
         self._block: Generator[None, None, None] | None = None
@@ -191,8 +191,7 @@ class Watch:
 
     def _pause_or_resume(self, *_: Any) -> None:
         """Observes calls only in watched steps; also a hook after an optimizer's step."""
-        first, end = self._window
-        is_watched = first <= self._number < end and (self._number - first) % self._every == 0
+        is_watched = self._chosen(self._number)
         if self._attached is None:
             return
         self._notes.step = self._number
@@ -371,7 +370,7 @@ def watch(
     mode: Mode = "raise",
     every: int = 1,
     step: Callable[..., Any] | None = None,
-    steps: range | tuple[int, int] | None = None,
+    steps: Iterable[int] | None = None,
     underflow: bool | float = False,
 ) -> Watch:
     """Returns a context manager that reports the first op that makes finite values NaN or infinite.
@@ -384,10 +383,10 @@ def watch(
     Args:
         mode: ``"raise"`` raises an error at the end of the step, before the optimizer changes any weight;
             ``"log"`` logs through ``logging.getLogger("hmpx")``; ``"collect"`` only keeps what it finds.
-        every: Watches one step out of ``every``; the others cost next to nothing.
+        every: Watches one step out of ``every``, from the first on; the others cost next to nothing.
         step: One step as a function, without the optimizer's, for `Watch.step` to run. Only its result and
             gradients are checked; if they are not finite, it runs again with every op watched.
-        steps: The first step to watch, and the one to stop before: a range or a pair.
+        steps: The steps to watch, from 0: ``range(1000, 1010)``. All by default.
         underflow: Also samples values that casts to low precision make zero or subnormal: True, or the
             share of calls to sample.
 
@@ -402,9 +401,10 @@ def watch(
     """
     if mode not in ("raise", "log", "collect"):
         raise OptionError(f'mode must be "raise", "log" or "collect", not {shown(mode)}')
-    arguments.whole("every", every, 1)
+    if isinstance(steps, tuple) and len(steps) == 2:
+        steps = old_window(steps)
     if step is not None and not callable(step):
         raise OptionError(f"step must be a function that runs one step, not {shown(step)}")
     if not (isinstance(underflow, (bool, int, float)) and 0 <= underflow <= 1):
         raise OptionError(f"underflow must be a bool or a share of calls, not {shown(underflow)}")
-    return Watch(mode, every, step, arguments.first_and_end("steps", steps), float(underflow))
+    return Watch(mode, step, arguments.chosen_steps(steps, every), float(underflow))

@@ -55,7 +55,7 @@ def test_it_prints_a_plan(script: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_functions_options_and_files(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each has its argument."""
     arguments = [
-        "plan", "models_to_plan:Models.build", "--inputs", "wide", "--loss", f"{script}:loss",
+        "plan", "models_to_plan:Models.build", "--inputs", "wide", "--loss-fn", f"{script}:loss",
         "--device", "cuda", "--optimizer", "SGD momentum=0.9", "--world-size", "2", "--html",
         "plan.html", "--json", "plan.json", "--opt-level", "O2",
     ]  # fmt: skip

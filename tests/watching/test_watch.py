@@ -88,13 +88,39 @@ def test_one_step_of_several_is_watched() -> None:
     assert w.first is not None and w.first.step == 3
 
 
-@pytest.mark.parametrize("steps", [(2, 4), range(2, 4)])
+@pytest.mark.parametrize("steps", [[2, 3], range(2, 4)])
 def test_a_window_of_steps_is_watched(steps: Any) -> None:
     with convert(), hmpx.watch("collect", steps=steps) as w:
         for _ in range(6):
             torch.exp(torch.full((2,), BAD))
             w.step()
     assert [each.step for each in w.offences] == [2, 3]
+
+
+def test_a_pair_of_steps_still_works() -> None:
+    """Under a warning, since elsewhere it would be two steps."""
+    with pytest.warns(DeprecationWarning, match=r"steps=\(2, 4\) is now steps=range\(2, 4\)"):
+        w = hmpx.watch("collect", steps=(2, 4))
+    with convert(), w:
+        for _ in range(6):
+            torch.exp(torch.full((2,), BAD))
+            w.step()
+    assert [each.step for each in w.offences] == [2, 3]
+
+
+@pytest.mark.parametrize("steps", [3, "first", [], [-1], [None]])
+@pytest.mark.parametrize("tool", [hmpx.watch, lambda steps: hmpx.trace("a.hmpx", steps=steps)])
+def test_wrong_steps_are_errors(tool: Any, steps: Any) -> None:
+    with pytest.raises(hmpx.OptionError, match=r"steps (must be|are) number"):
+        tool(steps=steps)
+
+
+def test_every_counts_from_the_first_step_chosen() -> None:
+    with convert(), hmpx.watch("collect", steps=range(1, 6), every=2) as w:
+        for _ in range(8):
+            torch.exp(torch.full((2,), BAD))
+            w.step()
+    assert [each.step for each in w.offences] == [1, 3, 5]
 
 
 def test_a_closure_is_run_again_op_by_op_on_the_same_random_numbers() -> None:
