@@ -23,6 +23,9 @@ from typing import Any, Final, TypeVar
 _Error = TypeVar("_Error", bound=BaseException)
 
 
+_Hmpx = TypeVar("_Hmpx", bound="HmpxError")
+
+
 class HmpxError(Exception):
     """Base of every error that hmpx raises deliberately."""
 
@@ -30,15 +33,15 @@ class HmpxError(Exception):
         return lined(super().__str__().split("\n"))
 
 
-class OpListError(HmpxError):
+class OpListError(HmpxError, ValueError):
     """An op list can't be read, or contradicts itself or another list."""
 
 
-class OptionError(HmpxError):
-    """An argument of a public function has an invalid value."""
+class OptionError(HmpxError, ValueError, TypeError):
+    """An argument of a public function has an invalid value or type."""
 
 
-class PolicyFileError(HmpxError):
+class PolicyFileError(HmpxError, ValueError):
     """A policy file can't be read, or is not a policy."""
 
 
@@ -90,6 +93,22 @@ class ContractError(HmpxError):
         self.breach = breach
 
 
+#: Classes made by `also`.
+_ALSO: Final[dict[tuple[type, type], Any]] = {}
+
+
+def also(error: type[_Hmpx], builtin: type[Exception], *args: Any) -> _Hmpx:
+    """Returns an error that is one of Python's, too: an `OSError` for a file, a `TypeError`."""
+    if (error, builtin) not in _ALSO:
+        members = {
+            "__module__": error.__module__,
+            "__doc__": error.__doc__,  # and pickle finds no class by this name
+            "__reduce__": lambda self: (also, (error, builtin, *self.args)),
+        }
+        _ALSO[error, builtin] = type(error.__name__, (error, builtin), members)
+    return _ALSO[error, builtin](*args)  # type: ignore[no-any-return]
+
+
 class HmpxWarning(UserWarning):
     """Part of the user's input was ignored, and hmpx went on without it."""
 
@@ -115,7 +134,14 @@ def warn(message: str, category: type[Warning] = HmpxWarning) -> None:
 
 
 def raised_here(*kinds: type[_Error]) -> tuple[type[_Error], ...]:
-    """Returns ``kinds``, for an ``except`` clause, unless a signal handler or a mode of the program has raised the error."""
+    """Returns ``kinds``, for an ``except`` clause, unless a signal handler or a mode of the program has raised the error.
+
+    A deliberate error is none of Python's kinds here, although users may catch it as one.
+    """
+    if isinstance(sys.exc_info()[1], HmpxError):
+        kinds = tuple(
+            each for each in kinds if not issubclass(each, (ValueError, TypeError, OSError))
+        )
     entry, frames, is_raised = sys.exc_info()[2], [], False
     while entry and (entry := entry.tb_next):  # the first one is of the code itself
         frames.append(entry.tb_frame)

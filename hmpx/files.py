@@ -21,6 +21,7 @@ from .errors import (
     OpListError,
     OptionError,
     PolicyFileError,
+    also,
     cut,
     passing_over,
     raised_here,
@@ -67,21 +68,22 @@ def opened(path: str | os.PathLike[str], kind: Kind) -> Iterator[BinaryIO]:
         with open(path, "rb", opener=_open_at_once) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise kind.error(
-                    f"{name}: a pipe or a device, not {kind.name}; write its content to a file"
-                )
+                said = f"{name}: a pipe or a device, not {kind.name}; write its content to a file"
+                raise also(kind.error, OSError, said)
             if found.st_size > kind.most:
                 raise kind.error(
                     f"{name}: {found.st_size:,} bytes; {kind.name} has {kind.most:,} at most"
                 )
             yield file
     except raised_here(FileNotFoundError):
-        raise kind.error(f"{name}: no such file; give the path of {kind.name}") from None
+        said = f"{name}: no such file; give the path of {kind.name}"
+        raise also(kind.error, FileNotFoundError, said) from None
     except raised_here(IsADirectoryError):
-        raise kind.error(f"{name}: a directory, not {kind.name}; give a file's path") from None
+        said = f"{name}: a directory, not {kind.name}; give a file's path"
+        raise also(kind.error, IsADirectoryError, said) from None
     except raised_here(OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise kind.error(f"{name}: can't be read: {reason}") from error
+        raise also(kind.error, OSError, f"{name}: can't be read: {reason}") from error
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -219,11 +221,11 @@ def write(data: bytes, path: str | os.PathLike[str]) -> None:
         raise unwritable(path, error) from error
 
 
-def unwritable(path: str | os.PathLike[str], error: BaseException) -> OptionError:
+def unwritable(path: str | os.PathLike[str], error: BaseException) -> HmpxError:
     """Returns the error about a file that can't be written."""
     # The error's text may name a temporary file.
     why = (isinstance(error, OSError) and error.strerror) or said_by(error)
-    return OptionError(f"can't write {short(os.fspath(path))}: {why}")
+    return also(OptionError, OSError, f"can't write {short(os.fspath(path))}: {why}")
 
 
 def make_directory(path: str | os.PathLike[str]) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .arguments import has_run, items
-from .errors import OptionError, cut, raised_here, said_by, shown
+from .errors import HmpxError, OptionError, cut, raised_here, said_by, shown
 
 #: Tools that take a forward step.
 _TRAINING: Final = ("compare", "plan", "tune")
@@ -108,7 +108,8 @@ class Steps:
             return function(output, batch)
         except raised_here(Exception) as error:
             is_torchs = str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
-            if not is_torchs and not isinstance(error, (TypeError, AttributeError)):
+            is_of_types = isinstance(error, (TypeError, AttributeError))
+            if isinstance(error, HmpxError) or not (is_torchs or is_of_types):
                 raise
             name = _name(function)
             raise OptionError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import arguments, number_formats, patches, session, torch_state
 from ..compute import prepare
-from ..errors import FreezeError, OptionError, printable, warn
+from ..errors import FreezeError, OptionError, also, printable, warn
 from ..inputs import arguments_of
 from ..policy import LowType
 from ..renames import renamed
@@ -97,6 +97,9 @@ def freeze(
     store = arguments.choice("store", store, _STORES)
     keep_fp32 = arguments.truth("keep_fp32", keep_fp32)
     has_example = any(arguments_of(inputs))
+    if not isinstance(model, nn.Module):
+        said = f"hmpx.freeze takes a torch.nn.Module, not {type(model).__name__}; pass the model itself"
+        raise also(FreezeError, TypeError, f"{said}, then its example inputs")
     if compute is not None:
         arguments.choice("compute", compute, ("float32",))
     if (compute is not None) != (store in _LAYER_CAST):
@@ -176,12 +179,7 @@ def _frozen(
     return frozen
 
 
-def _checked(model: object, *, has_example: bool) -> session.Session:
-    if not isinstance(model, nn.Module):
-        raise FreezeError(
-            f"hmpx.freeze takes a torch.nn.Module, not {type(model).__name__}; pass the model "
-            "itself, then its example inputs"
-        )
+def _checked(model: nn.Module, *, has_example: bool) -> session.Session:
     name = type(model).__name__
     if not has_example:
         raise FreezeError(
@@ -217,10 +215,8 @@ def _check_free(model: nn.Module) -> None:
         )
 
 
-def _layer_cast(model: object, dtype: torch.dtype, outputs: str, *, keep_fp32: bool) -> Frozen:
+def _layer_cast(model: nn.Module, dtype: torch.dtype, outputs: str, *, keep_fp32: bool) -> Frozen:
     """Stores all float32 parameters in ``dtype``, to be upcast where modules read them."""
-    if not isinstance(model, nn.Module):
-        raise FreezeError(f"hmpx.freeze takes a torch.nn.Module, not {type(model).__name__}")
     if session.current() is not None:
         raise FreezeError(
             "torch is converted, so ops would not compute in float32; call hmpx.revert() before "
