@@ -146,7 +146,7 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
             gradients=compared_gradients(gradients),
             loss=exact.loss,
             low_loss=low.loss,
-            output_rel=relative(low.outputs, exact.outputs),
+            output_error=relative(low.outputs, exact.outputs),
             output_notes=different(low, exact),
             unmatched=shadow.unmatched,
             backward_error=error,

@@ -12,6 +12,7 @@ import torch
 
 from .. import number_formats
 from ..errors import brief
+from ..renames import renamed_fields
 from ..reports import (
     CHART_WIDTH,
     Column,
@@ -46,6 +47,7 @@ SCHEMA: Final = 2
 _MOST_ROWS, _MOST_GRADIENTS, _MOST_NOTES, _MOST_IN_NOTEBOOK = 15, 3, 5, 30
 
 
+@renamed_fields(output_rel="output_error")
 @dataclass(frozen=True)
 class Comparison(Written):
     """The effect of low precision on each call of a model.
@@ -57,7 +59,7 @@ class Comparison(Written):
         gradients: A row per parameter, largest relative difference first.
         loss: The loss in float32; NaN without ``loss_fn``.
         low_loss: The loss in low precision; NaN without ``loss_fn``.
-        output_rel: Norm of the difference over the float32 norm, over all floating-point outputs. Python
+        output_error: Norm of the difference over the float32 norm, over all floating-point outputs. Python
             floats count only if the model returns no floating-point tensor or array.
         output_notes: Differences in other outputs, and outputs that can't be compared.
         unmatched: Number of calls that the model makes in float32 only.
@@ -74,7 +76,7 @@ class Comparison(Written):
     gradients: tuple[ComparedGradient, ...] = ()
     loss: float = math.nan
     low_loss: float = math.nan
-    output_rel: float = math.nan
+    output_error: float = math.nan
     output_notes: tuple[str, ...] = ()
     unmatched: int = 0
     backward_error: str | None = None
@@ -206,8 +208,8 @@ def _verdict(comparison: Comparison) -> list[str]:
         parts.append(
             f"loss {comparison.loss:.6g} in fp32, {comparison.low_loss:.6g} in low precision"
         )
-    if not math.isnan(comparison.output_rel):
-        differ = exponential(comparison.output_rel)
+    if not math.isnan(comparison.output_error):
+        differ = exponential(comparison.output_error)
         parts.append(f"outputs differ by {differ}, relative to their norm")
     parts += map(clean, comparison.output_notes[:_MOST_NOTES])
     if len(comparison.output_notes) > _MOST_NOTES:

@@ -86,7 +86,7 @@ def test_without_a_loss_the_effect_is_that_on_the_outputs():
     model = nn.Linear(64, 64)
     x = torch.randn(64, 64)
     found = hmpx.compare(model, x, **low("linear"))
-    assert found.rows[0].effect == pytest.approx(found.output_rel, rel=0.1)
+    assert found.rows[0].effect == pytest.approx(found.output_error, rel=0.1)
     assert math.isnan(found.loss)
 
 

@@ -25,7 +25,7 @@ def comparison():
 
 def test_text_is_of_80_columns(comparison):
     long = replace(comparison.rows[0], module="a.very.long.name" * 10, site="/x" * 90, lost=1234)
-    shown = str(Comparison(rows=(long, *comparison.rows) * 20, output_rel=0.01))
+    shown = str(Comparison(rows=(long, *comparison.rows) * 20, output_error=0.01))
     assert max(map(len, shown.splitlines())) <= 80
     assert "1,234 n" in shown
     assert "... and 65 more; .rows has all" in shown
@@ -95,7 +95,7 @@ def hostile(comparison):
             ),
         ),
         gradients=(*comparison.gradients, replace(comparison.gradients[0], name=HOSTILE)),
-        output_rel=0.01,
+        output_error=0.01,
         backward_error=HOSTILE,
     )
 

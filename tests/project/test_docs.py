@@ -80,13 +80,38 @@ def test_the_picture_of_the_rooms_is_that_of_the_layers() -> None:
 def test_the_api_page_has_the_menu() -> None:
     """Each name once."""
     text = (ROOT / "docs" / "api.md").read_text("utf-8")
-    listed = sorted(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    listed = re.findall(r"^### (\S+)$", text, re.MULTILINE)
+    rows = ("Row", "ComparedSite", "ComparedGradient", "RunDiffRow")
+    assert {each.rpartition(".")[2] for each in listed} > {*rows}
+    listed = sorted(each for each in listed if each.rpartition(".")[2] not in rows)
     constants = {"ALLOW", "DENY", "FOLLOW", "formats"}
     expected = [f"hmpx.{name}" for name in hmpx.__all__ if name not in constants]
     expected += [f"hmpx.formats.{name}" for name in hmpx.formats.__all__]
     expected += [f"hmpx.legalize.{name}" for name in hmpx.legalize.__all__]
     assert listed == sorted(expected)
     assert all(f"`hmpx.{name}`" in text for name in constants)
+
+
+@pytest.mark.parametrize(("file", "made"), [("PAGE", "page"), ("SIGNATURES", "signatures")])
+def test_the_api_page_and_the_signatures_are_those_of_the_code(file: str, made: str) -> None:
+    """`python scripts/api_page.py` writes both; a changed signature is a decision, not an accident."""
+    script = runpy.run_path(str(ROOT / "scripts" / "api_page.py"))
+    assert script[file].read_text("utf-8") == script[made]()
+
+
+def test_signatures_hold_all_names_arguments_and_fields() -> None:
+    """Of each kind of object."""
+    lines = (ROOT / "tests" / "golden" / "signatures.txt").read_text("utf-8").splitlines()
+    assert len(lines) == len(set(lines)) > 500
+    assert {
+        "hmpx.revert() -> None",
+        "hmpx.expect(contract: str | os.PathLike[str] | Mapping[str, Any], *, mode: Mode = 'raise')",
+        "hmpx.expect.of(model: Callable[..., object], inputs: Any) -> str",
+        "class hmpx.OptionError(HmpxError, ValueError, TypeError)",
+        "hmpx.Watch.first: Offence | None",
+        "hmpx.reports.Row.location: str",
+        "hmpx.CastPolicy: LOW, FP32, WIDEST, FOLLOW, FIRST, PASS",
+    } <= set(lines)
 
 
 def test_every_page_is_in_the_menu_of_the_site() -> None:

@@ -247,8 +247,8 @@ def test_lists_and_policy_files_have_no_faults(block: markdown.Block, folder: Pa
 
 
 def test_every_block_is_of_a_kind_that_is_checked() -> None:
-    """No other language; `text` is output or a list."""
-    kinds = {"", "text", "python", "sh", "console", "yaml", "json", "ini"}
+    """No other language; `text` is output or a list, and `pycon` the example of a docstring."""
+    kinds = {"", "text", "python", "pycon", "sh", "console", "yaml", "json", "ini"}
     unknown = [
         f"{markdown.name(document)}:{block.line}: {block.language}"
         for document in DOCUMENTS
