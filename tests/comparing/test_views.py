@@ -24,7 +24,7 @@ def comparison():
 
 
 def test_text_is_of_80_columns(comparison):
-    long = replace(comparison.rows[0], module="a.very.long.name" * 10, site="/x" * 90, lost=1234)
+    long = replace(comparison.rows[0], module="a.very.long.name" * 10, location="/x" * 90, lost=1234)
     shown = str(Comparison(rows=(long, *comparison.rows) * 20, output_error=0.01))
     assert max(map(len, shown.splitlines())) <= 80
     assert "1,234 n" in shown
@@ -58,7 +58,7 @@ def test_json_has_no_numbers_that_json_lacks(comparison):
     found = json.loads(Comparison(rows=(odd,)).to_json(), parse_constant=pytest.fail)
     assert found["rows"][0]["effect"] == "inf"
     assert found["loss"] == "nan"
-    assert found["hmpx_comparison"] == 1
+    assert found["hmpx_comparison"] == 2
 
 
 def test_the_page_escapes_what_users_wrote(comparison):
@@ -87,7 +87,7 @@ def hostile(comparison):
                 comparison.rows[0],
                 op=HOSTILE,
                 module=HOSTILE * 20,
-                site=HOSTILE,
+                location=HOSTILE,
                 reason=HOSTILE,
                 effect=math.nan,
                 sqnr_db=math.inf,

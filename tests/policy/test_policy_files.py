@@ -422,7 +422,7 @@ FAULTS: dict[str, tuple[str, str]] = {
         "pass"),
     "section without conditions": ("sections:\n- low: [mm]\n",
         "p.yaml:2: a section holds for every call; give it module or module_regex or module_class "
-        "or phase or min_numel or max_numel or ndim or device or dtype"),
+        "or mode or min_numel or max_numel or ndim or device or dtype"),
     "section of no module": ("sections:\n- module: []\n  low: [mm]\n",
         "p.yaml:2: module is empty; name at least one, or leave it out"),
     "section of no ndim": ("sections:\n- {ndim: [], low: [mm]}\n",
