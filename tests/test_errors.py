@@ -56,7 +56,7 @@ def test_the_nearest_is_suggested_of_names_that_are_alike() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "builtins"),
     [
-        (lambda: hmpx.convert(legalize="alway"), hmpx.OptionError, (ValueError, TypeError)),
+        (lambda: hmpx.convert(legalize="sometimes"), hmpx.OptionError, (ValueError, TypeError)),
         (lambda: hmpx.convert(nonsense=1), hmpx.OptionError, (ValueError, TypeError)),
         (
             lambda: hmpx.convert("no_such_list.txt"),

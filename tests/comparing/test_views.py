@@ -24,7 +24,9 @@ def comparison():
 
 
 def test_text_is_of_80_columns(comparison):
-    long = replace(comparison.rows[0], module="a.very.long.name" * 10, location="/x" * 90, lost=1234)
+    long = replace(
+        comparison.rows[0], module="a.very.long.name" * 10, location="/x" * 90, lost=1234
+    )
     shown = str(Comparison(rows=(long, *comparison.rows) * 20, output_error=0.01))
     assert max(map(len, shown.splitlines())) <= 80
     assert "1,234 n" in shown
