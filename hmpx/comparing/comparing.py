@@ -87,7 +87,12 @@ def compare(
     arguments.whole("passes", passes, 1)
     arguments.whole("seed", seed, 0)
     check_names(compare, conversion)
-    _check_unfrozen(model, inputs, forward_step)
+    reached = reached_by(model, inputs, forward_step).modules
+    if sealed := next((m for outer in reached for m in outer.modules() if is_sealed(m)), None):
+        raise FreezeError(
+            f"{type(sealed).__name__} is frozen: the weights that are stored low can't be compared "
+            "with float32; compare it before hmpx.freeze, or call undo() on what that returned"
+        )
     refuse_where_off("compare")
     with contextlib.ExitStack() as stack:
         state = stack.enter_context(unchanged(model, inputs, forward_step, loss_fn))
@@ -102,16 +107,6 @@ def compare(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(DisableAutocast())
         return _compared(runs, reference, passes, has_loss=loss_fn is not None)
-
-
-def _check_unfrozen(*given: Any) -> None:
-    for outer in reached_by(*given).modules:
-        for module in outer.modules():
-            if is_sealed(module):
-                raise FreezeError(
-                    f"{type(module).__name__} is frozen: the weights that are stored low can't be compared "
-                    "with float32; compare it before hmpx.freeze, or call undo() on what that returned"
-                )
 
 
 def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool) -> Comparison:

@@ -113,6 +113,11 @@ def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
     magnitudes = values.abs()
     is_value = magnitudes > 0
     exponents = torch.frexp(magnitudes).exponent - 1
+    ulps = values.new_full((), math.nan)  # the mean error in units in the last place
+    if within is not None:
+        least = math.frexp(within.smallest_normal)[1] - 1
+        steps = torch.ldexp(torch.ones_like(values), exponents.clamp(min=least) - (within.bits - 1))
+        ulps = ((rounded - values).abs() / steps).mean()
     numbers = torch.stack(
         [
             norm,
@@ -122,7 +127,7 @@ def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
             largest(reference),
             torch.where(is_value, magnitudes, math.inf).min(),
             lost,
-            _ulp(values, rounded, exponents, within),
+            ulps,
             is_value.sum().to(norm.dtype),
             (is_value & (rounded == 0)).sum().to(norm.dtype),
         ]
@@ -136,15 +141,6 @@ def largest(tensor: Tensor) -> Tensor:
     """Returns the largest magnitude."""
     low, high = torch.aminmax(tensor)
     return torch.maximum(-low, high)
-
-
-def _ulp(values: Tensor, rounded: Tensor, exponents: Tensor, within: Limits | None) -> Tensor:
-    """Returns the mean error in units in the last place of the low-precision type."""
-    if within is None:
-        return values.new_full((), math.nan)
-    least = math.frexp(within.smallest_normal)[1] - 1
-    ulps = torch.ldexp(torch.ones_like(values), exponents.clamp(min=least) - (within.bits - 1))
-    return ((rounded - values).abs() / ulps).mean()
 
 
 def effect(gradient: Tensor, difference: Tensor) -> Tensor:

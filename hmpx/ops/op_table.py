@@ -180,7 +180,15 @@ def _tables() -> _Tables:
     ops: dict[str, Op] = {}
     below: dict[str, list[str]] = {}
     for name, sites in slots.items():
-        followers = tuple(site for site in sites if site.is_python and _follows(site, sites))
+        # Functions in Python that end in one of the op's builtins.
+        has_builtin = any(not site.is_python and not site.in_place for site in sites)
+        followers = tuple(
+            site
+            for site in sites
+            if site.is_python
+            and has_builtin
+            and not (operator_in(site.attribute) or site.qualified in facts("python_level"))
+        )
         patched = tuple(site for site in sites if site not in followers)
         above = _covering(name, sites, slots)
         ops[name] = Op(name, above, patched, followers)
@@ -213,13 +221,6 @@ def _covering(name: str, sites: list[Site], slots: Mapping[str, list[Site]]) -> 
         return base
     covering = renamings("operators").get(base or "", base)
     return covering if covering in slots and covering != name else None
-
-
-def _follows(site: Site, sites: list[Site]) -> bool:
-    """Whether the Python function at ``site`` ends in a builtin among ``sites``."""
-    if operator_in(site.attribute) or site.qualified in facts("python_level"):
-        return False
-    return any(not other.is_python and not other.in_place for other in sites)
 
 
 # --- the members of torch's namespaces ---------------------------------------------------------

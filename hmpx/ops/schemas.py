@@ -162,7 +162,8 @@ def schema_parameters(name: str, is_method: bool) -> Parameters:
     for position in range(len(longest)):
         seen = {s[position][1] for s in schemas if position < len(s) and not s[position][2]}
         if seen - {""}:
-            kinds[position] = _merged_kind(seen)
+            mixed = "N" if "" in seen else "O" if "O" in seen else "T"
+            kinds[position] = mixed if seen <= {"T", "O", ""} else "A"
     # Positions with the same argument in all overloads: a tensor or None, None by default.
     defaults = {
         p
@@ -197,13 +198,6 @@ def _tensor_schemas(name: str) -> list[list[_Argument]]:
                 ]
             )
     return found
-
-
-def _merged_kind(kinds: set[str]) -> str:
-    """Returns the kind of a position with these kinds in its overloads; ``""`` if it holds no tensor."""
-    if kinds <= {"T", "O"}:
-        return "O" if "O" in kinds else "T"
-    return "N" if kinds <= {"T", "O", ""} else "A"
 
 
 def python_parameters(function: Callable[..., Any]) -> Parameters:

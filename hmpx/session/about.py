@@ -25,14 +25,17 @@ def about_run(policy: Policy | None = None) -> dict[str, str]:
     Equal digests mean equal decisions.
     """
     session = current()
+    threads = torch.get_num_threads()
     command = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
     found = {
         "command": shlex.join(command)[:_LONGEST],
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "device": _device(),
+        "device": f"cpu, {torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' * (threads > 1)}",
         "torch": str(torch.__version__),
         "hmpx": __version__,
     }
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
     if policy is None and session is not None:
         policy = session.policy
         found["device types"] = ", ".join(sorted(session.device_types))
@@ -42,10 +45,3 @@ def about_run(policy: Policy | None = None) -> dict[str, str]:
     if "RANK" in os.environ:
         found["rank"] = os.environ["RANK"]
     return found
-
-
-def _device() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return f"cpu, {torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' * (threads > 1)}"

@@ -16,7 +16,6 @@ from .candidates import (
     Costs,
     Kept,
     Score,
-    Scores,
     by_module,
     by_op,
     may_follow,
@@ -119,7 +118,10 @@ def tune(
         noise = task.noise()
         results = Journal(request.journal, request.header() if request.journal else {})
         spots: Costs = results.by_spot("spots", lambda: spots_of(request), int, int)
-        scores = _scores(request, spots, results)
+        known = results.by_spot(
+            ["scores", request.low_type], lambda: scores_of(request, spots), float, bool, bool
+        )
+        scores = known and {spot: Score(*each) for spot, each in known.items()}
         found = (by_module if request.by == "module" else by_op)(spots, scores)
         shipped: tuple[Kept, ...] = ()
         if request.may_follow:
@@ -145,10 +147,3 @@ def tune(
                 "conversion": request.conversion,
             },
         ).run()
-
-
-def _scores(request: Request, spots: Costs, results: Journal) -> Scores | None:
-    found = results.by_spot(
-        ["scores", request.low_type], lambda: scores_of(request, spots), float, bool, bool
-    )
-    return None if found is None else {spot: Score(*each) for spot, each in found.items()}

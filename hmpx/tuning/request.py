@@ -45,7 +45,12 @@ class Request:
         if not callable(self.metric):
             metric = "relative_l2" if self.metric is None else self.metric
             self.metric = arguments.choice("metric", metric, METRICS)
-        self.batches = _batches(given["batches"], given["fresh_batches"])
+        found = batches_of("batches", given["batches"])
+        self.batches = {TUNING: found}
+        if given["fresh_batches"] is not None:
+            self.batches[FRESH] = batches_of("fresh_batches", given["fresh_batches"])
+        elif end := len(found) - max(1, len(found) // 4):  # the last quarter of several
+            self.batches = {TUNING: found[:end], FRESH: found[end:]}
         self.device_types, self.options = _conversion(
             self.model, self.batches[TUNING], given["device_types"], given["legalize"]
         )
@@ -138,15 +143,6 @@ def _conversion(
         legalize = arguments.choice("legalize", legalize, LEGALIZE_MODES)
         options = replace(options, legalize=legalize)
     return types, options
-
-
-def _batches(batches: Any, fresh_batches: Any) -> dict[str, list[Any]]:
-    """Returns the batches; the last quarter of several is for the check on fresh inputs."""
-    found = batches_of("batches", batches)
-    if fresh_batches is not None:
-        return {TUNING: found, FRESH: batches_of("fresh_batches", fresh_batches)}
-    end = len(found) - max(1, len(found) // 4)
-    return {TUNING: found[:end], FRESH: found[end:]} if end else {TUNING: found}
 
 
 def _tolerance(value: object) -> float:
