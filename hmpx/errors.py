@@ -140,7 +140,9 @@ def raised_here(*kinds: type[_Error]) -> tuple[type[_Error], ...]:
     """
     if isinstance(sys.exc_info()[1], HmpxError):
         kinds = tuple(
-            each for each in kinds if not issubclass(each, (ValueError, TypeError, OSError))
+            each
+            for each in kinds
+            if each in (Exception, BaseException) or issubclass(each, HmpxError)
         )
     entry, frames, is_raised = sys.exc_info()[2], [], False
     while entry and (entry := entry.tb_next):  # the first one is of the code itself

@@ -123,7 +123,9 @@ def _main_module(path: str | None, loader: Any) -> types.ModuleType:
 # --- tracebacks ----------------------------------------------------------------------------------
 
 #: Packages that only pass on the program's calls: their frames are hidden.
-_PASSING_ON = {f"hmpx.{room}" for room in ("cli", "compute", "gaudi", "torch_state", "wrappers")}
+_PASSING_ON = {
+    f"hmpx.{room}" for room in ("casting", "cli", "compute", "integrations", "torch_state")
+}
 
 
 def show_uncaught(error: BaseException) -> None:

@@ -317,7 +317,7 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
             "in Python it is hmpx.explain(), on the command line hmpx ops --why OP",
         ),
         (["freeze"], "there is no command 'freeze'; in Python it is hmpx.freeze()"),
-        (["xyzzy"], "there is no command 'xyzzy'; commands are run, report, bench"),
+        (["xyzzy"], "there is no command 'xyzzy'; commands are run, report, compare"),
         (["run", "--dtype", "x.py"], "did you mean '--low-precision-type'?"),
         (["run", "--verbose=once", "x.py"], "argument --verbose: it takes no value, not 'once'"),
     ],
