@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -80,6 +81,7 @@ def walk(value: Any, seen: dict[int, Any]) -> None:
         walk(each, seen)
 
 
+@pytest.mark.filterwarnings("ignore:.* is now .*:DeprecationWarning")  # old names are there, too
 def test_each_object_of_the_api_is_shown_in_three_lines() -> None:
     seen: dict[int, Any] = {}
     for result in results():

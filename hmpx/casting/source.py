@@ -199,9 +199,14 @@ def source_of(plan: CallPlan, *, is_fused: bool = False) -> str:
         asked = f"has_torch_function_variadic({', '.join(tensors)})"
         may_round = "dtype" in plan.site.parameters.names[: len(names) + 1]
         may_be_missing = (len(names) - 1) in plan.site.parameters.fillable
+        looks, first = "control.looks_at_all", plan.facts.first_matrix
+        if plan.legalizes and first is not None and {first, first + 1} <= plan.cast_kinds.keys():
+            looks += (
+                f" and (control.forward is not None or control.may_apply(a{first}, a{first + 1}))"
+            )
         body = _SETTLED.format(
             has_torch_function=asked if plan.site.is_overridable else "False",
-            looks=_looks(plan),
+            looks=looks,
             tests="\n            and ".join(tests),
             short="original.__wrapped__" if plan.rounds_last and not may_round else "original",
             names=listed,
@@ -224,15 +229,6 @@ def source_of(plan: CallPlan, *, is_fused: bool = False) -> str:
         signature="".join([f"{name}=missing, " for name in names]) + ("/, " if names else ""),
         body=_indented(body, 8),
     )
-
-
-def _looks(plan: CallPlan) -> str:
-    """Returns the test whether calls that need no cast still need more than torch's function."""
-    first, looks = plan.facts.first_matrix, "control.looks_at_all"
-    if not plan.legalizes or first is None or not {first, first + 1} <= plan.cast_kinds.keys():
-        return looks
-    may_apply = f"control.may_apply(a{first}, a{first + 1})"
-    return f"{looks} and (control.forward is not None or {may_apply})"
 
 
 def _fill(plan: CallPlan, names: list[str]) -> str:

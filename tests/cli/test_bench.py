@@ -69,7 +69,7 @@ drawn = []
 if __name__ == "__main__":
     raise SystemExit("trains")
 """
-QUICK = ["--device", "cpu", "--runs", "2", "--warmup", "1", "--run-seconds", "0", "--threads", "1"]
+QUICK = ["--device", "cpu", "--runs", "2", "--warmup", "1", "--run-s", "0", "--threads", "1"]
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ owners = {site.owner for op in ops.table().values() for site in op.sites}
 slots = [slot for owner in owners for slot in list(vars(owner).values())]
 print(len(slots) > 1000, sum("__hmpx_site__" in getattr(slot, "__dict__", ()) for slot in slots))
 print(torch_state.in_force(), threading.active_count(), torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype)
-print([name for name in sys.modules if name.startswith("hmpx.integrations")])
+print([name for name in sys.modules if name.startswith("hmpx.integrations.")])
 """
 
 

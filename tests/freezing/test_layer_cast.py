@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
-from tests.repeating.test_invariance import GPT
+from tests.tracing.test_invariance import GPT
 
 
 class Tied(nn.Module):

@@ -28,7 +28,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp16": {"low_precision_type": "float16"},
     "hmp": {"lists": "hmp"},
     "cast again": {"keep_weight_casts": False},
-    "reused": {"reuse_casts": True},
     "legalized": {"legalize": "always"},
     "float8": {"low_precision_type": "float8_e4m3fn"},
     "delayed": {"low_precision_type": "float8_e4m3fn_delayed"},
@@ -145,7 +144,7 @@ def waits_of_ops(names: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
                     except Exception as error:
                         worse.append(f"{name} of {each[1]}: {error!r:.200}")
                         continue
-                    cast += sum(k.is_cast for k in now) > sum(k.is_cast for k in before)
+                    cast += sum(k.casts > 0 for k in now) > sum(k.casts > 0 for k in before)
                     if len(waiting(now)) > len(waiting(before)):
                         worse.append(f"{name} of {each[1]}: {waiting(now)}")
             results[options] = {"ran": ran, "cast": cast, "worse": worse}

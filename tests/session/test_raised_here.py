@@ -38,7 +38,7 @@ WIDE = {"BaseException", "Exception", "RuntimeError", "OSError", "ArithmeticErro
 KNOWN = {
     ("cli/entry.py", "main"): "hmpx's own errors and warnings alone",
     ("cli/lint.py", "run"): "the program ends; the error is printed",
-    ("cli/plan.py", "_run"): "the program ends; the error is printed",
+    ("cli/functions.py", "run_on"): "the program ends; the error is printed",
     ("cli/run.py", "run"): "the program ends; the error is printed",
     ("cli/run_report.py", "write"): "the program has ended; its exit status stays",
     ("cli/scripts.py", "show_uncaught"): "the program ends; the error is printed",

@@ -238,7 +238,7 @@ def test_compiled_models_run_eagerly() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"mode": "warn"}, {"every": 0}, {"every": 1.5}, {"step": 3}, {"steps": (3, 3)}, {"steps": 7},
+        {"mode": "warn"}, {"every": 0}, {"every": 1.5}, {"step": 3}, {"steps": range(3, 3)}, {"steps": 7},
         {"underflow": 2.0}, {"underflow": "yes"},
     ],
 )  # fmt: skip
