@@ -34,8 +34,8 @@ def about_run(policy: Policy | None = None) -> dict[str, str]:
         "torch": str(torch.__version__),
         "hmpx": __version__,
     }
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
+    if torch.cuda.is_initialized():  # naming a device that nobody used would initialize CUDA
+        found["device"] = f"{torch.cuda.get_device_name()}; {found['device']}"
     if policy is None and session is not None:
         policy = session.policy
         found["device types"] = ", ".join(sorted(session.device_types))
