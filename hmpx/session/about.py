@@ -34,7 +34,8 @@ def about_run(policy: Policy | None = None) -> dict[str, str]:
         "torch": str(torch.__version__),
         "hmpx": __version__,
     }
-    if torch.cuda.is_initialized():  # naming a device that nobody used would initialize CUDA
+    # Naming a device that nobody used would initialize CUDA.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["device"] = f"{torch.cuda.get_device_name()}; {found['device']}"
     if policy is None and session is not None:
         policy = session.policy
