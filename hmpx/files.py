@@ -43,6 +43,7 @@ class Kind(NamedTuple):
 OP_LIST: Final = Kind("an op list", OpListError)
 POLICY: Final = Kind("a policy file", PolicyFileError)
 CONTRACT: Final = Kind("a contract", PolicyFileError)
+OPTIONS: Final = Kind("a file of options beside lists", PolicyFileError)
 BASELINE: Final = Kind("a baseline, which hmpx lint --write-baseline writes")
 SOURCE: Final = Kind("Python code")
 STATE: Final = Kind("a file of tensors", most=1 << 50)

@@ -7,7 +7,6 @@ from .judging import CachedRules
 from .making import make_choosing_wrapper, make_wrapper, make_wrapper_where_lacking
 from .observed import make_observed_wrapper
 from .plan import (
-    LEGALIZE_MODES,
     CallPlan,
     CallSite,
     OpFacts,

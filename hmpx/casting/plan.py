@@ -18,15 +18,12 @@ from ..compute import PRODUCTS, Lacking
 from ..errors import OptionError, shown
 from ..number_formats import OVERFLOWS, ROUNDING_MODES
 from ..ops import Numbers, Parameters
-from ..policy import INPUT, RELATIVE, CastPolicy, Decision, parse_format
+from ..policy import INPUT, LEGALIZE_MODES, RELATIVE, CastPolicy, Decision, parse_format
 from ..tensors import LOW_DTYPES, promoted
 
 if TYPE_CHECKING:
     from ..compute import Emulation, Formats, Lowering
     from ..number_formats import Format
-
-#: The values of ``legalize``.
-LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
 
 
 def _option(

@@ -64,7 +64,11 @@ def run(options: argparse.Namespace) -> int:
     faults = policy.check_files({kind: tuple(paths) for kind, paths in files.items()})
     if faults:
         return output.show(faults, status=1)
-    of_policies = [policy.read_policy_file(path).op_lists() for path in files.pop("policy")]
+    of_policies = [
+        policy.read_policy_file(path).op_lists()
+        for path in files.pop("policy")
+        if Path(path).name != policy.OPTIONS_NAME
+    ]
     lists = [*itertools.chain(*of_policies)]
     lists += [policy.read_list(path, kind) for kind, paths in files.items() for path in paths]
     op_count = sum(len(each.ops) for each in lists)

@@ -23,8 +23,15 @@ from .decisions import (
 )
 from .faults import check_files
 from .lists import directory, of_libraries, read_list, set_names
-from .loading import load_policy, made_policy
-from .op_lists import FILE_NAMES, LIST_KINDS, PolicySource, is_policy_file
+from .loading import load_policy, made_policy, with_options_of_lists
+from .op_lists import (
+    FILE_NAMES,
+    LEGALIZE_MODES,
+    LIST_KINDS,
+    OPTIONS_NAME,
+    PolicySource,
+    is_policy_file,
+)
 from .policy import Policy
 from .sections import CONDITIONS, Section, matches
 

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -23,7 +24,7 @@ from ..errors import (
 )
 from .decisions import SHIPPED, CastPolicy, Decision
 from .lists import read_list
-from .op_lists import Entry, Listed, OpList, listed
+from .op_lists import OPTIONS_NAME, Entry, Listed, OpList, listed
 
 _OPERATORS: Final = "torch.ops.aten."
 
@@ -185,11 +186,14 @@ def check_files(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _faults_of_policy(path: str) -> list[str]:
-    from .files import read_policy_file  # yaml
+    from .files import read_options, read_policy_file  # yaml
     from .loading import load_policy
 
     refused: list[PolicyFileError] = []
     try:
+        if Path(path).name == OPTIONS_NAME:
+            read_options(path)
+            return []
         source = read_policy_file(path, refused)
     except HmpxError as error:
         return str(error).splitlines()

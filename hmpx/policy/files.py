@@ -18,6 +18,7 @@ from .lists import from_lines, set_names, shipped_set
 from .op_lists import (
     DEFAULT_SET,
     KEYS,
+    LEGALIZE_MODES,
     POLICY_SUFFIXES,
     Entry,
     OpList,
@@ -50,6 +51,16 @@ def read_policy_file(
     else:
         faults += reader.faults
     return source
+
+
+def read_options(path: str) -> dict[str, Any]:
+    """Returns the arguments of `convert` in a file beside lists."""
+    name = short(path)
+    reader = _PolicyReader(name, Path(path).parent)
+    node = nodes.of_yaml(files.read_text(path, files.OPTIONS), name)
+    found = {} if node is None else reader.mapping(node, _OPTION_KEYS, "the options of lists")
+    reader.check()
+    return found
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
@@ -217,6 +228,14 @@ _FORMAT_KEYS: Final[nodes.Readers] = {
     "rounding": lambda reader, key, node: reader.choice(key, node, ROUNDING_MODES),
     "overflow": lambda reader, key, node: reader.choice(key, node, OVERFLOWS),
     "round_gradients": _PolicyReader.truth_or_format,
+}
+
+_OPTION_KEYS: Final[nodes.Readers] = {
+    "low_precision_type": _PolicyReader.low_type,
+    "device_types": nodes.Reader.devices,
+    "legalize": lambda reader, key, node: reader.choice(key, node, LEGALIZE_MODES),
+    "keep_weight_casts": nodes.Reader.truth,
+    **_FORMAT_KEYS,
 }
 
 _POLICY_KEYS: Final[nodes.Readers] = {

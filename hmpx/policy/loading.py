@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,16 @@ from ..number_formats import is_format
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
 from .faults import report
 from .lists import from_lines, of_libraries, read_list, read_set, read_shipped, shipped_set
-from .op_lists import DEFAULT_SET, Listed, OpList, PolicySource, is_policy_file, listed, resolve
+from .op_lists import (
+    DEFAULT_SET,
+    OPTIONS_NAME,
+    Listed,
+    OpList,
+    PolicySource,
+    is_policy_file,
+    listed,
+    resolve,
+)
 from .policy import Policy
 from .sections import Section
 
@@ -71,7 +81,7 @@ def load_policy(
 
 def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
     """Returns the policy for the arguments of `load_policy`, and whether its file asks for logging."""
-    policy, is_verbose = _made_policy(given)
+    policy, is_verbose = _made_policy(with_options_of_lists(given))
     excluded = arguments.texts("exclude", given["exclude"], "a list of names of modules")
     if excluded:
         stars = from_lines([("*", "exclude")], "fp32")
@@ -80,6 +90,21 @@ def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
         sections = (section, *policy.sections)
         policy = Policy(policy.decisions, policy.low_precision_type, sections)
     return policy, is_verbose
+
+
+def with_options_of_lists(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of `convert`; those that have their default are as the directory of lists says."""
+    found = dict(given)
+    if given["lists"] is None or shipped_set(lists := arguments.path("lists", given["lists"])):
+        return found
+    path = Path(lists) / OPTIONS_NAME
+    if path.is_file():
+        from . import files  # yaml
+
+        unset = (None, False, "auto", "nearest", torch.bfloat16)
+        said = files.read_options(str(path))
+        found |= {name: said[name] for name in said if name in given and given[name] in unset}
+    return found
 
 
 def _made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:

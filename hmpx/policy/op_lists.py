@@ -57,6 +57,12 @@ FILE_NAMES: Final[Mapping[str, str]] = {
     kind.name: kind.file_name for kind in _ROWS if kind.file_name is not None
 }
 
+#: The values of ``legalize``.
+LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
+
+#: In a directory of lists: the arguments of `convert` with which they were measured.
+OPTIONS_NAME: Final = "options.yaml"
+
 #: Endings of the names of policy files.
 POLICY_SUFFIXES: Final = (".yaml", ".yml", ".json")
 

@@ -18,7 +18,16 @@ from .. import torch_internals, torch_state
 from ..casting import Options, all_rules
 from ..errors import OptionError, end_contexts_left_open, shown, suggestion, to_the_end, warn
 from ..observers import ATTACHED, LOGGER, Attached, announce_conversion, show_log
-from ..policy import UNNAMED, CastPolicy, Decision, LowType, Policy, PolicySource, made_policy
+from ..policy import (
+    UNNAMED,
+    CastPolicy,
+    Decision,
+    LowType,
+    Policy,
+    PolicySource,
+    made_policy,
+    with_options_of_lists,
+)
 from ..registry import exclusive
 from ..tensors import default_device_types, is_present, parse_device_types
 from ..torch_internals import mode_stack, restore_modes
@@ -112,8 +121,9 @@ def convert(
             ``low_precision_type`` and every other op in float32.
         low_precision_type: ``torch.bfloat16``, ``torch.float16``, or a number format of `hmpx.formats` or
             its name, such as ``"float8_e4m3fn"``, which is emulated in float32.
-        lists: Name of a shipped set, or a directory with ``bf16.txt``, ``fp32.txt``, ``widest.txt``. None:
-            ``"hmpx"``. Others: ``"lean"``, ``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``,
+        lists: Name of a shipped set, or a directory with ``bf16.txt``, ``fp32.txt``, ``widest.txt``; an
+            ``options.yaml`` there, as `hmpx.tune` writes it, holds ``low_precision_type``, ``device_types``,
+            ``legalize`` and other options, for those that are not given here. None: ``"hmpx"``. Others: ``"lean"``, ``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``,
             ``"o2"``.
         policy: Replaces all the lists above: a `Policy`, the path of a policy file (YAML, or a
             ``gaudi_config.json``), or a dict like such a file.
@@ -197,6 +207,7 @@ def _checked(given: Mapping[str, Any]) -> tuple[Policy, frozenset[str], Options,
             "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, "
             f"not {3 + len(given['_too_many'])}; pass the others by name: opt_level=..."
         )
+    given = with_options_of_lists(given)
     verbose = _verbosity(given["verbose"], given["isVerbose"])
     options = Options.checked(given)
     found_types = parse_device_types(given["device_types"])

@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 
 from .. import arguments, session
-from ..casting import LEGALIZE_MODES, Options
+from ..casting import Options
 from ..errors import OptionError, shown
 from ..inputs import Steps, batches_of
-from ..policy import Policy
+from ..policy import LEGALIZE_MODES, Policy
 from ..tensors import long_name, parse_device_types, tensors_of
 from ..torch_state import ModelState
 from ..version import __version__

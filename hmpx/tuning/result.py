@@ -15,7 +15,7 @@ import yaml
 
 from ..errors import brief, cut, lined
 from ..files import make_directory
-from ..policy import FILE_NAMES, Policy, of_libraries
+from ..policy import FILE_NAMES, OPTIONS_NAME, Policy, of_libraries
 from ..reports import ReportTable, page, paragraphs, section, written
 from ..tensors import long_name
 from ..version import __version__
@@ -148,9 +148,9 @@ class Tuned:
             directory: The directory, created if missing.
 
         Returns:
-            The paths: ``bf16.txt``, ``fp32.txt`` and ``widest.txt`` for ``convert(lists=directory)``, or
-            ``policy.yaml`` for ``convert(policy=...)``; ``report.txt`` and ``report.html``. The first line
-            of each list holds the whole call, with `conversion`.
+            The paths: ``bf16.txt``, ``fp32.txt``, ``widest.txt`` and ``options.yaml``, all of which
+            ``convert(lists=directory)`` reads, or ``policy.yaml`` for ``convert(policy=...)``, whose first
+            line holds the whole call, with `conversion`; ``report.txt`` and ``report.html``.
 
         Raises:
             OptionError: They can't be written.
@@ -360,11 +360,13 @@ def _files(tuned: Tuned) -> dict[str, str]:
             _comment(f"{bare(name)}{' follows' * is_following(name)}: {_why(tuned, name)}")
             for name in sorted(tuned.kept)
         ]
-        head = _head(tuned, policy="policy.yaml")
+        head = _head(tuned, policy="policy.yaml", **tuned.conversion)
         return {"policy.yaml": "\n".join([head, *reasons, yaml.safe_dump(source, sort_keys=False)])}
     called = {op for op, _ in types}
     followed = {op for (op, _), each in types.items() if each == FOLLOWS}
-    load = {} if low == "bfloat16" else {"low_precision_type": low}
+    options = {name: _plain(value) for name, value in tuned.conversion.items()}
+    if low != "bfloat16":
+        options["low_precision_type"] = low
     decided = yaml.safe_load(tuned.policy.to_yaml())
     found = {}
     for kind, name in FILE_NAMES.items():
@@ -372,7 +374,7 @@ def _files(tuned: Tuned) -> dict[str, str]:
         ours = [line for line in lines if line.split()[0] in called]
         # Functions of other libraries come after all lists anyway.
         others = [line for line in lines if line.split()[0] not in called.union(of_libraries().ops)]
-        parts = [_head(tuned, lists="DIRECTORY", **load)]
+        parts = [_head(tuned, lists="DIRECTORY")]
         unlisted: set[str] = set()
         if kind == "widest":
             ours = [line for line in ours if line in followed]
@@ -382,12 +384,14 @@ def _files(tuned: Tuned) -> dict[str, str]:
         parts.append(_section("In no list, so that it follows its inputs.", said))
         parts.append(_section("What it does not call: as by default.", others))
         found[name] = "\n".join(filter(None, parts))
+    if options:
+        found[OPTIONS_NAME] = yaml.safe_dump(options)
     return found
 
 
-def _head(tuned: Tuned, **chosen: str) -> str:
-    """Returns how to convert as measured, with these arguments that choose the lists; and the result."""
-    given = [f"{name}={_literal(value)}" for name, value in {**chosen, **tuned.conversion}.items()]
+def _head(tuned: Tuned, **chosen: Any) -> str:
+    """Returns how to convert as measured, with these arguments; and the result."""
+    given = [f"{name}={_literal(value)}" for name, value in chosen.items()]
     use = f"hmpx.convert({', '.join(given)})"
     tolerance = "" if tuned.metric == CHECK else f"tolerance {_shown(tuned.tolerance)}, "
     lines = [
@@ -399,6 +403,13 @@ def _head(tuned: Tuned, **chosen: str) -> str:
     if not tuned.is_complete:
         lines.append("The search was ended early: some of these may not be needed.")
     return "\n".join(map(_comment, lines))
+
+
+def _plain(value: Any) -> Any:
+    """Returns an argument of `convert` as YAML has it."""
+    if isinstance(value, set):
+        return sorted(value)
+    return value if isinstance(value, bool) else long_name(value)
 
 
 def _literal(value: Any) -> str:

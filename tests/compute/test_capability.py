@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import OptionError
-from hmpx.casting import LEGALIZE_MODES
 from hmpx.compute.legalize import capability
 from hmpx.compute.legalize.capability import KINDS, Capability, known_capability
+from hmpx.policy import LEGALIZE_MODES
 from tests.speeds import measured_by
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -51,7 +51,7 @@ def test_a_journal_and_what_is_written(tmp_path: Path, caplog: pytest.LogCapture
 
     paths = best.write(tmp_path / "lists")
     assert [each.name for each in paths] == [
-        "bf16.txt", "fp32.txt", "widest.txt", "report.txt", "report.html",
+        "bf16.txt", "fp32.txt", "widest.txt", "options.yaml", "report.txt", "report.html",
     ]  # fmt: skip
     loaded = hmpx.load_policy(lists=tmp_path / "lists", strict=True)
     assert loaded.fingerprint() == best.policy.fingerprint()
