@@ -113,7 +113,7 @@ def test_outputs_are_shown() -> None:
 PARSED_ONLY = {"bench", "tune", "lint"}
 
 #: Programs that are no part of the project; what follows them is for a person to try.
-OTHERS = {"git", "mkdocs", "pre-commit", "source"}
+OTHERS = {".", "git", "mkdocs", "pre-commit", "source"}
 
 
 def commands(document: Path) -> Iterator[tuple[int, str, str]]:
