@@ -158,6 +158,17 @@ def test_each_command_of_hmpx_shows_an_example() -> None:
         assert re.search(rf"\nexamples?:\n  (\S+ .*)?hmpx {name}\b", text), name
 
 
+def test_the_commands_of_the_tasks_exist() -> None:
+    """With their options; they stand in cells of a table and in sentences."""
+    text = (ROOT / "docs" / "how_to.md").read_text("utf-8")
+    found = re.findall(r"`hmpx ([a-z][\w-]*)( [^`]*)?`", text)
+    assert {name for name, _ in found} <= {*helped()}
+    assert len({name for name, _ in found}) > 10
+    for name, options in found:
+        if options:
+            assert entry.parser().parse_args([name, *shlex.split(options)])
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("command", "output"), COMMANDS)
 def test_commands_run(
