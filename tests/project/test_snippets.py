@@ -107,6 +107,25 @@ def test_outputs_are_shown() -> None:
     assert sum(len(shown(document)) for document in DOCUMENTS) > 8
 
 
+@pytest.mark.sampled(3)
+def test_the_tutorials_commands_use_what_its_program_wrote(tmp_path: Path) -> None:
+    """In an empty directory but for a script, which then computes in the tutorial's low type."""
+    tutorial = ROOT / "docs" / "tutorial.md"
+    shutil.copy(SNIPPETS / "files" / "train.py", tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    program = (str(tutorial), str(SNIPPETS / "tutorial.py"), str(tmp_path / "outcomes.json"))
+    run = forks.run(str(RUNNER), *program, cwd=tmp_path, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    texts = [text for _, text, _ in commands(tutorial) if text.startswith("hmpx ")]
+    assert [text.split()[1] for text in texts] == ["check", "run"]
+    for text in texts:
+        words = text.replace("hmpx run", "hmpx run --verbose").split()[1:]
+        run = forks.run("-m", "hmpx", *words, cwd=tmp_path, env=environment)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert "  to_fp16  " in run.stdout
+    assert "  to_bf16  " not in run.stdout
+
+
 # --- commands ------------------------------------------------------------------------------------
 
 #: Commands of hmpx that take long, write outside of the directory or ask about the machine at length.
