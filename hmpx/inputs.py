@@ -50,7 +50,8 @@ class Steps:
         tool: The tool, for messages.
         model: A module or a function.
         forward_step: Takes the model and a batch, and returns the output; None: the batch is the model's inputs.
-        loss_fn: Takes the output and the batch, or the output alone.
+        loss_fn: Takes the output and the batch; or the output alone, if no second argument is required or named
+            ``batch``.
     """
 
     tool: str
@@ -103,7 +104,7 @@ class Steps:
         """
         function: Any = self.loss_fn
         if _fits(function, (output,), {}):
-            return function(output)
+            return function(output, batch=batch) if _has_batch(function) else function(output)
         try:
             return function(output, batch)
         except raised_here(Exception) as error:
@@ -127,6 +128,14 @@ def _fits(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
     except ValueError:
         pass
     return True
+
+
+def _has_batch(function: Any) -> bool:
+    """Whether a function has a parameter named ``batch``."""
+    try:
+        return "batch" in inspect.signature(getattr(function, "forward", function)).parameters
+    except raised_here(TypeError, ValueError):
+        return False
 
 
 def _name(function: Any) -> str:

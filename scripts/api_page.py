@@ -26,12 +26,18 @@ SIGNATURES = ROOT / "tests" / "golden" / "signatures.txt"
 #: A longer signature has a line for each parameter.
 WIDTH = 100
 
-#: Methods for other parts of hmpx, which are not promised.
+#: Methods for other parts of hmpx, which are not promised, here and in subclasses.
 INTERNAL = {
     "Session": (
         *("add", "announce", "arguments", "equals", "follow", "note_modules", "run_suspended"),
         "warn_of_unmatched",
-    )
+    ),
+    "NumberFormat": (
+        *("amax", "block_scales", "check_overflow", "check_rounding", "check_scale", "codes_of"),
+        *("coding", "derived", "element_params", "fits_in_float32", "is_exact_in_float32"),
+        *("kernel", "noise_index", "own_function", "params", "params_in", "round", "scale"),
+        *("scale_limits", "scale_of", "values_of"),
+    ),
 }
 
 _NAME = re.compile(r"^::: (\S+)$", re.MULTILINE)
@@ -77,7 +83,7 @@ def _is_called(value: Any) -> bool:
 
 def _members(cls: type) -> Iterator[tuple[str, Any]]:
     """Yields the public methods and properties that hmpx defines, those of the class first."""
-    seen = set()
+    seen = {name for base in cls.__mro__ for name in INTERNAL.get(base.__name__, ())}
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] != "hmpx":
             continue
@@ -85,7 +91,6 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
             is_method = isinstance(value, (property, staticmethod, classmethod)) or callable(value)
             own = getattr(value, "fget", value)
             is_shown = not name.startswith("_") and is_method and inspect.getdoc(own)
-            is_shown = is_shown and name not in INTERNAL.get(cls.__name__, ())
             if is_shown and name not in seen and not isinstance(value, type):
                 seen.add(name)
                 yield name, getattr(cls, name) if not isinstance(value, property) else value

@@ -1,15 +1,18 @@
-"""Runs the tests that need a GPU, and prints one table: what is to run first on a machine with one.
+"""Runs the tests that need a GPU, then times training steps: what is to run first on a machine with one.
 
-    python scripts/gpu.py                # all of tests/integration/test_cuda.py
-    python scripts/gpu.py -k memory      # with pytest's arguments
+    python scripts/gpu.py                # all of tests/integration/test_cuda.py, and the steps: at most 8 minutes
+    python scripts/gpu.py -k memory      # with pytest's arguments: tests alone
 
-Needs torch with a CUDA device, hmpx, pytest and transformers. Ends with 1 where a test failed or none ran.
+Needs torch with a CUDA device, hmpx, pytest and transformers. The figures of steps go to benchmarks/results. Ends with
+1 where a test or a step failed, or no test ran.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +22,16 @@ import torch
 import hmpx
 
 ROOT = Path(__file__).resolve().parent.parent
+
+#: Arguments of benchmarks/gpu_step.py, and `HMPX_NODES`.
+STEPS = (
+    ("", "on"),
+    ("--candidates autocast hmpx", "off"),
+    ("--mode graphed --candidates autocast hmpx --rounds 1", "on"),
+    ("--model lstm --candidates fp32 autocast hmpx", "on"),
+    ("--mode compiled --candidates autocast hmpx --rounds 1", "on"),
+)
+LONGEST_STEP_S = 120
 
 
 class Rows:
@@ -49,6 +62,21 @@ def machine() -> str:
     return f"{gpu}, torch {torch.__version__}, hmpx {hmpx.__version__}"
 
 
+def time_steps() -> bool:
+    """Times each of `STEPS`; whether all came to their end."""
+    program, are_good = ROOT / "benchmarks" / "gpu_step.py", True
+    for arguments, nodes in STEPS:
+        command = [sys.executable, str(program), *arguments.split(), "--save"]
+        print(f"\nHMPX_NODES={nodes} {program.name} {arguments}", flush=True)
+        environment = {**os.environ, "HMPX_NODES": nodes}
+        try:
+            subprocess.run(command, env=environment, timeout=LONGEST_STEP_S, check=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(error, flush=True)
+            are_good = False
+    return are_good
+
+
 def main() -> int:
     """Returns the exit status."""
     rows, output = Rows(), io.StringIO()
@@ -73,7 +101,8 @@ def main() -> int:
     if status:
         print(f"\n{output.getvalue()}")
     has_run = any(outcome == "passed" for _, outcome, _, _ in rows.rows)
-    return int(status) or int(not has_run)
+    are_timed = sys.argv[1:] or not torch.cuda.is_available() or time_steps()
+    return int(status) or int(not (has_run and are_timed))
 
 
 if __name__ == "__main__":

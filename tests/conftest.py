@@ -27,7 +27,7 @@ from hmpx.ops.sites import NAMESPACES
 from hmpx.patches import early_names, kept_values
 
 from . import fake_cuda
-from .samples import SALT, is_drawn
+from .samples import is_drawn
 from .speeds import Capability, known_as, measured_by
 
 
@@ -101,9 +101,9 @@ SAMPLED = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one case in n of a test marked ``sampled(n)``, or of `SAMPLED`; the commit decides which.
+    """Keeps one case in n of a test marked ``sampled(n)``, or of `SAMPLED`; their names decide which.
 
-    At least one case of each test with several runs. A marked test without cases runs at one commit in n.
+    At least one case of each test with several runs; of marked tests without cases one in n.
     All run with ``--whole``, and where a test is asked for by its name.
     """
     if config.getoption("whole") or any("::" in argument for argument in config.args):
@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     families: dict[str, list[tuple[int, pytest.Item]]] = {}
     for item in items:
         cases = families.setdefault(item.nodeid.partition("[")[0], [])
-        cases.append((crc32(f"{item.name} {SALT}".encode()), item))
+        cases.append((crc32(item.name.encode()), item))
     least = {id(min(cases, key=lambda case: case[0])[1]) for cases in families.values()}
     kept, left_out = [], []
     for item in items:

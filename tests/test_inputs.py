@@ -159,6 +159,26 @@ def test_compare_takes_a_training_batch() -> None:
     assert {each.name for each in found.gradients} == {name for name, _ in net.named_parameters()}
 
 
+def test_a_batch_is_given_to_a_loss_that_names_it() -> None:
+    """Though the loss does not require it; another optional argument is not the batch."""
+    seen: list[Any] = []
+
+    def optional(output: Tensor, batch: Any = None) -> Tensor:
+        seen.append(batch)
+        return output.sum()
+
+    def other(output: Tensor, target: Any = None) -> Tensor:
+        seen.append(target)
+        return output.sum()
+
+    hmpx.compare(model(), BATCH, **{**STEP, "loss_fn": optional}, **CPU)
+    assert seen
+    assert all(each is BATCH for each in seen)
+    seen.clear()
+    hmpx.compare(model(), BATCH, **{**STEP, "loss_fn": other}, **CPU)
+    assert set(seen) == {None}
+
+
 def test_tune_takes_training_batches() -> None:
     losses = []
 

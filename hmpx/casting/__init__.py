@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .calls import hands_over
-from .judging import Judge
+from .judging import CachedRules
 from .making import make_choosing_wrapper, make_wrapper, make_wrapper_where_lacking
 from .observed import make_observed_wrapper
 from .plan import (

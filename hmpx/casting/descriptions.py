@@ -22,8 +22,8 @@ from ..tensors import (
     SEQUENCES,
     SPARSE,
     Args,
+    HasName,
     Kwargs,
-    Named,
     promoted,
     short_name,
     tensors_in,
@@ -65,7 +65,7 @@ class Description:
     input_dtypes: tuple[torch.dtype, ...]
     cast_dtypes: tuple[torch.dtype, ...]
     device_type: str
-    dtype: torch.dtype | Named | None
+    dtype: torch.dtype | HasName | None
     cast_policy: str
     reason: str
     #: Which of the floating inputs are cast, and the size of their elements afterwards.

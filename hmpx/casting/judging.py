@@ -30,7 +30,7 @@ _ATTRIBUTES: Final = {"shapes": "shape", "dtypes": "dtype", "devices": "device"}
 _VALUES: Final = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
 
-class Judge(Generic[_T]):
+class CachedRules(Generic[_T]):
     """Decides the calls of one call site by rules, and caches their verdicts."""
 
     def __init__(

@@ -80,6 +80,9 @@ class Legalization:
     ) -> Any:
         """Runs a call; with ``rounds_late`` of its plan its inputs are uncast."""
         plan, is_cast = self._plan, True
+        if kwargs and (self._is_linear or self._is_convolution):
+            args, kwargs = self._placed(args, kwargs)
+            given, named = self._placed(given, named)
         is_open = self._control.legalizes and not (self._is_on_several and self._is_settled(args))
         if is_open and self._first is not None and len(args) > self._first + 1:
             is_open = self.may_apply(args[self._first], args[self._first + 1])
@@ -99,6 +102,15 @@ class Legalization:
         if not is_cast:
             args, kwargs = cast_args(plan, args, kwargs)
         return self._native(function, args, kwargs, given, named)
+
+    def _placed(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Returns the arguments of a call with tensors that are given by name in their positions."""
+        args, kwargs = tuple(args), dict(kwargs)
+        for name in self._plan.site.parameters.names[len(args) : self._plan.position_count]:
+            if name not in kwargs:
+                break
+            args += (kwargs.pop(name),)
+        return args, kwargs
 
     # --- which calls ---------------------------------------------------------------------------
 

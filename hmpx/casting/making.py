@@ -20,7 +20,7 @@ from ..tensors import LOW_DTYPES, Args, Kwargs
 from ..torch_state import is_off, switch
 from .calls import call_of, cast_where_on, is_overridden, narrower, override, retry_in_fp32
 from .inputs import widener
-from .judging import MOST_VERDICTS, Judge
+from .judging import MOST_VERDICTS, CachedRules
 from .plan import CallPlan
 from .retiring import Control, named_after
 from .running import callee_of, keeping_parameters
@@ -202,5 +202,5 @@ def make_choosing_wrapper(
         return choose(args, kwargs)(*args)
 
     may_be_nested = "A" in plan.site.parameters.kinds.values()
-    choose = Judge(plan.site.op, plan.site.parameters, rules, low_dtype, follow).judge
+    choose = CachedRules(plan.site.op, plan.site.parameters, rules, low_dtype, follow).judge
     return named_after(original, wrapper, plan.site.name, control)

@@ -262,13 +262,13 @@ def _observed(
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
-class _Here(threading.local):
+class _ObservedState(threading.local):
     """The state of a thread."""
 
     is_in_call = False  # an observed call: conversions during it are not the program's
 
 
-_here: Final = _Here()
+_here: Final = _ObservedState()
 
 
 def _amid_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

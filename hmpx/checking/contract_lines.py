@@ -35,7 +35,7 @@ _OF_TENSORS: Final = ("contents", "gradient")
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class ContractLine:
     """One line of a contract.
 
     Attributes:
@@ -100,7 +100,7 @@ def is_contract(path: str | os.PathLike[str]) -> bool:
     return any(line.startswith("expect:") for line in text.splitlines())
 
 
-def read(contract: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Line, ...]:
+def read(contract: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[ContractLine, ...]:
     """Returns the lines of a contract: a YAML file, the text of one, or a mapping with its keys.
 
     Raises:
@@ -117,27 +117,27 @@ def read(contract: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Line, ..
     return _lines(Reader(name, Path(path).parent), node)
 
 
-def _lines(reader: Reader, node: yaml.Node) -> tuple[Line, ...]:
+def _lines(reader: Reader, node: yaml.Node) -> tuple[ContractLine, ...]:
     readers = {
         "expect": lambda reader, key, node: reader.each(
             lambda _, each: _line(reader, each), key, node
         )
     }
-    lines: tuple[Line, ...] = reader.mapping(node, readers, "a contract").get("expect", ())
+    lines: tuple[ContractLine, ...] = reader.mapping(node, readers, "a contract").get("expect", ())
     reader.check()
     if not lines:
         raise reader.error(node, "a contract without lines; list them under 'expect:'")
     return lines
 
 
-def _line(reader: Reader, node: yaml.Node) -> Line:
+def _line(reader: Reader, node: yaml.Node) -> ContractLine:
     found = reader.mapping(node, _READERS, "a line of a contract")
     reader.check()
     expected = {key: found[key] for key in KEYS if key in found}
     if not expected:
         raise reader.error(node, f"this line expects nothing; give it {' or '.join(KEYS)}")
     conditions = {key: value for key, value in found.items() if key in CONDITIONS}
-    line = Line(
+    line = ContractLine(
         reader.where(node),
         Section({}, **conditions),
         found.get("op", ()),

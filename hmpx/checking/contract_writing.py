@@ -14,7 +14,7 @@ from ..comparing import contents, is_readable, may_read
 from ..observers import Attached, OpCall
 from ..ops import facts
 from ..session import observable
-from ..tensors import Named, long_name
+from ..tensors import HasName, long_name
 from ..torch_internals import uncompiled
 from ..torch_state import named_tensors
 from .contract_lines import real
@@ -78,7 +78,7 @@ def _texts(**found: _Dtypes) -> dict[str, Any]:
     return {key: each[0] if len(each) == 1 else each for key, each in texts.items() if each}
 
 
-def _is_number(dtype: torch.dtype | Named) -> bool:
+def _is_number(dtype: torch.dtype | HasName) -> bool:
     return not isinstance(dtype, torch.dtype) or dtype.is_floating_point or dtype.is_complex
 
 

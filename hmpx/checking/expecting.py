@@ -30,7 +30,7 @@ from ..renames import renamed_fields
 from ..tensors import LOW_DTYPES, floating_in, long_name, node_of, tensors_in
 from ..torch_internals import next_number, uncompiled, unseen
 from ..torch_state import named_tensors, place, spot, unchanged
-from .contract_lines import KEYS, Line, read, real, written
+from .contract_lines import KEYS, ContractLine, read, real, written
 from .contract_writing import as_yaml, contract_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Breach:
         )
 
 
-class _Place(NamedTuple):
+class _Subject(NamedTuple):
     """What a breach is about, and where."""
 
     op: str
@@ -94,7 +94,7 @@ class _Place(NamedTuple):
     location: str = ""
 
     @classmethod
-    def of(cls, call: OpCall) -> _Place:
+    def of(cls, call: OpCall) -> _Subject:
         return cls(call.op, call.module, call.location)
 
 
@@ -134,7 +134,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         self._lines = read(contract)
         self._mode = arguments.choice("mode", mode, ("raise", "collect"))
         self._origins = Origins()
-        self._met: set[Line] = set()
+        self._met: set[ContractLine] = set()
         self._known: set[tuple[str, ...]] = set()
         self._names: dict[int, str] = {}  # id of a parameter -> its name
         self._models: dict[int, nn.Module] = {}
@@ -211,33 +211,33 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
                 self._check_key(line, key, call, inputs, result)
         for line in self._about(seen):
             if "gradient" in line.expected and not line.is_about_modules:
-                self._check_gradients(line, _Place.of(call), result)
+                self._check_gradients(line, _Subject.of(call), result)
 
-    def _about(self, call: Call) -> Iterator[Line]:
+    def _about(self, call: Call) -> Iterator[ContractLine]:
         return (line for line in self._lines if line.is_about_calls and line.is_about_call(call))
 
     def _check_key(
-        self, line: Line, key: str, call: OpCall, inputs: list[Tensor], result: Any
+        self, line: ContractLine, key: str, call: OpCall, inputs: list[Tensor], result: Any
     ) -> None:
         dtypes: Iterable[Any] = ()
         if key == "contents" and call.op not in _CONVERTING:
             for each in inputs:
-                self._check_contents(line, _Place.of(call), each)
+                self._check_contents(line, _Subject.of(call), each)
         elif key == "compute" and call.op not in _CONVERTING:
             dtypes = call.computed
         elif key == "output" and not line.is_about_modules:
             dtypes = [each.dtype for each in floating_in([result])]
         for dtype in dtypes:
-            self._compare(line, key, _Place.of(call), dtype)
+            self._compare(line, key, _Subject.of(call), dtype)
 
-    def _check_contents(self, line: Line, place: _Place, tensor: Tensor) -> None:
+    def _check_contents(self, line: ContractLine, place: _Subject, tensor: Tensor) -> None:
         self._met.add(line)
         found = self._origins.contents(tensor)
         if found is not None:
             lost = self._origins.origin(tensor) if found in LOW_DTYPES else ""
             self._compare(line, "contents", place, found, lost)
 
-    def _check_gradients(self, line: Line, place: _Place, result: Any) -> None:
+    def _check_gradients(self, line: ContractLine, place: _Subject, result: Any) -> None:
         @unseen
         def check(gradients: tuple[Tensor | None, ...]) -> None:
             for each in gradients:
@@ -255,7 +255,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
             node.metadata[self] = None
             for tensor in floating_in(tensors_saved_by(node) or []):
                 call = _call("", [tensor])
-                place = _Place("a call", call.module, user_location())
+                place = _Subject("a call", call.module, user_location())
                 for line in self._lines:
                     if "saved" in line.expected and not line.ops and line.section.holds_for(call):
                         self._compare(line, "saved", place, tensor.dtype)
@@ -275,7 +275,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         for line in self._lines:
             if not (line.is_about_modules and line.is_module(call)):
                 continue
-            place = _Place(name, call.module, user_location())
+            place = _Subject(name, call.module, user_location())
             if "gradient" in line.expected:
                 self._check_gradients(line, place, result)
             if "output" in line.expected:
@@ -302,16 +302,18 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
                     if is_tensor and line.is_about(key, of_optimizer=True):
                         self._check_tensor(line, f"{key} of {name or 'a parameter'}", value)
 
-    def _check_tensor(self, line: Line, name: str, tensor: Tensor) -> None:
+    def _check_tensor(self, line: ContractLine, name: str, tensor: Tensor) -> None:
         self._met.add(line)
         if "contents" in line.expected:
-            self._check_contents(line, _Place(name), tensor)
+            self._check_contents(line, _Subject(name), tensor)
         if "gradient" in line.expected and tensor.grad is not None:
-            self._compare(line, "gradient", _Place(name), tensor.grad.dtype)
+            self._compare(line, "gradient", _Subject(name), tensor.grad.dtype)
 
     # --- breaches ----------------------------------------------------------------------------------
 
-    def _compare(self, line: Line, key: str, place: _Place, found: Any, lost: str = "") -> None:
+    def _compare(
+        self, line: ContractLine, key: str, place: _Subject, found: Any, lost: str = ""
+    ) -> None:
         self._met.add(line)
         expected, found = line.expected[key], real(found)
         if found not in expected:

@@ -15,7 +15,7 @@ from ..tensors import LOW_DTYPES, leaves, short_name
 from ..torch_internals import DispatchMode, call_in, dispatch_modes
 from ..torch_state import spot
 from .findings import Finding
-from .lint_trace import CONVERTING, DIFFERENCES, Seen, Trace
+from .lint_trace import CONVERTING, DIFFERENCES, LintedCall, Trace
 
 #: Values read where reading all would be slow, and to see whether it is worth while.
 _SAMPLE: Final = 1 << 16
@@ -25,7 +25,7 @@ _FEW: Final = 64
 _MOST_COUNTED: Final = 2.0**40
 
 
-def rounded_integers(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+def rounded_integers(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP102: integers that a cast to a low type changes."""
     low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), seen.low)
     if low is None:

@@ -16,7 +16,7 @@ from ..places import located
 from ..tensors import LOW_DTYPES, short_name
 from .findings import Finding
 from .integers import rounded_integers
-from .lint_trace import CONVERTING, DIFFERENCES, Seen, Trace
+from .lint_trace import CONVERTING, DIFFERENCES, LintedCall, Trace
 
 #: An effect must be this many times the unit roundoff of the low type (one rounding's is 0.4 of it),
 _UNITS: Final = 2.0
@@ -29,7 +29,7 @@ _SAMPLE: Final = 1 << 16
 #: Streams of fewer values cost neither bytes nor time.
 _FEW: Final = 1024
 
-Rule = Callable[[Seen, Trace, Origins], Iterator[Finding]]
+Rule = Callable[[LintedCall, Trace, Origins], Iterator[Finding]]
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -51,7 +51,7 @@ def _error(found: list[Tensor] | None, reference: list[Tensor] | None) -> float 
     return max(errors, default=None)
 
 
-def _with_gradients(seen: Seen, values: Mapping[int, Tensor]) -> list[Tensor] | None:
+def _with_gradients(seen: LintedCall, values: Mapping[int, Tensor]) -> list[Tensor] | None:
     """Returns the call's results in float64, and the gradients of the inputs that are replaced.
 
     Args:
@@ -84,7 +84,9 @@ def _with_gradients(seen: Seen, values: Mapping[int, Tensor]) -> list[Tensor] | 
 # --- HP101 and HP103: precision lost before the call ---------------------------------------------
 
 
-def _lost_before(seen: Seen, trace: Trace, lows: list[Tensor]) -> tuple[float, float, Seen] | None:
+def _lost_before(
+    seen: LintedCall, trace: Trace, lows: list[Tensor]
+) -> tuple[float, float, LintedCall] | None:
     """Measures a call on inputs that were rounded, and on those that their makers could give.
 
     Returns:
@@ -111,7 +113,7 @@ def _lost_before(seen: Seen, trace: Trace, lows: list[Tensor]) -> tuple[float, f
     return (error, remedied, maker) if is_real else None
 
 
-def late_upcast(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP101: an fp32 op on low contents whose maker could return fp32."""
     if seen.low is not None or seen.call.op in (*CONVERTING, *DIFFERENCES):
         return
@@ -130,7 +132,7 @@ def late_upcast(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]
     yield Finding("HP101", *seen.place, evidence, error, remedied, maker.line(" output=float32"))
 
 
-def cancellation(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP103: a difference of rounded values, many bits smaller than they are."""
     if seen.call.op not in DIFFERENCES or len(seen.inputs) < 2 or not seen.outputs:
         return
@@ -154,7 +156,7 @@ def _size(tensor: Tensor) -> float:
 # --- HP104: long sums ------------------------------------------------------------------------------
 
 
-def long_sum(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+def long_sum(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP104: a reduction whose low result is worse than one rounding; a running sum that stalls."""
     low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), None)
     if low is None or not seen.inputs:
@@ -173,7 +175,7 @@ def long_sum(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
     yield Finding("HP104", *seen.place, evidence, *found, f"{seen.line()} in the fp32 list")
 
 
-def _stalled(seen: Seen, low: torch.dtype) -> Iterator[Finding]:
+def _stalled(seen: LintedCall, low: torch.dtype) -> Iterator[Finding]:
     """A sum in a low type most of whose terms are too small to change it."""
     if seen.call.op not in ("iadd", "add") or len(seen.inputs) < 2:
         return
@@ -194,7 +196,7 @@ def _share_too_small(term: Tensor, total: Tensor, dtype: torch.dtype) -> float:
 # --- HP105, HP106 and HP108: dtypes ------------------------------------------------------------------
 
 
-def silent_fp32(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP105: a low stream that a scalar, a buffer or a parameter made fp32."""
     if (
         seen.call.op in CONVERTING
@@ -226,7 +228,7 @@ def silent_fp32(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]
     yield Finding("HP105", *seen.place, evidence, 1.0, remedied, f"{seen.line()} in the bf16 list")
 
 
-def useless_island(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP106: an fp32 op whose inputs and result are rounded, and that gives the low op's bits."""
     low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), None)
     if seen.call.op not in CONVERTING or low is None or not seen.inputs:
@@ -248,7 +250,7 @@ def useless_island(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Findi
         yield Finding("HP106", *island.place, f"{evidence}; {saved:,} bytes more", 1.0, 0.0, remedy)
 
 
-def _low_run(seen: Seen, low: torch.dtype) -> list[Tensor] | None:
+def _low_run(seen: LintedCall, low: torch.dtype) -> list[Tensor] | None:
     """Returns the results of the op in ``low``."""
     found: list[Tensor] | None = None
     if not seen.writes and not any(isinstance(each, torch.dtype) for each in seen.kwargs.values()):
@@ -266,7 +268,7 @@ def siblings(op: str) -> slice:
     return slice(None if any(each[:1] == ("tensors",) for each in names) else 0)
 
 
-def mixed_siblings(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+def mixed_siblings(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP108: parts of one thing in two dtypes."""
     parts = [each for each in seen.inputs[siblings(seen.call.op)] if each.dim()]
     dtypes = dict.fromkeys([each.dtype for each in parts])
@@ -287,7 +289,7 @@ def mixed_siblings(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Findi
 # --- HP109: range ----------------------------------------------------------------------------------
 
 
-def out_of_range(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP109: results within four times the largest number, or more than a percent subnormal."""
     for each in seen.outputs:
         if each.dtype not in LOW_DTYPES or not each.numel():
@@ -315,7 +317,7 @@ def _extremes(tensor: Tensor) -> tuple[float, float]:
     return values.max().item(), (values < limits.tiny).double().mean().item()
 
 
-def _worse_than_fp32(seen: Seen, low: torch.dtype) -> tuple[float, float] | None:
+def _worse_than_fp32(seen: LintedCall, low: torch.dtype) -> tuple[float, float] | None:
     """Returns the errors of the result and of one in float32; None if the remedy gains little."""
     reference = seen.run(lambda each: each.detach().double())
     error = _error(seen.outputs, reference)
@@ -337,7 +339,7 @@ RULES_OF_CALLS: Final[tuple[Rule, ...]] = (
 )
 
 
-def findings_of(seen: Seen, trace: Trace, origins: Origins) -> Iterator[Finding]:
+def findings_of(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """Yields the findings of all rules about one call."""
     for rule in RULES_OF_CALLS:
         yield from rule(seen, trace, origins)

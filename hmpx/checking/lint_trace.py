@@ -28,7 +28,7 @@ _MOST_CALLS: Final = 64
 
 
 @dataclass(eq=False)
-class Seen:
+class LintedCall:
     """A call with its arguments and its result.
 
     Attributes:
@@ -105,16 +105,16 @@ class Trace:
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._calls: deque[Seen] = deque(maxlen=_MOST_CALLS)
-        self._made: MutableMapping[Tensor, weakref.ref[Seen]] = WeakTensorKeyDictionary()
+        self._calls: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
+        self._made: MutableMapping[Tensor, weakref.ref[LintedCall]] = WeakTensorKeyDictionary()
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: LintedCall) -> None:
         """Keeps a call."""
         self._calls.append(seen)
         for each in seen.outputs:
             self._made[each] = weakref.ref(seen)
 
-    def producer(self, tensor: Tensor) -> Seen | None:
+    def producer(self, tensor: Tensor) -> LintedCall | None:
         """Returns the kept call whose result is ``tensor``, or of which it is a view."""
         base = tensor._base
         found = self._made.get(tensor)
@@ -122,7 +122,7 @@ class Trace:
             found = self._made.get(base)
         return found() if found is not None else None
 
-    def maker(self, tensor: Tensor) -> Seen | None:
+    def maker(self, tensor: Tensor) -> LintedCall | None:
         """Returns the kept call that computed the values of ``tensor``, before conversions and views."""
         seen = self.producer(tensor)
         for _ in range(_MOST_CALLS):

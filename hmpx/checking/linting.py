@@ -27,7 +27,7 @@ from ..torch_state import named_tensors, spot, without_casts
 from .findings import RULES, Finding, is_ignored
 from .integers import IntegerCasts
 from .lint_rules import findings_of
-from .lint_trace import Seen, Trace
+from .lint_trace import LintedCall, Trace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -120,7 +120,7 @@ class Lint:
 
     def _check_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         inputs, _, _, result = values
-        seen = Seen(call, *values)
+        seen = LintedCall(call, *values)
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
         if call.phase == "forward" and self._fp16 is None:

@@ -15,7 +15,7 @@ from ..checking import siblings
 from ..errors import OptionError, short
 from ..places import located
 from ..policy import Decision, Policy, is_policy_file, load_policy
-from ..reports import Report, Row, Table, read_json, short_dtype
+from ..reports import Report, ReportTable, Row, read_json, short_dtype
 from ..tensors import default_device_types, short_name
 from . import output
 
@@ -72,7 +72,7 @@ def _of_ops(before: Policy, after: Policy, names: tuple[str, str]) -> Iterator[s
         if (one := _said(before.decisions.get(op))) != (two := _said(after.decisions.get(op)))
     ]
     if rows:
-        yield from Table.of(["op", *names], rows).lines(sys.maxsize)
+        yield from ReportTable.of(["op", *names], rows).lines(sys.maxsize)
     for name, policy in zip(names, (before, after), strict=True):
         if policy.sections:
             yield f"{name} has {output.counted(len(policy.sections), 'section')}; compare them with a program"
@@ -106,16 +106,17 @@ def _recorded(name: str, program: list[str]) -> Report:
         return read_json(path)
 
 
-class _Place(NamedTuple):
+class _DiffedCall(NamedTuple):
     op: str
     module: str
     location: str
     phase: str
 
 
-def _by_place(report: Report) -> dict[_Place, Row]:
+def _by_place(report: Report) -> dict[_DiffedCall, Row]:
     return {
-        _Place(row.op, row.module, located(row.location), row.phase): row for row in report.rows
+        _DiffedCall(row.op, row.module, located(row.location), row.phase): row
+        for row in report.rows
     }
 
 
@@ -129,7 +130,7 @@ def _of_calls(before: Report, after: Report) -> Iterator[str]:
     ]
     if rows:
         titles = ["op", "module", "line", "before", "after"]
-        yield from Table.of(titles, rows).lines(sys.maxsize)
+        yield from ReportTable.of(titles, rows).lines(sys.maxsize)
         calls = sum(two[place].calls for place in changed)
         yield f"{output.counted(calls, 'call')} at {output.counted(len(rows), 'place')} compute otherwise"
     yield from _consequences(one, two)
@@ -144,7 +145,7 @@ def _outcome(row: Row) -> str:
     return f"{short_dtype(row.dtype)} -> {', '.join(map(short_dtype, row.output_dtypes))}"
 
 
-def _consequences(one: Mapping[_Place, Row], two: Mapping[_Place, Row]) -> Iterator[str]:
+def _consequences(one: Mapping[_DiffedCall, Row], two: Mapping[_DiffedCall, Row]) -> Iterator[str]:
     for place, row in two.items():
         which = siblings(place.op)
         dtypes = {*row.input_dtypes[which]}

@@ -90,7 +90,7 @@ def _show(
     return output.show(lines, status=int(not is_ok))
 
 
-def _versions(parts: Iterable[torch_internals.Part]) -> dict[str, Any]:
+def _versions(parts: Iterable[torch_internals.TorchPart]) -> dict[str, Any]:
     keys = ("feature", "fault", "without")
     return {
         "hmpx": __version__,

@@ -90,7 +90,7 @@ def _check_command(whole: argparse.ArgumentParser, word: str) -> None:
     whole.error(f"there is no command {word!r}{hint}")
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """A parser whose message about ``--flag=value`` says what is wrong."""
 
     def error(self, message: str) -> NoReturn:
@@ -99,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command line."""
-    whole = _Parser(
+    whole = _CommandParser(
         prog="hmpx",
         description="Mixed precision for PyTorch, op by op, from plain-text op lists.",
         epilog="hmpx COMMAND --help explains a command. To start: hmpx run --report report.html train.py",

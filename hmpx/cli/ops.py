@@ -9,7 +9,7 @@ from typing import Final
 
 from .. import formats, policy, session
 from ..errors import OptionError
-from ..reports import Table
+from ..reports import ReportTable
 from . import output
 from .options import list_options
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if not names:
         return status
     titles = ("op", "policy", "reason", "call sites")
-    return output.show(Table.of(titles, _rows(names, loaded)).lines(sys.maxsize), status)
+    return output.show(ReportTable.of(titles, _rows(names, loaded)).lines(sys.maxsize), status)
 
 
 def _rows(names: list[str], loaded: policy.Policy) -> Iterator[tuple[str, str, str, str]]:
@@ -103,4 +103,4 @@ def _format_lines() -> list[str]:
             continue
         values = (known.max, known.epsilon, known.smallest_normal, known.smallest_subnormal)
         rows.append((name, f"{known.bits:g}", *[f"{value:.6g}" for value in values]))
-    return Table.of(titles, rows, numbers=titles[1:]).lines(sys.maxsize)
+    return ReportTable.of(titles, rows, numbers=titles[1:]).lines(sys.maxsize)

@@ -31,7 +31,7 @@ from ..tensors import (
     tensors_in,
 )
 from ..torch_internals import behind_transform, is_of_transform
-from .measures import Measured, effect, largest, limits, measured, sample
+from .measures import Measurement, effect, largest, limits, measured, sample
 
 if TYPE_CHECKING:
     from ..number_formats import Format
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _CONVERTING: Final = ops.facts("converting").keys()
 
 
-class Site(NamedTuple):
+class MatchedSite(NamedTuple):
     """Where calls are made. Calls of one site are matched by their order."""
 
     function: str
@@ -70,7 +70,7 @@ class LowRun:
     """The observer of the low-precision run; ``calls`` lists each site's calls in order."""
 
     def __init__(self) -> None:
-        self.calls: dict[Site, list[LowCall]] = defaultdict(list)
+        self.calls: dict[MatchedSite, list[LowCall]] = defaultdict(list)
         self._lock = new_lock()
 
     def __call__(self, call: OpCall, tensors: CallTensors | None) -> None:
@@ -86,7 +86,7 @@ class LowRun:
             sum(4 * each.numel() for each in results),
         )
         with self._lock:
-            self.calls[Site(call.site, call.module, call.location)].append(low)
+            self.calls[MatchedSite(call.site, call.module, call.location)].append(low)
 
 
 def stored(tensor: Tensor) -> Tensor:
@@ -119,20 +119,20 @@ def given_floats(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tenso
 
 @dataclass(slots=True)
 class Arrival:
-    """Whether a gradient has arrived at the results of one call, and their places in `Kept.measured`."""
+    """Whether a gradient has arrived at the results of one call, and their places in `SiteNumbers.measured`."""
 
     is_seen: bool = False
     places: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Kept:
+class SiteNumbers:
     """Numbers kept for the calls of one site, on their device."""
 
     low: LowCall  # the first of its calls in the low-precision run
     order: int  # its position among the sites
     calls: int = 0
-    measured: list[Measured] = field(default_factory=list)  # of each result
+    measured: list[Measurement] = field(default_factory=list)  # of each result
     effects: list[Tensor] = field(default_factory=list)  # of each result and each backward
     arrivals: list[Arrival] = field(default_factory=list)  # of each compared call
     propagated: list[Tensor] = field(default_factory=list)  # samples' norms: difference, reference
@@ -140,7 +140,7 @@ class Kept:
     flips: list[tuple[Tensor, int]] = field(default_factory=list)  # differing integers, of how many
 
 
-_Found = tuple[Kept, LowCall, Arrival]
+_Found = tuple[SiteNumbers, LowCall, Arrival]
 
 
 class ShadowRun:
@@ -151,7 +151,7 @@ class ShadowRun:
         low_run: LowRun,
         reference: torch.dtype,
         compared: Container[int],
-        kept: dict[tuple[str, str, str], Kept],
+        kept: dict[tuple[str, str, str], SiteNumbers],
         *,
         draws_gradients: bool,
     ) -> None:
@@ -162,7 +162,7 @@ class ShadowRun:
         """
         self.kept, self.unmatched = kept, 0
         self._low_run, self._reference, self._compared = low_run, reference, compared
-        self._next: dict[Site, int] = defaultdict(int)
+        self._next: dict[MatchedSite, int] = defaultdict(int)
         self._without: dict[tuple[str, str], deque[_Found]] = defaultdict(deque)
         self._draws_gradients = draws_gradients
         self._drawn: list[weakref.ref[Tensor]] = []
@@ -188,7 +188,7 @@ class ShadowRun:
 
     def _found(self, call: OpCall) -> _Found | None:
         """Returns the same call in low precision, by its position at its site."""
-        site = Site(call.site, call.module, call.location)
+        site = MatchedSite(call.site, call.module, call.location)
         known = self._low_run.calls.get(site, [])
         index = self._next[site]
         self._next[site] += 1
@@ -196,7 +196,7 @@ class ShadowRun:
             self.unmatched += 1
             return None
         key = (call.op, call.module, call.location)
-        kept = self.kept.setdefault(key, Kept(known[index], len(self.kept)))
+        kept = self.kept.setdefault(key, SiteNumbers(known[index], len(self.kept)))
         return kept, known[index], Arrival()
 
     def _found_again(self, call: OpCall) -> _Found | None:
@@ -260,7 +260,7 @@ class ShadowRun:
                 tensor.grad = None
 
 
-def _keep_effect(kept: Kept, arrival: Arrival, difference: Tensor, gradient: Tensor) -> None:
+def _keep_effect(kept: SiteNumbers, arrival: Arrival, difference: Tensor, gradient: Tensor) -> None:
     arrival.is_seen = True
     if gradient.dtype.is_complex:
         gradient = torch.view_as_real(gradient.resolve_conj())
@@ -268,7 +268,7 @@ def _keep_effect(kept: Kept, arrival: Arrival, difference: Tensor, gradient: Ten
         kept.effects.append(effect(gradient, difference))
 
 
-def _keep_propagated(kept: Kept, low: LowCall, results: list[Tensor]) -> None:
+def _keep_propagated(kept: SiteNumbers, low: LowCall, results: list[Tensor]) -> None:
     """Compares samples of both runs' results, which include the errors of earlier calls."""
     here = [each for each in map(stored, results) if is_floating(each) and is_measurable(each)]
     for result, other in zip(here, low.samples, strict=False):

@@ -18,7 +18,7 @@ from ..renames import renamed
 from ..session import about_run, check_names, convert, current, refuse_where_off, restoring
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import reached_by, unchanged, without_casts
-from .calls import Kept, LowRun, ShadowRun
+from .calls import LowRun, ShadowRun, SiteNumbers
 from .comparison import Comparison
 from .rows import compared_gradients, compared_sites
 from .runs import PROJECTIONS, Done, Runs, different, relative
@@ -113,8 +113,10 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
     low_run, low, low_gradients = _low(runs)
     parts = _parts(low_run, passes)
 
-    def exact_runs(*, draws_gradients: bool) -> tuple[dict[tuple[str, str, str], Kept], Exact]:
-        kept: dict[tuple[str, str, str], Kept] = {}
+    def exact_runs(
+        *, draws_gradients: bool
+    ) -> tuple[dict[tuple[str, str, str], SiteNumbers], Exact]:
+        kept: dict[tuple[str, str, str], SiteNumbers] = {}
         found = []
         for part in parts:
             shadow = ShadowRun(low_run, reference, part, kept, draws_gradients=draws_gradients)

@@ -16,7 +16,7 @@ from ..renames import renamed_fields
 from ..reports import (
     CHART_WIDTH,
     Column,
-    Table,
+    ReportTable,
     Written,
     by_depth,
     chart_section,
@@ -93,7 +93,7 @@ class Comparison(Written):
             OptionError: The file can't be written.
         """
         names = [each.name for each in fields(ComparedSite) if each.name != "exponents"]
-        return written(Table.of_fields(names, self.rows, " to ").to_csv(), path)
+        return written(ReportTable.of_fields(names, self.rows, " to ").to_csv(), path)
 
     __repr__ = brief
 
@@ -129,7 +129,7 @@ class Comparison(Written):
         tables = {"sites": _table(self.rows)}
         if self.gradients:
             parts.append(table_section("gradients", "Gradients of parameters"))
-            tables["gradients"] = Table(
+            tables["gradients"] = ReportTable(
                 [
                     Column("parameter", [each.name for each in self.gradients], clean, False),
                     Column("difference", [each.error for each in self.gradients], exponential),
@@ -153,7 +153,7 @@ _RANGE_KEYS: Final = {
 }
 
 
-def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> Table:
+def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> ReportTable:
     """Returns a table of rows, with the columns of these titles, or all columns."""
 
     def numbers(title: str, name: str, show: Any = exponential) -> Column:
@@ -178,7 +178,7 @@ def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> Table:
         Column("largest", [row.range.largest for row in rows], exponential),
         Column("" if titles else "remark", [*map(_remark, rows)], str, False),
     ]
-    return Table(column for column in columns if not titles or column.title in titles)
+    return ReportTable(column for column in columns if not titles or column.title in titles)
 
 
 def _remark(row: ComparedSite) -> str:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from .. import arguments
 from ..errors import OptionError, fielded, shown
-from ..number_formats import FORMATS, Format, decode, encode, get, rounder
-from ..number_formats import Table as Codes
-from ..reports import Column, Table, count, paragraphs
+from ..number_formats import FORMATS, Format, Table, decode, encode, get, rounder
+from ..reports import Column, ReportTable, count, paragraphs
 from ..torch_state import without_casts
 
 #: Values per part: each part makes some twenty intermediate float64 tensors.
@@ -122,7 +121,7 @@ def _is_clipped(format: Format, x: Tensor) -> Tensor:
     # Beyond the largest element times its scale: products are rounded, the largest itself is fine.
     codes = encode(x, format)
     values, elements = decode(codes, format), decode(codes[0], element)
-    least = element.min if isinstance(element, Codes) else -element.max
+    least = element.min if isinstance(element, Table) else -element.max
     x, reached = x.double(), values.double() * (1 + 2.0**-20)
     is_above = (elements >= float(element.max)) & (x > reached)
     return is_above | ((elements <= float(least)) & (x < reached))
@@ -250,10 +249,10 @@ class ErrorTable:
         return _table(self.rows).to_html() + paragraphs(_notes(self.rows))
 
 
-def _table(rows: tuple[ErrorStatistics, ...]) -> Table:
+def _table(rows: tuple[ErrorStatistics, ...]) -> ReportTable:
     modes = {row.rounding for row in rows}
     names = [row.format if len(modes) == 1 else f"{row.format}, {row.rounding}" for row in rows]
-    return Table(
+    return ReportTable(
         [
             Column("format", names, is_number=False),
             Column("bits", [row.bits for row in rows], lambda bits: _number(bits, "4g")),

@@ -43,7 +43,7 @@ def limits(dtype: torch.dtype | Format | None) -> Limits | None:
     return None
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """Measurements of one result, in float32 on its device."""
 
     numbers: Tensor  # those of `Sums`
@@ -54,7 +54,7 @@ class Measured(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """`Measured.numbers` by name, accumulated over calls."""
+    """`Measurement.numbers` by name, accumulated over calls."""
 
     difference: float = 0.0  # norms
     reference: float = 0.0
@@ -88,7 +88,7 @@ def sample(tensor: Tensor) -> Tensor:
     return flat[:: -(-flat.numel() // SAMPLE)] if flat.numel() > SAMPLE else flat
 
 
-def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
+def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measurement:
     """Compares a low-precision result with its float32 or float64 reference of the same shape.
 
     Equal infinities count as equal, and so do two NaNs. ``within`` is the range of the low-precision
@@ -134,7 +134,7 @@ def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
     ).float()
     places = exponents.clamp(EXPONENTS.start, EXPONENTS.stop - 1) - EXPONENTS.start
     counts = torch.bincount(places.long(), is_value.float(), minlength=len(EXPONENTS))
-    return Measured(numbers, counts.float(), difference.bfloat16())
+    return Measurement(numbers, counts.float(), difference.bfloat16())
 
 
 def largest(tensor: Tensor) -> Tensor:

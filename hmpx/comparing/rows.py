@@ -15,7 +15,7 @@ from ..errors import fielded
 from ..renames import renamed_fields
 from ..reports import Row
 from ..tensors import long_name
-from .calls import Kept
+from .calls import SiteNumbers
 from .measures import Sums, limits
 
 _NAN: Final = math.nan
@@ -117,7 +117,7 @@ class ComparedGradient:
 
 
 def compared_sites(
-    kept: Mapping[tuple[str, str, str], Kept], recorded: Iterable[Row], scale: float
+    kept: Mapping[tuple[str, str, str], SiteNumbers], recorded: Iterable[Row], scale: float
 ) -> tuple[ComparedSite, ...]:
     """Returns the rows, largest effect first, from the records of the runs and the rows of `record`."""
     costs: dict[tuple[str, str, str], tuple[int, int]] = {}
@@ -179,7 +179,7 @@ def _on_host(tensors: Iterable[Tensor]) -> dict[int, list[float]]:
 
 def _site(
     key: tuple[str, str, str],
-    kept: Kept,
+    kept: SiteNumbers,
     numbers: Mapping[int, list[float]],
     costs: tuple[int, int],
     scale: float,

@@ -222,7 +222,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 # --- gradients -----------------------------------------------------------------------------------
 
 
-class _Product(torch.autograd.Function):
+class _AccumulatedProduct(torch.autograd.Function):
     """a @ b + c for matrices in low precision, or stacks of them; accumulated in fp32, rounded once.
 
     If ``is_transposed``, b is the transposed view of a matrix, and so is its gradient.
@@ -261,7 +261,7 @@ def _product(
 ) -> Tensor:
     is_low = a.dtype is b.dtype and a.dtype in LOW_DTYPES
     if is_low and transforms() is None and not has_tangents():
-        return _Product.apply(a, b, c, output, is_transposed)  # type: ignore[no-any-return, no-untyped-call]
+        return _AccumulatedProduct.apply(a, b, c, output, is_transposed)  # type: ignore[no-any-return, no-untyped-call]
     result = _matmul(widen(a), widen(b))
     return _rounded(result if c is None else _add(result, widen(c)), output)
 

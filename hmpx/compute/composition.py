@@ -299,11 +299,11 @@ def in_graph(
 def _cast(tensor: Tensor, low: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Returns ``tensor`` in ``dtype``, rounded to ``low``; its gradient is rounded too."""
     if may_learn(tensor):
-        return _Cast.apply(tensor, low, dtype)  # type: ignore[no-any-return, no-untyped-call]
+        return _CastNode.apply(tensor, low, dtype)  # type: ignore[no-any-return, no-untyped-call]
     return CAST[dtype](round_fp32(widen(tensor), low))
 
 
-class _Cast(torch.autograd.Function):
+class _CastNode(torch.autograd.Function):
     drawn_as = "cast"
 
     generate_vmap_rule = True

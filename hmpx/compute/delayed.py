@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..number_formats import (
+    FormatRounding,
     Rounder,
-    Rounding,
     Scaled,
     is_compiled,
     largest_magnitude,
@@ -77,7 +77,7 @@ def round_delayed(rounding: Rounder, key: str, records: bool, x: Tensor) -> Tens
 
     With ``records`` its amax affects later steps.
     """
-    assert isinstance(rounding, Rounding)
+    assert isinstance(rounding, FormatRounding)
     if torch.compiler.is_dynamo_compiling() or not _has_values(x):
         if type(x) not in _TRACED or not is_compiled():
             return rounding(x)

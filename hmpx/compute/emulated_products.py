@@ -225,7 +225,7 @@ class EmulatedProduct:
         """Returns the product of the rounded factors."""
         if self.gradient is None or not may_learn(*factors):
             return self.multiplication.multiply(self.rounded(factors))
-        return _Product.apply(self, *factors)  # type: ignore[no-any-return, no-untyped-call]
+        return _EmulatedMatmul.apply(self, *factors)  # type: ignore[no-any-return, no-untyped-call]
 
     def rounded(self, factors: Sequence[Tensor], target: int | None = None) -> list[Tensor]:
         """Returns the factors rounded for the forward's product, or for that of a gradient."""
@@ -248,7 +248,7 @@ class EmulatedProduct:
         return straight_through(gradient, round_, round_)
 
 
-class _Product(torch.autograd.Function):
+class _EmulatedMatmul(torch.autograd.Function):
     """The product; its gradients are also products of rounded values."""
 
     drawn_as = "matmul"

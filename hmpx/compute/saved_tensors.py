@@ -41,7 +41,7 @@ _equal, _storage = torch.equal, Tensor.untyped_storage
 
 
 @dataclass(slots=True)
-class Kept:
+class SavedTensor:
     """The replacement of an fp32 tensor that autograd saves."""
 
     tensor: (
@@ -56,7 +56,7 @@ class Kept:
     is_pending: bool = False  # whether its tensor is yet to be replaced by a low-precision one
 
 
-def unpack(kept: Kept, unpack_outer: Callable[[Any], Tensor] | None = None) -> Tensor:
+def unpack(kept: SavedTensor, unpack_outer: Callable[[Any], Tensor] | None = None) -> Tensor:
     """Returns the tensor that ``kept`` represents; raises RuntimeError if its source was written to.
 
     Under compiled autograd writes are not detected, like all writes to tensors that hooks keep.
@@ -103,7 +103,7 @@ def tensors_saved_by(node: Any) -> list[Tensor] | None:
     None while a call that hmpx computes has yet to decide what it keeps.
     """
     found: list[Any] = [each.data for each in saved_by(node)]
-    kept = [each for each in found if isinstance(each, Kept)]
+    kept = [each for each in found if isinstance(each, SavedTensor)]
     if any(each.is_pending for each in kept):
         return None
     found += [value for each in kept for value in (each.tensor, each.rest)]
@@ -129,7 +129,7 @@ def _saved_names(node: type) -> list[str]:
     return [name for name in dir(node) if name.startswith("_raw_saved_")]
 
 
-def _is_read_alone(kept: Kept, result: Tensor) -> bool:
+def _is_read_alone(kept: SavedTensor, result: Tensor) -> bool:
     """Whether the backward formula of a saved output reads no other tensor."""
     node = node_of(result)
     while node is not None:
@@ -141,7 +141,7 @@ def _is_read_alone(kept: Kept, result: Tensor) -> bool:
     return False
 
 
-def _keep_output(kept: Kept, result: Tensor, low_result: Tensor, *, splits: bool) -> None:
+def _keep_output(kept: SavedTensor, result: Tensor, low_result: Tensor, *, splits: bool) -> None:
     """Keeps the rounded output, with ``splits`` also the remainder, if ``kept`` has the output's elements."""
     tensor = kept.tensor
     if tensor.shape != result.shape:
@@ -217,7 +217,7 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
     return low_result
 
 
-def push_under(pack: Callable[[Tensor], Kept], outer: tuple[Any, Any]) -> None:
+def push_under(pack: Callable[[Tensor], SavedTensor], outer: tuple[Any, Any]) -> None:
     """Pushes saved-tensor hooks that store the results of ``pack``, below the ``outer`` ones."""
     pack = functools.partial(pack)  # methods can't be marked
     hide_hook(pack, outer)
@@ -234,7 +234,9 @@ class _Packer:
     #: Address -> the source of an fp32 input, how to upcast it, and the strides.
     sources: dict[int, tuple[Tensor, Callable[[Tensor], Tensor], Any]] = field(default_factory=dict)
     alive: set[int] = field(default_factory=set)  # addresses of fp32 parameters that are inputs
-    pending: list[tuple[int, Kept]] = field(default_factory=list)  # with addresses, for `settle`
+    pending: list[tuple[int, SavedTensor]] = field(
+        default_factory=list
+    )  # with addresses, for `settle`
 
     def upcast(self, args: Args, kwargs: Kwargs, given: Args) -> tuple[list[Any], Kwargs]:
         """Returns the arguments with low-precision tensors in fp32; records their sources."""
@@ -267,8 +269,8 @@ class _Packer:
         self.sources[address_of(wide)] = source, again, wide.stride()
         return wide
 
-    def pack(self, tensor: Tensor) -> Kept:
-        """Returns the `Kept` that autograd stores for ``tensor``."""
+    def pack(self, tensor: Tensor) -> SavedTensor:
+        """Returns the `SavedTensor` that autograd stores for ``tensor``."""
         is_usual = tensor.dtype is torch.float32 and tensor.layout is torch.strided
         pointer = address_of(tensor) if is_usual else 0  # also 0 if it is empty
         found = self.sources.get(pointer)
@@ -276,10 +278,10 @@ class _Packer:
             source, again, strides = found
             layout = (strides, tensor.shape, tensor.stride(), 0)
             source = _detach(source)
-            kept = Kept(source, source._version, again, layout)
+            kept = SavedTensor(source, source._version, again, layout)
             return kept if self.outer is None else self.pack_again(kept)
         tensor = _detach(tensor)
-        kept = Kept(tensor, tensor._version)
+        kept = SavedTensor(tensor, tensor._version)
         if not pointer or pointer in self.alive:
             return self.pack_again(kept)
         if self.precision.is_product and self.precision.rounds_inputs:
@@ -287,12 +289,12 @@ class _Packer:
             # A copy of an input in another layout; planned tensors have no values, and are copies. On other devices
             # the comparison would wait.
             if passes_for_real(tensor) or (tensor.is_cpu and _equal(widen(low), tensor)):
-                return self.pack_again(Kept(low, low._version, widen))
+                return self.pack_again(SavedTensor(low, low._version, widen))
         kept.is_pending = True
         self.pending.append((pointer, kept))
         return kept
 
-    def pack_again(self, kept: Kept) -> Kept:
+    def pack_again(self, kept: SavedTensor) -> SavedTensor:
         """Returns ``kept`` packed by the outer hooks, if any."""
         if self.outer is not None:
             pack_outer = self.outer[0]
@@ -421,7 +423,9 @@ def pays(weight: Tensor, other: Tensor) -> bool:
     return uses >= _LEAST_USES
 
 
-def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Kept:
+def _pack(
+    pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor: Tensor
+) -> SavedTensor:
     kept = None
     if tensor.dtype in LOW_DTYPES and tensor.layout is torch.strided:
         memory = _storage(tensor)._cdata
@@ -436,11 +440,11 @@ def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor:
                 identity = parameter._cdata if is_leaf else None
                 again = functools.partial(_cast_again, cast.dtype, identity)
                 source = parameter if is_leaf else _detach(parameter)
-                kept = Kept(source, source._version, again, layout)
+                kept = SavedTensor(source, source._version, again, layout)
                 break
     if kept is None:
         tensor = _detach(tensor)
-        kept = Kept(tensor, tensor._version)
+        kept = SavedTensor(tensor, tensor._version)
     if pack_outer is not None:
         kept.tensor = pack_outer(kept.tensor)
     return kept

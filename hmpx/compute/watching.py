@@ -93,13 +93,13 @@ def note_unrounded(op: str, inputs: list[Tensor]) -> None:
         note(op, inputs)
 
 
-class _Here(threading.local):
+class _LegalizedState(threading.local):
     """Whether this thread has computed a low-precision call in fp32; readers reset it."""
 
     is_legalized = False
 
 
-COMPUTED: Final = _Here()
+COMPUTED: Final = _LegalizedState()
 
 
 def note_legalized() -> None:

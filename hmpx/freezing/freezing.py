@@ -23,7 +23,7 @@ from .originals import Originals
 from .seal import REMEDY, Widens, complete_undo, is_sealed, seal
 from .undo import LOCK, Undo
 from .weights import (
-    Place,
+    MemorySpan,
     Rounding,
     Slot,
     Weight,
@@ -274,12 +274,12 @@ def _low_copies(
     lows: Iterable[Slot], dtypes: Mapping[str, LowType], rounding: Rounding | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns each tensor to store low, with its new contents; a shared chunk stays one, as cuDNN needs."""
-    by_storage: dict[object, dict[Place, Slot]] = {}
+    by_storage: dict[object, dict[MemorySpan, Slot]] = {}
     for f in lows:
         if f.place is not None:
             key = f.place.storage, dtypes[f.name], f.tensor.is_inference()
             by_storage.setdefault(key, {}).setdefault(f.place, f)
-    copies: dict[Place | None, Tensor] = {}
+    copies: dict[MemorySpan | None, Tensor] = {}
     with torch.no_grad(), torch_state.without_casts():
         for group in by_storage.values():
             first = next(iter(group.values()))

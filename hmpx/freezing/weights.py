@@ -16,7 +16,7 @@ from .. import compute, number_formats, session, torch_state
 from ..errors import lined, noted, printable, raised_here, to_the_end
 from ..inputs import Steps
 from ..policy import LowType
-from ..reports import Table
+from ..reports import ReportTable
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, short_name
 from ..torch_internals import (
     DispatchMode,
@@ -34,7 +34,7 @@ _PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
 
 
 @dataclass(frozen=True)
-class Place:
+class MemorySpan:
     """Where the elements of a tensor lie: the storage, while it is alive, and byte offsets in it."""
 
     storage: int
@@ -44,7 +44,7 @@ class Place:
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def overlaps(self, other: Place) -> bool:
+    def overlaps(self, other: MemorySpan) -> bool:
         """Whether both may share a byte."""
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
@@ -61,7 +61,7 @@ class Slot:
     attribute: str  # the tensor's name in the module
     kind: str  # "parameter" or "buffer"
     tensor: Tensor
-    place: Place | None
+    place: MemorySpan | None
     fault: str
 
     @property
@@ -101,7 +101,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
     ]
 
 
-def _place_or_fault(tensor: Tensor) -> tuple[Place | None, str]:
+def _place_or_fault(tensor: Tensor) -> tuple[MemorySpan | None, str]:
     if nn.parameter.is_lazy(tensor):
         return None, "was not initialized before the example ran"
     if type(tensor) not in _PLAIN:
@@ -113,7 +113,7 @@ def _place_or_fault(tensor: Tensor) -> tuple[Place | None, str]:
     return _place(tensor), ""
 
 
-def _place(tensor: Tensor) -> Place | None:
+def _place(tensor: Tensor) -> MemorySpan | None:
     """Returns where the elements lie; None if there are none, or not in a single strided memory."""
     try:
         if tensor.layout is not torch.strided or tensor.numel() == 0:
@@ -124,7 +124,7 @@ def _place(tensor: Tensor) -> Place | None:
     last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
     item_bytes = tensor.element_size()
     start = int(tensor.storage_offset()) * item_bytes
-    return Place(
+    return MemorySpan(
         storage,
         start,
         start + (int(last) + 1) * item_bytes,
@@ -134,7 +134,7 @@ def _place(tensor: Tensor) -> Place | None:
     )
 
 
-def replaced(model: nn.Module, before: Sequence[Slot]) -> set[Place]:
+def replaced(model: nn.Module, before: Sequence[Slot]) -> set[MemorySpan]:
     """Returns the places that tensors of the model have left since."""
     now = {(f.kind, f.name): (id(f.tensor), f.place) for f in slots_of(model)}
     return {
@@ -165,17 +165,17 @@ class Uses:
     as_data: str = ""
 
 
-class Watch(DispatchMode):
+class UsesMode(DispatchMode):
     """Records every use of the watched places; writes to them can be taken back."""
 
     def __init__(self, found: Sequence[Slot]) -> None:
         super().__init__()
         self._tensors = {f.place: f.tensor for f in found if f.place is not None}
         self.uses = {place: Uses() for place in self._tensors}
-        self._by_storage: dict[int, list[Place]] = {}
+        self._by_storage: dict[int, list[MemorySpan]] = {}
         for place in self._tensors:
             self._by_storage.setdefault(place.storage, []).append(place)
-        self._before: dict[Place, tuple[Tensor, Tensor]] = {}
+        self._before: dict[MemorySpan, tuple[Tensor, Tensor]] = {}
         # Batch norm kernels write to running statistics, which their schema omits.
         with torch.no_grad(), torch_state.without_casts():
             self._remember(f.place for f in found if f.place is not None and f.kind == "buffer")
@@ -223,13 +223,13 @@ class Watch(DispatchMode):
                     tensor.copy_(before)
         self._before.clear()
 
-    def _touched(self, tensor: Tensor) -> list[Place]:
+    def _touched(self, tensor: Tensor) -> list[MemorySpan]:
         place = _place(tensor)
         if place is None:
             return []
         return [p for p in self._by_storage.get(place.storage, ()) if p.overlaps(place)]
 
-    def _remember(self, places: Iterable[Place]) -> None:
+    def _remember(self, places: Iterable[MemorySpan]) -> None:
         for place in places:
             if place not in self._before:
                 tensor = self._tensors[place].detach()
@@ -293,9 +293,9 @@ def watch_forward(
     model: nn.Module,
     found: Sequence[Slot],
     inputs: Any,
-) -> Watch:
+) -> UsesMode:
     """Runs one forward, and returns how it uses the tensors found; restores their values."""
-    watch = Watch(found)
+    watch = UsesMode(found)
     try:
         formats = compute.watched(compute.EMULATION_WATCHERS, watch.add_format)
         unrounded = compute.watched_rounding(functools.partial(watch.add, "unrounded_by"))
@@ -376,7 +376,7 @@ def table(name: str, weights: Sequence[Weight], *, is_undone: bool) -> str:
         for weight in weights
     ]
     titles = ("name", "kind", "dtype", "stored", "bytes", "why")
-    return lined([*lines, *Table.of(titles, rows, numbers=["bytes"]).lines(sys.maxsize)])
+    return lined([*lines, *ReportTable.of(titles, rows, numbers=["bytes"]).lines(sys.maxsize)])
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
@@ -411,7 +411,7 @@ def one_rounding(in_force: session.Session) -> Rounding | None:
 
 
 def judged(
-    found: Sequence[Slot], watch: Watch, replaced: set[Place], as_codes: bool
+    found: Sequence[Slot], watch: UsesMode, replaced: set[MemorySpan], as_codes: bool
 ) -> Iterator[Weight]:
     """Yields how each tensor is to be stored, and why; those at ``replaced`` places have left them since."""
     firsts: dict[object, Slot] = {}
@@ -441,7 +441,7 @@ def judged(
 
 
 def _judgement(
-    f: Slot, neighbours: Sequence[Slot], watch: Watch, replaced: set[Place]
+    f: Slot, neighbours: Sequence[Slot], watch: UsesMode, replaced: set[MemorySpan]
 ) -> tuple[LowType, str]:
     """Returns the type to store a tensor in, and why; ``neighbours`` are the tensors in its storage."""
     kept = f.tensor.dtype

@@ -98,7 +98,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """Does nothing."""
 
 
-class _Done:
+class _CompletedWork:
     """A stream or an event of the CPU, on which all work is already complete."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -111,11 +111,11 @@ class _Done:
         self._recorded_s = time.perf_counter()
 
     def record_event(self, event: Any = None) -> Any:
-        event = _Done() if event is None else event
+        event = _CompletedWork() if event is None else event
         event.record()
         return event
 
-    def elapsed_time(self, end_event: _Done) -> float:
+    def elapsed_time(self, end_event: _CompletedWork) -> float:
         """Returns the milliseconds until ``end_event``."""
         if self._recorded_s is None or end_event._recorded_s is None:
             raise RuntimeError("an event was not recorded; call record() on both first")
@@ -124,7 +124,7 @@ class _Done:
     synchronize = wait = wait_event = wait_stream = _nothing
 
 
-_STREAM: Final = _Done()
+_STREAM: Final = _CompletedWork()
 
 
 _ON_CPU: Final[Mapping[str, Any]] = {
@@ -134,7 +134,7 @@ _ON_CPU: Final[Mapping[str, Any]] = {
     "current_device": lambda: 0,
     **dict.fromkeys(["Stream", "current_stream", "default_stream"], lambda *_, **__: _STREAM),
     **dict.fromkeys(["device", "stream", "StreamContext"], contextlib.nullcontext),
-    "Event": _Done,
+    "Event": _CompletedWork,
     **dict.fromkeys(["manual_seed", "manual_seed_all"], lambda seed: torch.manual_seed(int(seed))),
     **dict.fromkeys(["seed", "seed_all"], torch.seed),
     "initial_seed": torch.initial_seed,

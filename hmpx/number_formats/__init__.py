@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     )
     from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
     from .rounding import (
-        Rounding,
+        FormatRounding,
         is_compiled,
         quantize,
         rounder,

@@ -17,7 +17,7 @@ from . import kernels
 from .bits import FP32, FP64, NO_KEYS, draw_keys
 from .families import Coded, Custom, Format, SharedScales, Table, code_dtype, params_of
 from .registered import get
-from .rounding import Rounding, check_dense, has_own_memory, quantize, rounding_of
+from .rounding import FormatRounding, check_dense, has_own_memory, quantize, rounding_of
 from .unpatched import CLONE, CONTIGUOUS, EMPTY, EMPTY_LIKE
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _encoded(
     return (codes, *parts) if shared else codes
 
 
-def _encoder(run: Rounding, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+def _encoder(run: FormatRounding, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     """Returns the plan, the coding and the kernel that encode tensors of a dtype; the last is None if none does."""
     format: Any = run.format
     is_drawn = isinstance(format, Table) and run.mode == "stochastic"

@@ -50,7 +50,7 @@ _method = vars(torch.autograd.Function)["apply"]
 _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 
 
-class Plan:
+class RoundingPlan:
     """How tensors of one dtype are rounded to one format with fixed options."""
 
     def __init__(self, format: Format, params: Params) -> None:
@@ -61,7 +61,7 @@ class Plan:
             self.function = kernels.function(name, "round")
 
 
-class Rounding:
+class FormatRounding:
     """Rounds to one format with fixed options."""
 
     __slots__ = ("_function", "_plans", "encoders", "format", "mode", "overflow")
@@ -69,7 +69,7 @@ class Rounding:
     def __init__(self, format: Format, mode: str, overflow: str | None) -> None:
         self.format, self.mode, self.overflow = format, mode, overflow
         self._function = format.own_function
-        self._plans: dict[torch.dtype, Plan | None] = {}
+        self._plans: dict[torch.dtype, RoundingPlan | None] = {}
         self.encoders: dict[torch.dtype, Any] = {}
 
     def __call__(
@@ -108,25 +108,27 @@ class Rounding:
         found: Tensor = OP(x.detach(), text, keys)
         return found
 
-    def plan(self, dtype: torch.dtype) -> Plan | None:
+    def plan(self, dtype: torch.dtype) -> RoundingPlan | None:
         """Returns the plan for tensors of one dtype; None if none is needed. Checks the dtype."""
         if dtype not in self._plans:
             params = params_of(self.format, dtype, self.mode, self.overflow)
-            self._plans[dtype] = None if params is None else Plan(self.format, params)
+            self._plans[dtype] = None if params is None else RoundingPlan(self.format, params)
         return self._plans[dtype]
 
 
-def rounding_of(format: Format, mode: str, overflow: str | None) -> Rounding:
-    """Returns the cached `Rounding` for a format and options; raises `OptionError` if unsupported."""
-    found: Rounding | None
+def rounding_of(format: Format, mode: str, overflow: str | None) -> FormatRounding:
+    """Returns the cached `FormatRounding` for a format and options; raises `OptionError` if unsupported."""
+    found: FormatRounding | None
     try:
-        found = format.derived.get((Rounding, mode, overflow))
+        found = format.derived.get((FormatRounding, mode, overflow))
     except TypeError:  # unhashable, so not a string
         found = None
     if found is None:
         format.check_rounding(mode, overflow)
         kernels.library(is_essential=False)
-        found = format.derived[Rounding, mode, overflow] = Rounding(format, mode, overflow)
+        found = format.derived[FormatRounding, mode, overflow] = FormatRounding(
+            format, mode, overflow
+        )
     return found
 
 
@@ -153,7 +155,9 @@ def check_dense(x: Tensor) -> None:
 # --- by kernels --------------------------------------------------------------------------------
 
 
-def _rounded(x: Tensor, plan: Plan, keys: tuple[int, int], scale: Tensor | None = None) -> Tensor:
+def _rounded(
+    x: Tensor, plan: RoundingPlan, keys: tuple[int, int], scale: Tensor | None = None
+) -> Tensor:
     """Returns ``x``, on the CPU and with its own memory, rounded by a kernel or torch ops."""
     if not is_in_memory(x):
         x = EMPTY_LIKE(x).copy_(x.detach())
@@ -178,7 +182,7 @@ def _rounded(x: Tensor, plan: Plan, keys: tuple[int, int], scale: Tensor | None 
 
 
 def _run(
-    plan: Plan, source: Tensor, target: Tensor, keys: tuple[int, int], given: float | None
+    plan: RoundingPlan, source: Tensor, target: Tensor, keys: tuple[int, int], given: float | None
 ) -> Tensor:
     assert plan.kernel is not None
     struct, count = plan.kernel.struct_for(source, given), source.numel()
@@ -248,7 +252,7 @@ def text_of(format: Format, mode: str, overflow: str | None) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def rounding_in(text: str) -> Rounding:
+def rounding_in(text: str) -> FormatRounding:
     """Returns the rounding of a result of `text_of`."""
     return rounding_of(*json.loads(text, object_hook=_format_of))
 
@@ -322,7 +326,7 @@ def quantize(
     if generator is not None and not isinstance(generator, torch.Generator):
         raise OptionError(f"generator must be a torch.Generator, not {shown(generator)}")
     # Dynamo can't trace a cache.
-    make = Rounding if torch.compiler.is_dynamo_compiling() else rounding_of
+    make = FormatRounding if torch.compiler.is_dynamo_compiling() else rounding_of
     return straight_through(x, make(get(format), rounding, overflow), None, generator, scale)
 
 

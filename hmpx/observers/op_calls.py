@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import fielded
 from ..places import DIRECTORY
-from ..tensors import CAST, LOW_DTYPES, Named, map_tensors
+from ..tensors import CAST, LOW_DTYPES, HasName, map_tensors
 from ..torch_state import Phase
 
 #: Of torch, hmpx, code without a file, and the frames that decorators and context managers add.
@@ -74,7 +74,7 @@ class OpCall:
     function: Callable[..., Any]
     cast_policy: str
     reason: str
-    dtype: torch.dtype | Named | None
+    dtype: torch.dtype | HasName | None
     input_dtypes: tuple[torch.dtype, ...]
     cast_dtypes: tuple[torch.dtype, ...]
     output_dtypes: tuple[torch.dtype, ...]
@@ -90,7 +90,7 @@ class OpCall:
     __repr__ = fielded
 
     @property
-    def computed(self) -> tuple[torch.dtype | Named, ...]:
+    def computed(self) -> tuple[torch.dtype | HasName, ...]:
         """What the call computed in: the low type if it was legalized, else the dtypes of its kernels."""
         return (self.dtype,) if self.legalized and self.dtype is not None else self.kernels
 

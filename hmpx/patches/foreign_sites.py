@@ -47,14 +47,14 @@ class ForeignSite:
         """Returns the patch that puts ``wrapper`` into the slot."""
         value: Any = wrapper
         if isinstance(self.owner, (OpOverload, OpOverloadPacket)):
-            value = _Call(wrapper, self.function)
+            value = _WrapperCall(wrapper, self.function)
         elif self.binding is not None:
             value = self.binding(wrapper)
         # Others also write to these slots: torch refreshes operators, and modules are reloaded.
         return Patch(self.owner, self.attribute, value, stays_idle=True, is_foreign=True)
 
 
-class _Call:
+class _WrapperCall:
     """The function that an operator's object calls instead of the kernels; the object's hash depends on it."""
 
     def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:

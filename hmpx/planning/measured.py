@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from ..errors import OptionError, brief, shown
-from ..reports import Column, Table, Written, clean, page, paragraphs, size, wrapped
+from ..reports import Column, ReportTable, Written, clean, page, paragraphs, size, wrapped
 from .runner import BASE
 
 #: The version of the JSON that `Bench.to_json` writes.
@@ -182,7 +182,7 @@ def _sentences(bench: Bench) -> Iterator[str]:
     yield from bench.notes
 
 
-def _table(rows: Sequence[Measured]) -> Table:
+def _table(rows: Sequence[Measured]) -> ReportTable:
     columns = [
         Column("", [each.label for each in rows], is_number=False),
         Column("of fp32", [*map(_ratio, rows)]),
@@ -201,7 +201,7 @@ def _table(rows: Sequence[Measured]) -> Table:
     if any(each is not None for each in memories):
         cells = [_NOTHING if each is None else size(each) for each in memories]
         columns.append(Column("memory", cells))
-    return Table(columns)
+    return ReportTable(columns)
 
 
 def _ratio(row: Measured) -> str:

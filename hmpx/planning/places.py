@@ -42,7 +42,7 @@ from ..torch_internals import (
 from ..torch_state import reached_by
 
 
-class Place:
+class PlannedDevice:
     """The place of a plan's tensors."""
 
     def __init__(self, device_type: str, *, is_small: bool) -> None:

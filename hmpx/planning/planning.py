@@ -29,7 +29,7 @@ from ..torch_internals import (
     uncompiled,
 )
 from ..torch_state import named_tensors, reached_by, unchanged
-from .places import Place
+from .places import PlannedDevice
 from .result import Plan, Run, ShardGroup, groups_of
 
 #: Arguments of `convert` that `plan` rejects: it logs no calls, and has its own argument for the device.
@@ -91,7 +91,7 @@ def plan(
     name, make_optimizer = _parsed_optimizer(optimizer)
     _check(model, training, conversion)
     steps = Steps("plan", model, forward_step, loss_fn)
-    place = Place(device_type, is_small=small)
+    place = PlannedDevice(device_type, is_small=small)
     real = () if small else reached_by(model).modules  # whose values don't change
     but = [tensor for module in real for _, tensor in named_tensors(module)]
     with contextlib.ExitStack() as stack:
@@ -151,7 +151,7 @@ def _device_type(device: str | torch.device | None) -> str:
 
 
 def _program(
-    steps: Steps, inputs: Any, make_optimizer: Any, training: bool | None, place: Place
+    steps: Steps, inputs: Any, make_optimizer: Any, training: bool | None, place: PlannedDevice
 ) -> _Program:
     with place.making():
         is_model = isinstance(steps.model, nn.Module)
@@ -181,7 +181,7 @@ def _called(function: Callable[[], Any], name: str) -> Any:
         _raise_explained(error, f"{name} raised it")
 
 
-def _options(place: Place, conversion: Mapping[str, Any]) -> dict[str, Any]:
+def _options(place: PlannedDevice, conversion: Mapping[str, Any]) -> dict[str, Any]:
     native = {} if place.decided_by == "cpu" and not place.is_small else {"legalize": "never"}
     return {**native, **conversion, "device_types": {place.decided_by}}
 
@@ -232,7 +232,7 @@ class _Program:
     inputs: Any
     make_optimizer: Callable[[list[nn.Parameter]], Any] | None
     is_training: bool
-    place: Place
+    place: PlannedDevice
 
     @property
     def parameters(self) -> list[nn.Parameter]:

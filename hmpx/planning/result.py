@@ -17,7 +17,7 @@ from ..reports import (
     KINDS,
     Memory,
     Report,
-    Table,
+    ReportTable,
     Totals,
     Written,
     chart_section,
@@ -436,12 +436,12 @@ _OF_RANK: Final = {
 }
 
 
-def _rank_table(world_size: int, ranks: Sequence[PerRank]) -> Table:
+def _rank_table(world_size: int, ranks: Sequence[PerRank]) -> ReportTable:
     lines = [(name, [getattr(each, field) for each in ranks]) for field, name in _OF_RANK.items()]
     return _sizes(f"each of {world_size}", ("FSDP2", "DDP"), lines)
 
 
-def _memory_table(plan: Plan) -> Table:
+def _memory_table(plan: Plan) -> ReportTable:
     memories = [run.memory for run in plan.runs]
     lines = [(name, [getattr(each, field) for each in memories]) for field, name in _OF_RUN.items()]
     dtypes = dict.fromkeys(dtype for memory in memories for dtype in memory.saved)
@@ -477,7 +477,7 @@ def _fits(peak: int, card: int) -> str:
     return f"yes, {share(peak, card * 10**9)}" if peak <= card * 10**9 else "no"
 
 
-def _ranks_table(plan: Plan) -> Table:
+def _ranks_table(plan: Plan) -> ReportTable:
     """Returns the sums of memory in each of several processes; inputs are those of one."""
     rows = []
     for world_size in (2, 4, 8, 16, 32, 64):
@@ -485,7 +485,7 @@ def _ranks_table(plan: Plan) -> Table:
         fits = [f"{card} GB" for card in _CARDS if sums[0] <= card * 10**9]
         rows.append((str(world_size), *map(size, sums), fits[0] if fits else "no"))
     titles = ("processes", "FSDP2, each", "DDP, each", "FSDP2 fits on")
-    return Table.of(titles, rows, numbers=titles)
+    return ReportTable.of(titles, rows, numbers=titles)
 
 
 _KEYS: Final = {f"kind{index}": kind for index, kind in enumerate(KINDS)}
@@ -528,13 +528,13 @@ def _sizes(
     names: Sequence[str],
     lines: Sequence[tuple[str, list[int]]],
     *others: tuple[str, list[str]],
-) -> Table:
+) -> ReportTable:
     shown = [(name, [size(n) if n else "-" for n in sizes]) for name, sizes in lines if any(sizes)]
     rows = [(name, *cells) for name, cells in [*shown, *others]]
-    return Table.of([title, *names], rows, numbers=names)
+    return ReportTable.of([title, *names], rows, numbers=names)
 
 
-def _peak_table(plan: Plan) -> Table:
+def _peak_table(plan: Plan) -> ReportTable:
     peaks = [run.memory.peak.kinds for run in plan.runs]
     lines = [(kind, [peak.get(kind, 0) for peak in peaks]) for kind in KINDS]
     return _sizes("kind", [run.name for run in plan.runs], lines)

@@ -35,14 +35,14 @@ def fullmatcher(pattern: str) -> Callable[[str], bool]:
     """
     flags = re.compile(pattern).flags & (re.ASCII | re.IGNORECASE | re.DOTALL)
     start = _FLAGS.match(pattern)
-    parser = _Parser(pattern, start.end() if start else 0, flags)
+    parser = _PatternParser(pattern, start.end() if start else 0, flags)
     whole = parser.alternatives()
     if parser.kind != "end":
         raise parser.error()
     return lambda name: len(name) in whole(name, frozenset({0}))
 
 
-class _Parser:
+class _PatternParser:
     """Reads a pattern, token by token."""
 
     def __init__(self, pattern: str, at: int, flags: int) -> None:

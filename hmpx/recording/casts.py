@@ -50,7 +50,7 @@ class _Made(NamedTuple):
     before: str  # the op whose result that call took
 
 
-class _Seen:
+class _CastTensor:
     """A cast tensor: its version counter then, and the dtypes that it was cast to since."""
 
     __slots__ = ("dtypes", "tensor", "version")
@@ -66,7 +66,7 @@ class Casts:
     def __init__(self) -> None:
         """Starts without any."""
         self._made: dict[int, _Made] = {}
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _CastTensor] = {}
         self._most_seen = _MOST  # twice the number alive at the last check, so that checks are rare
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._found: dict[Waste, list[int]] = {}
@@ -126,7 +126,7 @@ class Casts:
             if len(self._seen) >= self._most_seen:
                 self._seen = {k: s for k, s in self._seen.items() if s.tensor() is not None}
                 self._most_seen = max(_MOST, 2 * len(self._seen))
-            seen = self._seen[id(tensor)] = _Seen(tensor)
+            seen = self._seen[id(tensor)] = _CastTensor(tensor)
         elif dtype in seen.dtypes and isinstance(tensor, nn.Parameter):
             fix, name = _FREEZE, self._name(tensor)
             if any([shape.learns for shape in shapes]):  # noqa: C419  # twice as fast

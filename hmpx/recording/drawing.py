@@ -17,7 +17,7 @@ from ..session import restoring
 from ..tensors import node_of
 from .autograd import Names, Observation, Step, observed, short, walk
 from .graph import Edge, Node, Saved
-from .groups import Group, Grouping, outputs_first
+from .groups import DrawnGroup, Grouping, outputs_first
 from .picture import Drawing
 
 #: The walk exceeds ``max_nodes`` by this factor, since views and steps of observed ops are not drawn.
@@ -191,7 +191,7 @@ def _finished(
     return tuple(nodes), tuple(edges), left_out
 
 
-def _node(position: int, group: Group, steps: list[Step]) -> Node:
+def _node(position: int, group: DrawnGroup, steps: list[Step]) -> Node:
     call = group.call
     own = [steps[at] for at in group.steps]
     result = own[0] if group.result is None else steps[group.result]

@@ -19,7 +19,7 @@ from .graph import Kind
 
 
 @dataclass
-class Group:
+class DrawnGroup:
     """Steps drawn as one `Node`, with their data."""
 
     steps: list[int]  # their positions; first the one that made the result
@@ -48,7 +48,7 @@ class Grouping:
             owned = (observation.owners.get(id(step.node)) for step in steps)
             self._calls = [None if owner is None else owner[1] for owner in owned]
         self._sources = [self._source(at) for at in range(len(steps))]
-        self.groups: list[Group] = []
+        self.groups: list[DrawnGroup] = []
         self._group_of: dict[int, int] = {}
         expected: dict[int, int] = {}
         results: dict[int, int] = {}  # the steps that made the calls' results, views among them
@@ -130,13 +130,13 @@ class Grouping:
         if step.leaf is not None:
             name = self._names.parameters.get(id(step.leaf))
             kind: Kind = "input" if name is None else "parameter"
-            group = Group([at], kind, "input" if name is None else name, dtype)
+            group = DrawnGroup([at], kind, "input" if name is None else name, dtype)
         elif step.kind == "cast" and (call is None or self._is_policys_cast(at)):
             before, after = self._cast(at)
             made = dtype if after == "rounded" else after
-            group = Group([at], "cast", f"{before or '?'} -> {after or '?'}", made, call=call)
+            group = DrawnGroup([at], "cast", f"{before or '?'} -> {after or '?'}", made, call=call)
         else:
-            group = Group([at], "op", step.op, dtype, call=call)
+            group = DrawnGroup([at], "op", step.op, dtype, call=call)
             if call is not None:
                 group.label, group.dtype = call.op, _computed(call) or dtype
                 group.is_legalized = _is_format(call)
@@ -186,14 +186,14 @@ def _is_format(call: OpCall | None) -> bool:
     return call is not None and call.dtype is not None and not isinstance(call.dtype, torch.dtype)
 
 
-def _mark_legalized(group: Group, step: Step) -> None:
+def _mark_legalized(group: DrawnGroup, step: Step) -> None:
     """Marks an op that computes in fp32 although its call is in low precision."""
     call, made = group.call, step.output()[0]
     if call is not None and call.dtype in LOW_DTYPES and step.kind == "op":
         group.is_legalized |= made is torch.float32 or step.is_own
 
 
-def outputs_first(groups: Sequence[Group]) -> list[int]:
+def outputs_first(groups: Sequence[DrawnGroup]) -> list[int]:
     """Returns the positions in an order in which each comes before those whose tensors it takes."""
     waits = [0] * len(groups)
     for group in groups:

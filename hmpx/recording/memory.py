@@ -162,7 +162,7 @@ class Ledger:
 
     def memory(self) -> Memory:
         """Returns the sums over all events so far."""
-        return _Sums(list(self._log)).memory()
+        return _Replay(list(self._log)).memory()
 
     # --- current memory ----------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class Ledger:
 _LASTING: Final = ("parameters", "buffers", "optimizer state")
 
 
-class _Sums:
+class _Replay:
     """Replays events: sums by kind at each moment, and those at the peaks."""
 
     def __init__(self, events: list[Event]) -> None:

@@ -32,7 +32,7 @@ _MOST_ENTRIES: Final = 2_000
 
 
 @dataclass(slots=True)
-class Entry:
+class RecordedCalls:
     """Equal calls: the first of them, their shapes, and their number.
 
     ``backward`` is the number of times that gradients of calls were computed.
@@ -58,8 +58,8 @@ class Recorder:
         """Starts empty."""
         self._is_timed = is_timed
         self.is_on = True
-        self._entries: dict[object, Entry] = {}
-        self._gradients: dict[int, Entry] = {}
+        self._entries: dict[object, RecordedCalls] = {}
+        self._gradients: dict[int, RecordedCalls] = {}
         self._lock = new_lock()
         self.forget()
 
@@ -104,7 +104,7 @@ class Recorder:
             except TypeError:  # sizes are symbols: a graph is being traced, and nothing computed
                 return
             if entry is None:
-                entry = self._entries[key] = Entry(call, found, given, outputs)
+                entry = self._entries[key] = RecordedCalls(call, found, given, outputs)
             entry.calls += 1
             entry.seconds += call.seconds or 0.0
             self._casts.note(entry.call, given, inputs, result, node)
@@ -113,7 +113,7 @@ class Recorder:
         if len(self._entries) > _MOST_ENTRIES:
             self._fold()
 
-    def _note_backward(self, entry: Entry, _: Any) -> None:
+    def _note_backward(self, entry: RecordedCalls, _: Any) -> None:
         """A hook that counts a computation of gradients of one of the entry's calls."""
         if not self.is_on:
             return
@@ -187,7 +187,7 @@ def _node_of(inputs: list[Tensor], result: Any) -> Any:
 OWN_CAST: Final = "the program's own cast"
 
 
-def forward_row(entry: Entry, *, is_timed: bool) -> Row:
+def forward_row(entry: RecordedCalls, *, is_timed: bool) -> Row:
     """Returns the row of the calls."""
     call, times = entry.call, entry.calls
     return _row(
@@ -205,7 +205,7 @@ def forward_row(entry: Entry, *, is_timed: bool) -> Row:
     )
 
 
-def backward_row(entry: Entry) -> Row:
+def backward_row(entry: RecordedCalls) -> Row:
     """Returns the row of the gradients: of results as input, and of inputs as output, in their own dtypes."""
     call, times = entry.call, entry.backward
     inputs = list(zip(entry.inputs, call.input_dtypes, call.cast_dtypes, strict=True))
@@ -232,7 +232,7 @@ def backward_row(entry: Entry) -> Row:
     )
 
 
-def _row(entry: Entry, **values: Any) -> Row:
+def _row(entry: RecordedCalls, **values: Any) -> Row:
     call = entry.call
     return Row(
         op=call.op,
@@ -274,7 +274,7 @@ def _computed_in(call: OpCall) -> str:
     return _name(dtype)
 
 
-def _input_bytes(entry: Entry) -> int:
+def _input_bytes(entry: RecordedCalls) -> int:
     """Returns the bytes of all inputs, the floating ones as cast."""
     given = _bytes(entry.inputs if entry.signature is None else tensors_of(entry.signature))
     for shape, run in zip(entry.inputs, entry.call.cast_dtypes, strict=True):
@@ -304,7 +304,7 @@ class Flops(NamedTuple):
     backward: int = 0
 
 
-def _flops(entry: Entry) -> Flops:
+def _flops(entry: RecordedCalls) -> Flops:
     """Returns the operations of one call; under `torch.func.vmap`, of the whole batch."""
     if entry.signature is None:
         return Flops()

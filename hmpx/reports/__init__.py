@@ -31,4 +31,4 @@ from .pages import (
 )
 from .report import Report, Views, merged, read_json
 from .rows import KINDS, Memory, Moment, Row, Totals, Waste, add_up, added, added_waste, totals
-from .table import Column, Table
+from .table import Column, ReportTable

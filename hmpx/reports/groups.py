@@ -20,7 +20,7 @@ from .cells import (
     without_start,
 )
 from .rows import Row, Totals, totals
-from .table import Column, Table
+from .table import Column, ReportTable
 
 #: Phases as tables show them.
 _PHASES: Final = {"forward": "", "backward": "bwd", "recompute": "redo"}
@@ -75,7 +75,7 @@ class Group:
 class Groups(list[Group]):
     """Groups of rows; printing them prints a table."""
 
-    def table(self, most: int | None = None) -> Table:
+    def table(self, most: int | None = None) -> ReportTable:
         """Returns a table of the first ``most`` groups; shares are of all groups.
 
         Omits columns without information, such as those of casts if there are none.
@@ -86,7 +86,7 @@ class Groups(list[Group]):
             Column(title, [g.key[index] for g in shown], show, False, cut, least, title == "in")
             for index, (title, show, cut, least) in enumerate(map(_NAMES.__getitem__, names))
         ]
-        return Table(
+        return ReportTable(
             [each for each in keys if each.title != "phase" or any(each.cells)]
             + _sums([group.totals for group in shown], [group.totals for group in self], names)
         )

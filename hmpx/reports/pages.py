@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from .. import files
 from .cells import clean, exponential, plain
-from .table import Table
+from .table import ReportTable
 
 
 def written(found: str, path: str | os.PathLike[str] | None) -> str:
@@ -72,7 +72,7 @@ def page(
     *,
     script: str = "",
     data: Mapping[str, Any] | None = None,
-    tables: Mapping[str, Table] | None = None,
+    tables: Mapping[str, ReportTable] | None = None,
 ) -> str:
     """Returns a page.
 

@@ -13,7 +13,7 @@ from . import report_page, text
 from .groups import Groups, grouped
 from .pages import Written, written
 from .rows import Row, Totals, Waste, added, added_waste, totals
-from .table import Table
+from .table import ReportTable
 
 #: The version of the JSON that `Report.to_json` writes.
 SCHEMA: Final = 1
@@ -57,8 +57,8 @@ class Views(Written):
         """
         return self._table().to_dataframe()
 
-    def _table(self) -> Table:
-        return Table.of_fields([each.name for each in fields(Row)], self.report().rows)
+    def _table(self) -> ReportTable:
+        return ReportTable.of_fields([each.name for each in fields(Row)], self.report().rows)
 
     def _data(self) -> Mapping[str, Any]:
         report = self.report()

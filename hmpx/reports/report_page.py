@@ -130,7 +130,7 @@ def module_tree(rows: Iterable[Row]) -> list[tuple[str, str, int, Totals]]:
 # --- source --------------------------------------------------------------------------------------
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a file: the dtypes and calls at it, and whether lines before it are omitted."""
 
     number: int
@@ -144,7 +144,7 @@ class File(NamedTuple):
     """A file's lines with calls, and the lines around them; a note says why lines are missing."""
 
     path: str
-    lines: tuple[Line, ...]
+    lines: tuple[SourceLine, ...]
     note: str = ""
 
 
@@ -198,7 +198,7 @@ def _file(path: str, by_number: Mapping[int, Sequence[Row]], most: int) -> File:
         precision = (
             "mixed" if len(kinds) > 1 else "".join("low" if each else "wide" for each in kinds)
         )
-        lines.append(Line(number, code, precision, _calls(rows), number != before + 1))
+        lines.append(SourceLine(number, code, precision, _calls(rows), number != before + 1))
     return File(path, tuple(lines), "; ".join(notes))
 
 

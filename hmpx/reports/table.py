@@ -64,7 +64,7 @@ class Column:
         return replace(self, title=without_end(self.title, columns), values=cells, show=str)
 
 
-class Table:
+class ReportTable:
     """Rows of values under titles. Printed, it is text of 80 columns; notebooks show HTML.
 
     Attributes:
@@ -84,7 +84,7 @@ class Table:
     @classmethod
     def of(
         cls, titles: Iterable[str], rows: Iterable[Sequence[Any]], numbers: Iterable[str] = ()
-    ) -> Table:
+    ) -> ReportTable:
         """Returns a table of rows; the columns titled ``numbers`` are right-aligned."""
         titles, rows, numbers = list(titles), list(rows), set(numbers)
         return cls(
@@ -93,7 +93,9 @@ class Table:
         )
 
     @classmethod
-    def of_fields(cls, names: Sequence[str], items: Iterable[Any], between: str = ", ") -> Table:
+    def of_fields(
+        cls, names: Sequence[str], items: Iterable[Any], between: str = ", "
+    ) -> ReportTable:
         """Returns a table of these fields of objects; tuples become strings, joined by ``between``."""
 
         def cell(value: Any) -> Any:

@@ -34,8 +34,9 @@ def about_run(policy: Policy | None = None) -> dict[str, str]:
         "torch": str(torch.__version__),
         "hmpx": __version__,
     }
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
+    # Naming a device that nobody used would initialize CUDA.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["device"] = f"{torch.cuda.get_device_name()}; {found['device']}"
     if policy is None and session is not None:
         policy = session.policy
         found["device types"] = ", ".join(sorted(session.device_types))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import arguments, casting, compute, ops, session
+from .. import arguments, casting, compute, ops
 from ..errors import OptionError, raised_here, shown, suggestion
 from ..number_formats import Format
 from ..policy import (
@@ -23,6 +23,7 @@ from ..policy import (
 )
 from ..reports import Row, Views
 from ..tensors import LOW_PRECISION, parse_device_types, short_name
+from .converting import casts_enabled, is_converted
 from .explanation import (
     Explanation,
     Explanations,
@@ -34,6 +35,7 @@ from .explanation import (
     takes_out,
     why_no_match,
 )
+from .switching import current
 
 
 def explain(
@@ -92,15 +94,15 @@ def explanations(
     Raises:
         OptionError: There is no such op.
     """
-    current = session.current()
+    session = current()
     if given is not None:
         policy, source = given, "policy given"
-    elif current is not None:
-        policy, source = current.policy, "policy in force"
+    elif session is not None:
+        policy, source = session.policy, "policy in force"
     else:
         policy, source = load_policy(), "default policy; torch is not converted"
-    device_types = parse_device_types(None) if current is None else current.device_types
-    legalize = "auto" if current is None else current.options.legalize
+    device_types = parse_device_types(None) if session is None else session.device_types
+    legalize = "auto" if session is None else session.options.legalize
     seen = None if rows is None else list(rows)
     by_section = policy.section_rules()
     found = []
@@ -211,7 +213,7 @@ def _notes(name: str, policy: Policy) -> Iterable[str]:
             "a norm: its weight and bias follow only where the kernel refuses mixed types; running "
             "statistics keep their dtype"
         )
-    if session.is_converted() and not session.casts_enabled():
+    if is_converted() and not casts_enabled():
         yield "casts are switched off here and now, by disable_casts or a region of autocast"
 
 

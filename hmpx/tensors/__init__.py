@@ -9,7 +9,7 @@ from .dtypes import (
     ELIGIBLE,
     LOW_DTYPES,
     LOW_PRECISION,
-    Named,
+    HasName,
     default_device_types,
     is_available,
     is_captured,

@@ -70,7 +70,7 @@ _SHORT_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
 )
 
 
-class Named(Protocol):
+class HasName(Protocol):
     """An object with a name, such as a number format."""
 
     @property
@@ -78,7 +78,7 @@ class Named(Protocol):
         """Its name."""
 
 
-def short_name(dtype: torch.dtype | Named | str) -> str:
+def short_name(dtype: torch.dtype | HasName | str) -> str:
     """Returns ``"bf16"`` for ``torch.bfloat16``, ``"int64"`` for ``torch.int64``; a format's own name."""
     if isinstance(dtype, str):
         return dtype
@@ -87,7 +87,7 @@ def short_name(dtype: torch.dtype | Named | str) -> str:
     return _SHORT_NAMES.get(dtype, long_name(dtype))
 
 
-def long_name(dtype: torch.dtype | Named | str) -> str:
+def long_name(dtype: torch.dtype | HasName | str) -> str:
     """Returns ``"bfloat16"`` for ``torch.bfloat16``; a format's own name."""
     if isinstance(dtype, str):
         return dtype

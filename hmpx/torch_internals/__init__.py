@@ -143,4 +143,4 @@ from .operators import (
     schemas_of,
     set_kernel,
 )
-from .torch_part import Part, check, parts, torch_version
+from .torch_part import TorchPart, check, parts, torch_version

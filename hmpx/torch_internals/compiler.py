@@ -24,7 +24,7 @@ from ..errors import said_by
 from ..forks import new_lock
 from ..later import AfterImport
 from .modes import is_transformed
-from .torch_part import Part, refuse, rely_on, torch_version, warn_once
+from .torch_part import TorchPart, refuse, rely_on, torch_version, warn_once
 
 
 class Later:
@@ -73,15 +73,15 @@ def _attribute_of(owner: Any, dotted_name: str) -> Any:
 
 
 @functools.cache
-def _later() -> dict[str, Part]:
+def _later() -> dict[str, TorchPart]:
     """Returns each part that ``compiler.ini`` lists, by its module."""
     return {
-        module: Part(keys["feature"], tuple(keys["names"].split()), keys["without"])
+        module: TorchPart(keys["feature"], tuple(keys["names"].split()), keys["without"])
         for module, keys in read_sections(str(__package__), "compiler.ini").items()
     }
 
 
-def _part_of_later(module_name: str) -> Part:
+def _part_of_later(module_name: str) -> TorchPart:
     module = sys.modules.get(module_name)  # another version of torch may have moved it
     for name in _later()[module_name].names:
         try:
@@ -92,7 +92,7 @@ def _part_of_later(module_name: str) -> Part:
     return _later()[module_name]
 
 
-def later_parts() -> Iterator[Part]:
+def later_parts() -> Iterator[TorchPart]:
     """Imports and yields the parts of torch.compile."""
     for name, part in _later().items():
         try:

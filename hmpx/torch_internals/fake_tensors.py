@@ -64,13 +64,13 @@ class _Hidden(type):
         return isinstance(instance, FakeTensor) and not is_planned()
 
 
-class _Here(threading.local):
+class _PlanningState(threading.local):
     """Whether fake tensors stand for real ones in a thread."""
 
     plans = False
 
 
-_here: Final = _Here()
+_here: Final = _PlanningState()
 
 #: In how many threads they do: checked first, since torch.compile can't trace thread-locals.
 _planning = 0

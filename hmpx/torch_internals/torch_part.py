@@ -31,7 +31,7 @@ def torch_version() -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TorchPart:
     """A private part of torch that hmpx relies on, as found in the installed torch."""
 
     feature: str  # The feature of hmpx that needs it
@@ -41,10 +41,10 @@ class Part:
     fault: str = ""  # The difference from what is expected
 
 
-_parts: list[Part] = []
+_parts: list[TorchPart] = []
 
 
-def parts() -> tuple[Part, ...]:
+def parts() -> tuple[TorchPart, ...]:
     """Returns the parts that `import torch` loads, in the order in which they were tried."""
     return tuple(_parts)
 
@@ -64,14 +64,14 @@ _REMEDY: Final = (
 )
 
 
-def refuse(faults: Sequence[Part]) -> None:
+def refuse(faults: Sequence[TorchPart]) -> None:
     """Raises TorchError if there are any ``faults``."""
     if faults:
         what = "\n  ".join(f"{part.feature}: {part.fault}" for part in faults)
         raise TorchError(f"torch {torch.__version__} is not as hmpx needs it:\n  {what}\n{_REMEDY}")
 
 
-def warn_once(faults: Sequence[Part]) -> None:
+def warn_once(faults: Sequence[TorchPart]) -> None:
     """Warns about ``faults`` that no earlier warning in this process has named."""
     faults = [part for part in faults if part.feature not in _warned]
     if not faults:
@@ -124,7 +124,7 @@ def rely_on(
         found = tuple(map(_look_up, names))
     except AttributeError as error:
         fault = str(error)
-    _parts.append(Part(feature, names, without, is_needed or instead is None, fault))
+    _parts.append(TorchPart(feature, names, without, is_needed or instead is None, fault))
     return found[0] if len(found) == 1 else found
 
 

@@ -41,7 +41,7 @@ _Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _NamedModule:
     """A module as found inside another one."""
 
     module: weakref.ref[nn.Module]
@@ -49,8 +49,8 @@ class _Named:
     path: str
 
 
-#: Outermost module -> id of a module -> its `_Named`; a weak reference if it is not inside.
-_found_in: weakref.WeakKeyDictionary[nn.Module, dict[int, _Named | weakref.ref[nn.Module]]]
+#: Outermost module -> id of a module -> its `_NamedModule`; a weak reference if it is not inside.
+_found_in: weakref.WeakKeyDictionary[nn.Module, dict[int, _NamedModule | weakref.ref[nn.Module]]]
 _found_in = weakref.WeakKeyDictionary()
 
 
@@ -95,14 +95,14 @@ def _name(root: nn.Module, module: nn.Module) -> str:
     for is_again in (False, True):
         known = _found_in.get(root)
         if known is None or is_again:
-            absent = {k: v for k, v in (known or {}).items() if type(v) is not _Named}
+            absent = {k: v for k, v in (known or {}).items() if type(v) is not _NamedModule}
             present = {
-                id(each): _Named(weakref.ref(each), keys, path)
+                id(each): _NamedModule(weakref.ref(each), keys, path)
                 for keys, path, each in _walk(root, (), "", set())
             }
             known = _found_in[root] = {**absent, **present}
         found = known.get(id(module))
-        if isinstance(found, _Named):
+        if isinstance(found, _NamedModule):
             if found.module() is module and _is_at(root, found.keys, module):
                 return found.path
         elif found is not None and found() is module:

@@ -21,14 +21,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 Phase = Literal["forward", "recompute", "backward"]
 
 
-class _Here(threading.local):
+class _PhaseState(threading.local):
     """The state of a thread."""
 
     is_recomputing = False  # a checkpoint reruns its function
     is_training = False  # calls count as training, whether or not gradients are recorded
 
 
-_here: Final = _Here()
+_here: Final = _PhaseState()
 _was_marked = False  # ever, in any thread: enables the checks
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 

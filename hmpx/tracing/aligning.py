@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from typing import Any, Final
 
 from ..ops import facts, root
-from .reading import Run, Site, TracedCall
+from .reading import TracedCall, TracedRun, TracedSite
 
 _CONVERTING: Final = frozenset(facts("converting"))
 
@@ -15,7 +15,7 @@ _CONVERTING: Final = frozenset(facts("converting"))
 class Side:
     """A run, which call made each tensor, and which calls take the results of each call."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TracedRun) -> None:
         self.calls, self.tensors = run.calls, run.tensors
         self._makers: dict[int, int] = {}
         self.consumers: dict[int, list[int]] = {}
@@ -87,7 +87,7 @@ def aligned(
             yield None, j
 
 
-def _key(site: Site) -> tuple[str, str, str]:
+def _key(site: TracedSite) -> tuple[str, str, str]:
     """Returns the key of calls that are the same; a checkpoint repeats them in another phase."""
     return root(site.op), site.module, site.phase
 

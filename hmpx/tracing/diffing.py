@@ -18,7 +18,7 @@ import torch
 from ..number_formats import get, names
 from ..ops import facts
 from .aligning import Side, aligned
-from .reading import PARAMETER, Run, TracedCall, TracedTensor, read
+from .reading import PARAMETER, TracedCall, TracedRun, TracedTensor, read
 from .run_diff import RunDiff, RunDiffRow
 from .sketches import Estimate, difference
 
@@ -104,7 +104,7 @@ class _Verdict(NamedTuple):
 class _Diff:
     """The comparison of two runs."""
 
-    def __init__(self, a: Run, b: Run) -> None:
+    def __init__(self, a: TracedRun, b: TracedRun) -> None:
         self._a, self._b = Side(a), Side(b)
         self._is_same_machine = all(a.header[each] == b.header[each] for each in _ENVIRONMENT)
         self._partners: dict[int, int] = {}  # call of a -> call of b

@@ -33,7 +33,7 @@ PARAMETER: Final = "gradient"
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class TracedSite:
     """What calls have in common: op, module, line, phase, decision, arguments other than tensors, graph."""
 
     op: str
@@ -81,7 +81,7 @@ class TracedCall:
         step: Number of the step.
     """
 
-    site: Site
+    site: TracedSite
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     gain: float
@@ -90,7 +90,7 @@ class TracedCall:
 
 
 @dataclass(frozen=True)
-class Run:
+class TracedRun:
     """A trace: header, calls and tensors."""
 
     header: Mapping[str, Any]
@@ -98,7 +98,7 @@ class Run:
     tensors: tuple[TracedTensor, ...]
 
     def __repr__(self) -> str:
-        return f"<hmpx.tracing.Run of {self.header['program']}: {len(self.calls)} calls>"
+        return f"<hmpx.tracing.TracedRun of {self.header['program']}: {len(self.calls)} calls>"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Header:
 #: Kind of line -> the type of its values.
 _LINES: Final[Mapping[str, Any]] = {
     "trace": Header,
-    "site": Site,
+    "site": TracedSite,
     "tensor": tuple[tuple[int, ...], str, str, int, str, str],
     "call": tuple[int, tuple[int, ...], tuple[int, ...], float],
     "gradient": tuple[int, int, int],
@@ -128,14 +128,14 @@ _LINES: Final[Mapping[str, Any]] = {
 }
 
 
-def read(path: str | os.PathLike[str]) -> Run:
+def read(path: str | os.PathLike[str]) -> TracedRun:
     """Returns the trace in a file. Of a run that was killed, the steps that ended.
 
     Raises:
         OptionError: The file can't be read, or is not a trace.
     """
     where, kind, step = short(os.fspath(path)), "", 0
-    headers, sites, tensors = list[Header](), list[Site](), list[TracedTensor]()
+    headers, sites, tensors = list[Header](), list[TracedSite](), list[TracedTensor]()
     calls, gradients = list[TracedCall](), list[dict[int, int]]()  # the latter of traced calls
     last: list[Callable[[int], TracedCall]] = []  # calls of the step that has not ended
     try:
@@ -170,7 +170,7 @@ def read(path: str | os.PathLike[str]) -> Run:
             elif kind == "parameter":
                 name, tensor = values
                 _check(tensors, tensor)
-                site = Site(PARAMETER, name, "", "backward", "", "", "", "")
+                site = TracedSite(PARAMETER, name, "", "backward", "", "", "", "")
                 last.append(partial(TracedCall, site, (), (tensor,), 0.0, {}))
             elif kind == "step":
                 calls += [each(values) for each in last]
@@ -181,7 +181,7 @@ def read(path: str | os.PathLike[str]) -> Run:
         raise files.damaged(where, files.TRACE, error) from None
     if kind == "end" or not step:
         calls += [each(step) for each in last]
-    return Run(asdict(headers[0]), tuple(calls), tuple(tensors))
+    return TracedRun(asdict(headers[0]), tuple(calls), tuple(tensors))
 
 
 def _check(known: Sequence[Any], *numbers: int) -> None:

@@ -12,7 +12,7 @@ from ..places import located
 from ..renames import renamed_fields
 from ..reports import (
     Column,
-    Table,
+    ReportTable,
     Written,
     by_depth,
     chart_section,
@@ -113,7 +113,7 @@ class RunDiff(Written):
         found = [row.verdict for row in self.rows]
         return {each: found.count(each) for each in VERDICTS if each in found}
 
-    def by_module(self) -> Table:
+    def by_module(self) -> ReportTable:
         """Returns a table of the modules in their order: calls, largest difference, verdicts."""
         return _modules(self._groups())
 
@@ -147,7 +147,7 @@ class RunDiff(Written):
 
     def _page(self) -> str:
         numbered = [*enumerate(self.rows)]
-        calls = Table(
+        calls = ReportTable(
             [
                 Column("call", [index for index, _ in numbered]),
                 *_columns(self.rows),
@@ -210,7 +210,7 @@ def _figure(value: float) -> str:
     return "" if math.isnan(value) else exponential(value)
 
 
-def _modules(groups: Mapping[str, Sequence[RunDiffRow]]) -> Table:
+def _modules(groups: Mapping[str, Sequence[RunDiffRow]]) -> ReportTable:
     worst = []
     for rows in groups.values():
         found = {row.verdict for row in rows}
@@ -220,7 +220,7 @@ def _modules(groups: Mapping[str, Sequence[RunDiffRow]]) -> Table:
         max((row.error for row in rows if not math.isnan(row.error)), default=math.nan)
         for rows in groups.values()
     ]
-    return Table(
+    return ReportTable(
         [
             Column("module", [name or "-" for name in groups], clean, False, without_start, 12),
             Column("verdict", worst, str, False),

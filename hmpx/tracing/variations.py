@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import lined
 from ..places import located
-from ..reports import Table
+from ..reports import ReportTable
 
 _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -148,7 +148,7 @@ class Invariance:
         return found
 
     @property
-    def table(self) -> Table:
+    def table(self) -> ReportTable:
         """The places as rows: op, module, line, calls, what differs, remedy and its cost in time."""
         rows: list[tuple[Any, ...]] = []
         for each in (*self.variations, *self.by_definition):
@@ -157,7 +157,7 @@ class Invariance:
             place = each.op, each.module, located(each.location), each.calls
             rows.append((*place, each.says, remedy))
         titles = ("op", "module", "line", "calls", "differs", "remedy")
-        return Table.of(titles, rows, numbers=["calls"])
+        return ReportTable.of(titles, rows, numbers=["calls"])
 
     def __str__(self) -> str:
         lines = [f"{self.calls:,} calls repeated: none differs by rounding"]

@@ -153,7 +153,7 @@ def is_within(kept: Kept, other: Kept) -> bool:
 # --- results of a set --------------------------------------------------------------------------------
 
 
-class Seen(NamedTuple):
+class LowShares(NamedTuple):
     """Shares of a candidate's work, while a set was evaluated."""
 
     flops: float  # in low precision
@@ -166,7 +166,7 @@ class Outcome:
     """The result of a set: its error, and the shares of candidates that may follow their inputs."""
 
     error: float  # infinite where outputs are not finite
-    seen: Mapping[str, Seen] = field(default_factory=dict)
+    seen: Mapping[str, LowShares] = field(default_factory=dict)
 
 
 @renamed_fields(phase="stage")
@@ -180,7 +180,9 @@ class Evaluation:
     passed: bool
 
 
-def low_parts(candidate: Candidate, kept: Kept, seen: Mapping[str, Seen]) -> tuple[float, float]:
+def low_parts(
+    candidate: Candidate, kept: Kept, seen: Mapping[str, LowShares]
+) -> tuple[float, float]:
     """Returns the shares of a candidate's FLOPs and bytes in low precision with a set."""
     if candidate.name in kept:
         return 0.0, 0.0
@@ -190,7 +192,7 @@ def low_parts(candidate: Candidate, kept: Kept, seen: Mapping[str, Seen]) -> tup
 
 
 def shares(
-    candidates: Sequence[Candidate], kept: Kept, seen: Mapping[str, Seen] | None = None
+    candidates: Sequence[Candidate], kept: Kept, seen: Mapping[str, LowShares] | None = None
 ) -> tuple[float, float]:
     """Returns the shares of FLOPs and of bytes in low precision; ``seen`` is from an evaluation of the set."""
     parts = [low_parts(each, kept, seen or {}) for each in candidates]

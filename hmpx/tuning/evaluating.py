@@ -25,8 +25,8 @@ from .candidates import (
     Candidate,
     Costs,
     Kept,
+    LowShares,
     Outcome,
-    Seen,
     Spot,
     assigned,
     policy_of,
@@ -213,7 +213,7 @@ class _Observed:
         counts[1] += dtype in LOW_DTYPES
         counts[2] += all(each in LOW_DTYPES for each in given)
 
-    def seen(self, candidate: Candidate, costs: Costs) -> Seen:
+    def seen(self, candidate: Candidate, costs: Costs) -> LowShares:
         """Returns a candidate's shares. All calls of a spot count as equally costly."""
 
         def share(cost: int, counted: int) -> float:
@@ -224,4 +224,4 @@ class _Observed:
                 part += costs[spot][cost] * counts[counted] / (counts[0] or 1)
             return part / whole if whole else 1.0
 
-        return Seen(share(0, 1), share(1, 1), share(1, 2))
+        return LowShares(share(0, 1), share(1, 1), share(1, 2))

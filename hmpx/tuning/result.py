@@ -16,7 +16,7 @@ import yaml
 from ..errors import brief, cut, lined
 from ..files import make_directory
 from ..policy import FILE_NAMES, Policy, of_libraries
-from ..reports import Table, page, paragraphs, section, written
+from ..reports import ReportTable, page, paragraphs, section, written
 from ..tensors import long_name
 from ..version import __version__
 from .candidates import (
@@ -25,7 +25,7 @@ from .candidates import (
     Candidate,
     Evaluation,
     Kept,
-    Seen,
+    LowShares,
     assigned,
     bare,
     is_following,
@@ -94,7 +94,7 @@ class Tuned:
     path: tuple[Evaluation, ...] = field(repr=False)
     candidates: tuple[Candidate, ...] = field(repr=False)
     searched: float | None = None
-    seen: Mapping[str, Seen] = field(default_factory=dict, repr=False)
+    seen: Mapping[str, LowShares] = field(default_factory=dict, repr=False)
     conversion: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -243,7 +243,7 @@ def _by_effect(candidates: Iterable[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=lambda each: (not each.is_hard, -(each.score or 0.0), each.name))
 
 
-def _kept_table(tuned: Tuned) -> Table:
+def _kept_table(tuned: Tuned) -> ReportTable:
     members = {bare(name): name for name in tuned.kept}
     flops = max(1, sum(each.flops for each in tuned.candidates))
     count = max(1, sum(each.bytes for each in tuned.candidates))
@@ -262,10 +262,10 @@ def _kept_table(tuned: Tuned) -> Table:
             )
         )
     titles = ("kept", "effect", "rank", "error without it", "FLOPs", "bytes")
-    return Table.of(titles, rows, numbers=titles[1:])
+    return ReportTable.of(titles, rows, numbers=titles[1:])
 
 
-def _path_table(tuned: Tuned) -> Table:
+def _path_table(tuned: Tuned) -> ReportTable:
     rows = [
         (
             str(number),
@@ -276,16 +276,16 @@ def _path_table(tuned: Tuned) -> Table:
         )
         for number, each in enumerate(tuned.path, 1)
     ]
-    return Table.of(("", "stage", "kept", "error", ""), rows, numbers=["error"])
+    return ReportTable.of(("", "stage", "kept", "error", ""), rows, numbers=["error"])
 
 
-def _candidate_table(tuned: Tuned) -> Table:
+def _candidate_table(tuned: Tuned) -> ReportTable:
     rows = [
         (each.name, _effect(each), tuned.types[each.name], f"{each.flops:,}", f"{each.bytes:,}")
         for each in _by_effect(tuned.candidates)
     ]
     titles = ("candidate", "effect", "type", "FLOPs", "bytes")
-    return Table.of(titles, rows, numbers=("effect", "FLOPs", "bytes"))
+    return ReportTable.of(titles, rows, numbers=("effect", "FLOPs", "bytes"))
 
 
 def _names(kept: Iterable[str], most: int = 4) -> str:

@@ -16,7 +16,16 @@ from ..errors import HmpxError, OptionError, raised_here, short, warn
 from ..files import JOURNAL, damaged, parsed, read, shaped, unwritable
 from ..observers import LOGGER
 from ..session import about_run
-from .candidates import COST_OF_A_LINE, Candidate, Evaluation, Kept, Outcome, Seen, bare, low_parts
+from .candidates import (
+    COST_OF_A_LINE,
+    Candidate,
+    Evaluation,
+    Kept,
+    LowShares,
+    Outcome,
+    bare,
+    low_parts,
+)
 from .evaluating import LEAST_OVER_NOISE
 from .request import FRESH, TUNING
 from .result import Tuned
@@ -79,7 +88,7 @@ class Searching:
         if len(self.path) >= self.budget:
             raise BudgetError(f"{self.budget} evaluations were not enough")
 
-        def evaluated() -> tuple[float, Mapping[str, Seen]]:
+        def evaluated() -> tuple[float, Mapping[str, LowShares]]:
             found = self.evaluator(*key)
             return found.error, found.seen
 
@@ -89,7 +98,7 @@ class Searching:
             tuple[float, Mapping[str, tuple[float, float, float]]],
         )
         found = self._known[key] = Outcome(
-            error, {name: Seen(*each) for name, each in seen.items()}
+            error, {name: LowShares(*each) for name, each in seen.items()}
         )
         passes = error <= tolerance
         self.path.append(Evaluation(kept, stage, error, passes))
@@ -180,7 +189,7 @@ _START: Final = b'{"hmpx journal"'
 
 
 @dataclass(frozen=True)
-class _Line:
+class _JournalLine:
     """A result in a journal."""
 
     key: Any
@@ -207,7 +216,7 @@ class Journal:
             where, record = f"{short(path)}:{number}", parsed(line, short(path), JOURNAL, number)
             try:
                 if number > 1:
-                    written = shaped(record, _Line)
+                    written = shaped(record, _JournalLine)
                     self._known[json.dumps(written.key)] = where, written.value
                     continue
                 record = shaped(record, Mapping[str, Any])

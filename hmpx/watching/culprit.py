@@ -184,7 +184,7 @@ class Origin:
     is_reported: bool = False
 
 
-class Judge:
+class OriginSearch:
     """Judges the records of steps in order; ``found`` lists the origins to report."""
 
     def __init__(self) -> None:

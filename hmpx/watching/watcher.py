@@ -22,7 +22,7 @@ from ..renames import old_window
 from ..tensors import floating_in, node_of
 from ..torch_internals import uncompiled, unseen
 from ..torch_state import state_of_random_numbers
-from .culprit import Judge, Offence, offence_of
+from .culprit import Offence, OriginSearch, offence_of
 from .notes import Notes, sources_of
 from .records import is_measurable
 from .slots import Slots
@@ -66,7 +66,7 @@ class Watch:
     ) -> None:
         self.offences: list[Offence] = []
         self._mode, self._closure, self._chosen = mode, step, chosen
-        self._notes, self._judge = Notes(), Judge()
+        self._notes, self._judge = Notes(), OriginSearch()
         self._scaling, self._underflow = _LossScaling(), UnderflowCounts(underflow)
         self._block: Generator[None, None, None] | None = None
         self._attached: Attached | None = None
@@ -149,7 +149,7 @@ class Watch:
         if self._closure is None:
             self._close_step()
             return None
-        run = _Run(self._closure, args, kwargs)
+        run = _StepRun(self._closure, args, kwargs)
         result = run.first()
         try:
             if run.is_bad(result):
@@ -169,10 +169,10 @@ class Watch:
             Its first offence, or None.
         """
         before = len(self.offences)
-        self._run_again(_Run(closure, (), {}), may_raise=False)
+        self._run_again(_StepRun(closure, (), {}), may_raise=False)
         return self.offences[before] if len(self.offences) > before else None
 
-    def _run_again(self, run: _Run, *, may_raise: bool = True) -> None:
+    def _run_again(self, run: _StepRun, *, may_raise: bool = True) -> None:
         attached = self._attached
         if attached is None:
             raise OptionError("enter the watch first: `with hmpx.watch(...) as w:`")
@@ -296,7 +296,7 @@ class Watch:
 # --- steps -------------------------------------------------------------------------------------------
 
 
-class _Run:
+class _StepRun:
     """One step as a function."""
 
     def __init__(

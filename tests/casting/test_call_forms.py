@@ -57,6 +57,7 @@ FORMS: dict[str, tuple[str, tuple[Form, ...]]] = {
             lambda f, t: f(t["i"], t["k"], padding=1),
             lambda f, t: f(t["i"], t["k"], padding="same"),
             lambda f, t: f(t["i"], weight=t["k"], padding=1, groups=1),
+            lambda f, t: f(weight=t["k"], padding=1, input=t["i"]),
         ),
     ),
     "conv2d with bias": (
@@ -104,6 +105,7 @@ FORMS: dict[str, tuple[str, tuple[Form, ...]]] = {
             lambda f, t: f(t["i"], t["i"], t["i"], attn_mask=t["m"], dropout_p=0.0),
             lambda f, t: f(t["i"], t["i"], t["i"], is_causal=True),
             lambda f, t: f(t["i"], t["i"], value=t["i"], is_causal=True),
+            lambda f, t: f(query=t["i"], key=t["i"], value=t["i"], is_causal=True),
         ),
     ),
 }

@@ -377,7 +377,9 @@ def test_no_verdict_is_ever_stale(tree: Any, calls: list[Any]) -> None:
                 options = {} if alpha is None else {"alpha": alpha}
 
                 def run(value: Tensor = value, options: Any = options) -> Any:
-                    fresh = casting.Judge("add", parameters, (answer,), BF16, lambda said: said)
+                    fresh = casting.CachedRules(
+                        "add", parameters, (answer,), BF16, lambda said: said
+                    )
                     said = fresh.judge((value, value), options)
                     return torch.add(value, value, **options), said
 

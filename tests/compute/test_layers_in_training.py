@@ -36,7 +36,12 @@ class Kind(NamedTuple):
     module: ModuleType
     layer: Callable[..., nn.Module]
     shape: tuple[int, ...]
-    function: Callable[..., Tensor]
+    name: str
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """The function of torch as it is now: one that a tuple of this module held would not be wrapped."""
+        return getattr(F, self.name)  # type: ignore[no-any-return]
 
     def data(self, seed: int = 0, rows: int = 0) -> Tensor:
         """Returns an input, which has more or fewer rows if asked to."""
@@ -45,8 +50,8 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "linear": Kind(linears, lambda n=24: nn.Linear(16, n), (9, 16), F.linear),
-    "conv2d": Kind(convolutions, lambda n=6: nn.Conv2d(4, n, 3), (2, 4, 9, 8), F.conv2d),
+    "linear": Kind(linears, lambda n=24: nn.Linear(16, n), (9, 16), "linear"),
+    "conv2d": Kind(convolutions, lambda n=6: nn.Conv2d(4, n, 3), (2, 4, 9, 8), "conv2d"),
 }
 
 
@@ -331,15 +336,16 @@ def test_a_batch_of_gradients(kind: Kind) -> None:
             torch.testing.assert_close(batch, torch.stack(each), rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.sampled(1)
 def test_second_order_gradients_are_as_near_to_exact_ones_as_native_kernels_are(
     kind: Kind,
 ) -> None:
     """Each backward rounds, as it does there."""
-    layer = kind.layer()
-    values = [kind.data(), *[p.detach() for p in layer.parameters()]]
+    layer = kind.layer(128)
+    values = [kind.data(rows=64), *[p.detach() for p in layer.parameters()]]
 
     def second(dtype: torch.dtype, legalize: str | None) -> list[Tensor]:
-        leaves = [reround(each).to(dtype).requires_grad_() for each in values]
+        leaves = [nn.Parameter(reround(each).to(dtype)) for each in values]
         with contextlib.nullcontext() if legalize is None else low(legalize):
             output = kind.function(*leaves)
         loss = output.to(dtype).square().sum()
@@ -353,11 +359,12 @@ def test_second_order_gradients_are_as_near_to_exact_ones_as_native_kernels_are(
             ((a.double() - e).norm() / e.norm()).item()
             for a, e in zip(second(FP32, legalize), exact, strict=True)
         ]
-        for legalize in ("always", "never")
+        for legalize in ("auto", "always", "fast", "never")
     }
-    assert all(error > 0 for error in errors["never"])
-    for ours, native in zip(errors["always"], errors["never"], strict=True):
-        assert ours <= 1.1 * native
+    native = errors.pop("never")
+    assert all(error > 0 for error in native)
+    for mode, ours in errors.items():
+        assert all(a <= 1.1 * b for a, b in zip(ours, native, strict=True)), (mode, ours, native)
 
 
 @pytest.mark.parametrize(

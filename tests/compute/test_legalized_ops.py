@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import Policy
+from tests.casting.test_call_forms import FORMS, SPELLED, tensors
 from tests.values import normal, same_or_nan
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -483,6 +484,19 @@ VIEWS: dict[str, Function] = {
     "meshgrid": lambda t: torch.meshgrid(t, t, indexing="ij")[0],
     "squeeze": lambda t: torch.squeeze(t),
 }
+
+
+@pytest.mark.usefixtures("lacks_low_precision")
+@pytest.mark.parametrize("legalize", ["auto", "always", "fast"])
+@pytest.mark.parametrize("name", FORMS)
+def test_however_a_call_gives_its_arguments(name: str, legalize: str) -> None:
+    """By position or by name, the bits are the same."""
+    op, forms = FORMS[name]
+    with low(op, legalize=legalize):
+        results = [form(SPELLED[op](), tensors(FP32)) for form in forms]
+    for result in results:
+        assert result.dtype is BF16
+        assert torch.equal(result, results[0])
 
 
 @pytest.mark.parametrize("legalize", ["always", "never"])

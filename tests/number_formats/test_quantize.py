@@ -80,7 +80,7 @@ def forget_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         rounding_routes,
         "Rounding",
-        type("Rounding", (rounding_routes.Rounding,), {"__slots__": ()}),
+        type("Rounding", (rounding_routes.FormatRounding,), {"__slots__": ()}),
     )
 
 

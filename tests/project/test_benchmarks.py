@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -120,6 +121,22 @@ def test_launches_are_counted_once(load: Any) -> None:
     found = load("gpu_step").on_device(events.key_averages())
     assert {each.key: each.count for each in found} == {"gemm": 2, "Memcpy HtoD": 1}
     assert sum(each.self_device_time_total for each in found) == 22
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("model", ["gpt", "lstm"])
+def test_steps_of_a_gpu_are_tried_out_on_a_cpu(model: str, tmp_path: Path) -> None:
+    """Without its kernels; the backward has nodes, and takes a part of the step."""
+    options = ["--size", "small", "--rounds", "1", "--steps", "1", "--candidates", "fp32", "hmpx"]
+    command = [sys.executable, str(BENCHMARKS / "gpu_step.py"), "--device", "cpu", "--save", "."]
+    # torch's profiler writes to stderr.
+    subprocess.run([*command, "--model", model, *options], cwd=tmp_path, check=True, timeout=300)
+    [path] = tmp_path.glob("gpu_step*.json")
+    assert path.name.startswith(f"gpu_step{'-lstm' * (model == 'lstm')}")
+    for figures in saved(path)["figures"].values():
+        assert 0 < figures["backward_s"] < figures["step_s"]
+        assert figures["backward"]["host: backward"] > 0
+        assert figures["kernels"] == 0
 
 
 def test_tables_of_kernels_are_those_saved(load: Any) -> None:

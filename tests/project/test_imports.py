@@ -139,5 +139,10 @@ def test_packages_are_entered_by_their_doors() -> None:
                 base = ("hmpx", *path.relative_to(ROOT).parts[:-1])
                 module = ".".join([*base[: len(base) - node.level + 1], node.module or ""])
                 target = module.removeprefix("hmpx.").strip(".")
-                is_inside = target.partition(".")[0] in ("hmpx", package) or "." not in target
-                assert is_inside or (package, target) in INSIDE, f"{path}:{node.lineno}: {target}"
+                names = [f"{target}.{alias.name}".strip(".") for alias in node.names]
+                files = [
+                    n for n in names if ROOT.joinpath(*n.split(".")).with_suffix(".py").exists()
+                ]
+                for found in (target, *files):
+                    is_inside = found.partition(".")[0] in ("hmpx", package) or "." not in found
+                    assert is_inside or (package, found) in INSIDE, f"{path}:{node.lineno}: {found}"

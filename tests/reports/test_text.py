@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 
-from hmpx.reports import Column, Report, Table, grouped, totals
+from hmpx.reports import Column, Report, ReportTable, grouped, totals
 
 from .samples import hostile, large, row, waste, wide_row
 
@@ -137,7 +137,7 @@ def test_groups_are_lists_with_named_columns() -> None:
 
 def test_a_table_is_what_one_needs() -> None:
     """Cells as text in text, HTML and Markdown; values as they are in CSV and JSON."""
-    table = Table(
+    table = ReportTable(
         [
             Column("op", ["a|b", "<c>", "=1"], is_number=False),
             Column("share", [0.5, math.nan, 1.0], "{:.0%}".format),
@@ -157,5 +157,5 @@ def test_a_table_is_what_one_needs() -> None:
     ]
     assert json.loads(table.to_json())[1] == {"op": "<c>", "share": "nan"}
     assert table.rows[0] == ("a|b", 0.5) and len(table) == 3
-    empty = Table.of(["op", "calls"], [], numbers=["calls"])
+    empty = ReportTable.of(["op", "calls"], [], numbers=["calls"])
     assert (str(empty), empty.to_json(), len(empty)) == ("op  calls", "[]", 0)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hmpx.tuning.candidates import Candidate, Kept, Outcome, Seen
+from hmpx.tuning.candidates import Candidate, Kept, LowShares, Outcome
 from hmpx.tuning.search import Search
 
 TOLERANCE = 1.0
@@ -129,7 +129,7 @@ class Flow:
         seen = {}
         for name in self.names:
             parts = [self._share(name, which) for which in (low, low, given)]
-            seen[name] = Seen(*parts)
+            seen[name] = LowShares(*parts)
         return Outcome(math.sqrt(square), seen)
 
     def _share(self, name: str, which: list[bool]) -> float:

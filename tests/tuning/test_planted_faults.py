@@ -65,22 +65,23 @@ class Attention(nn.Module):
 
 
 class Branches(nn.Module):
-    def __init__(self, function: object) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.function, self.linear = function, nn.Linear(WIDTH, WIDTH)
+        self.name, self.linear = name, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> dict[str, object]:
-        h = self.function(self.linear(x))  # type: ignore[operator]
+        h = getattr(torch if hasattr(torch, self.name) else F, self.name)(self.linear(x))
         return {"both": (h, x), "sum": h.sum(-1)}
 
 
+#: Looked up when called: functions that a tuple here held would not be wrapped.
 ACTIVATIONS = (
-    F.relu, F.gelu, F.silu, F.softplus, F.elu, F.hardswish, F.mish, torch.tanh, torch.sigmoid, F.selu,
-    F.leaky_relu, torch.sin,
+    "relu", "gelu", "silu", "softplus", "elu", "hardswish", "mish", "tanh", "sigmoid", "selu",
+    "leaky_relu", "sin",
 )  # fmt: skip
 
 SOUND = {
-    **{f"{each.__name__}": lambda each=each: Branches(each) for each in ACTIVATIONS},
+    **{each: lambda each=each: Branches(each) for each in ACTIVATIONS},
     "attention": lambda: Attention(False),
     "causal attention": lambda: Attention(True),
     "convolutions": lambda: nn.Sequential(

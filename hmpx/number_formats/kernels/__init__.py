@@ -34,7 +34,7 @@ _BY_CAPABILITY: Final = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}
 
 
 @dataclass(frozen=True)
-class Kernels:
+class RoundingKernels:
     """The library with which this process rounds, or None; its path, and why there is none."""
 
     library: ctypes.CDLL | None = None
@@ -55,16 +55,18 @@ def library(*, is_essential: bool = True) -> ctypes.CDLL | None:
 
 
 @functools.cache
-def kernels_in_use() -> Kernels:
+def kernels_in_use() -> RoundingKernels:
     """Returns the kernels of this process, which are chosen once. Raises as `library` does."""
     setting = os.environ.get("HMPX_KERNELS", "").strip()
     if setting.lower() in _OFF:
-        return Kernels()
+        return RoundingKernels()
     if setting.lower() in _ON:
         names = _BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), ("default",))
         paths = [path for name in names if (path := _FOLDER / f"rounding.{name}.so").exists()]
         if not paths:
-            return Kernels(fault="none for this processor were compiled when hmpx was installed")
+            return RoundingKernels(
+                fault="none for this processor were compiled when hmpx was installed"
+            )
         return _loaded(paths[0])
     path = Path(setting)
     if not path.is_absolute():
@@ -78,16 +80,16 @@ def kernels_in_use() -> Kernels:
     return loaded
 
 
-def _loaded(path: Path) -> Kernels:
+def _loaded(path: Path) -> RoundingKernels:
     try:
         loaded = ctypes.CDLL(str(path))
         version = ctypes.c_char_p.in_dll(loaded, "source_digest").value
     except raised_here(OSError, ValueError) as error:  # ValueError: a missing symbol
-        return Kernels(fault=printable(str(error)))
+        return RoundingKernels(fault=printable(str(error)))
     if version != digest().encode():
         fault = f"{path} was compiled from other sources than those of this version of hmpx"
-        return Kernels(fault=fault)
-    return Kernels(loaded, path)
+        return RoundingKernels(fault=fault)
+    return RoundingKernels(loaded, path)
 
 
 @functools.cache
