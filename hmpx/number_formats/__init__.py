@@ -60,6 +60,6 @@ else:  # only needed for number formats
             "families": "FORMATS Block CodedFormat Custom Exponent Fixed Float Format Posit Rounder Scaled Table Takum code_dtype",
             "kernels": "MOST_THREADS Bfloat16Kernels bfloat16_kernels extremes_kernels kernels_in_use largest_magnitude",
             "registered": "FORMATS_BY_NAME canonical get names register without",
-            "rounding": "Rounding is_compiled quantize rounder rounding_in rounds_nothing straight_through text_of",
+            "rounding": "FormatRounding is_compiled quantize rounder rounding_in rounds_nothing straight_through text_of",
         },
     )
