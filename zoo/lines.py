@@ -1,6 +1,6 @@
 """Measures each line of the default lists: what a model loses without it, or gains with another one.
 
-    python -m zoo.lines --sample 40 --write docs/lists.md
+    python -m zoo.lines --sample 40 --write docs/evidence/lists.md
 
 For each model and each line whose op it calls, the line is taken out and the model runs again. The
 same for lines of other shipped sets that the default lacks: each is added alone. A ratio is the

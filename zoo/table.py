@@ -208,8 +208,8 @@ def over(lines: Sequence[Line]) -> Iterator[tuple[tuple[str, str], str, str, lis
 
 def _rows_over(lines: Sequence[Line]) -> Iterator[str]:
     """Yields the table of what is over the accepted ratio, with the same model's other seeds."""
-    yield "The same models again, with other random weights. A median near 1 says that the first ratio,"
-    yield "which is not in it, is chance."
+    yield "The same models again, with other random weights. `ratio` is the one that was over 1.1; `median` is"
+    yield "that of the other weights alone. A median near 1 means that the high ratio was chance."
     yield ""
     yield "| model | mode | of | ratio | other seeds | median | cause |"
     yield "|---|---|---|---|---|---|---|"

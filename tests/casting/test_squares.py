@@ -1,6 +1,6 @@
 """Squares by ``pow``, which is in the fp32 list: errors over those of torch.autocast on the CPU.
 
-docs/lists.md, section "Squares", says what these tests hold.
+docs/evidence/lists.md, section "Squares", says what these tests hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Formats that come with hmpx, against other implementations; the table of them in docs/formats.md."""
+"""Formats that come with hmpx, against other implementations; the table of them in docs/evidence/number_formats.md."""
 
 from __future__ import annotations
 
@@ -255,27 +255,29 @@ def test_four_bits_as_bitsandbytes(kind: str, name: str, implementation: str) ->
 # --- documentation -----------------------------------------------------------------------------
 
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "formats.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = (DOCS / "formats.md").read_text("utf-8")
+NAMES = (DOCS / "evidence" / "number_formats.md").read_text("utf-8")
 
 
-def rows_after(text: str) -> list[list[str]]:
-    """Returns the cells of the first table after a text of the document."""
-    table = DOCUMENT.partition(text)[2].partition("\n\n|")[2].split("\n\n")[0]
+def rows_after(text: str, document: str) -> list[list[str]]:
+    """Returns the cells of the first table after a text of a document."""
+    table = document.partition(text)[2].partition("\n\n|")[2].split("\n\n")[0]
     return [[cell.strip() for cell in row.strip("| ").split("|")] for row in table.split("\n")[2:]]
 
 
 def test_modes_and_kinds_in_the_docs() -> None:
     """Are those that there are."""
-    cells = " ".join([row[0] for row in rows_after("## Rounding")])
+    cells = " ".join([row[0] for row in rows_after("## Rounding", DOCUMENT)])
     assert sorted(re.findall(r'"(\w+)"', cells)) == sorted(ROUNDING_MODES)
-    kinds = [row[0].strip('`"') for row in rows_after("tables up to 65,536 values")]
+    kinds = [row[0].strip('`"') for row in rows_after("## Formats of one's own", DOCUMENT)]
     assert kinds == list(get_args(get_type_hints(Float)["kind"]))
 
 
 def test_other_names_in_the_docs() -> None:
     """Each is taken for the format beside it, or one of those beside it."""
     faults = []
-    for written, meant in rows_after("### Other names"):
+    for written, meant in rows_after("### Other names", NAMES):
         known = [get(name) for name in re.findall(r"`(\w+)`", meant) if name in formats.names()]
         for name in re.findall(r"`([^`]+)`", written):
             if name.startswith(("numpy.", "ml_dtypes.", "torch.")):
@@ -290,7 +292,7 @@ def test_other_names_in_the_docs() -> None:
 
 def test_the_table_in_the_docs_is_what_there_is() -> None:
     """A row for each format, in order, with its numbers and what becomes of larger ones."""
-    rows = rows_after("## What comes with hmpx")
+    rows = rows_after("## What comes with hmpx", NAMES)
     assert [row[0].strip("`") for row in rows] == list(formats.names())
     faults = []
     for name, *cells in rows:

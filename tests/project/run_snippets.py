@@ -4,8 +4,9 @@ Blocks share their names and follow PRELUDE, which makes what the document takes
 each block torch is reverted, unless the prelude has ``KEEPS = True``. Writes to OUTCOMES, as JSON,
 what each block printed.
 
-A prelude may set ``FILE``, the name of the program that the blocks are said to be in, and ``SMALLER``,
-a dict of what is replaced in the blocks, where the document's own numbers take too long.
+A prelude may set ``FILE``, the name of the program that the blocks are said to be in, ``RESTARTS = True``
+where each block begins at the first line of it, and ``SMALLER``, a dict of what is replaced in the blocks,
+where the document's own numbers take too long.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def main() -> None:
         if each.exists():
             exec(compile(each.read_text("utf-8"), str(each), "exec"), names)
     file = names.pop("FILE", f"{document.stem}.py")
-    keeps, smaller = names.pop("KEEPS", False), names.pop("SMALLER", {})
+    keeps, restarts = names.pop("KEEPS", False), names.pop("RESTARTS", False)
+    smaller = names.pop("SMALLER", {})
     printed = []
     line = 0
     for block in markdown.blocks(document):
@@ -46,7 +48,7 @@ def main() -> None:
         except BaseException:
             print(f"in the block at {place}", file=sys.stderr)
             raise
-        line += source.count("\n")
+        line = 0 if restarts else line + source.count("\n")
         printed.append([block.line, output.getvalue()])
         if not keeps:
             hmpx.revert()

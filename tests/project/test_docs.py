@@ -35,7 +35,9 @@ def test_tests_that_are_named_exist(document: Path) -> None:
     assert not faults
 
 
-@pytest.mark.parametrize(("name", "count"), [("evidence/works_with", 60), ("semantics", 80)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("evidence/works_with", 60), ("evidence/semantics", 80)]
+)
 def test_each_line_links_to_its_test(name: str, count: int) -> None:
     """In its last column."""
     text = (ROOT / "docs" / f"{name}.md").read_text("utf-8")

@@ -107,13 +107,32 @@ def test_outputs_are_shown() -> None:
     assert sum(len(shown(document)) for document in DOCUMENTS) > 8
 
 
+@pytest.mark.sampled(3)
+def test_the_tutorials_commands_use_what_its_program_wrote(tmp_path: Path) -> None:
+    """In an empty directory but for a script, which then computes in the tutorial's low type."""
+    tutorial = ROOT / "docs" / "tutorial.md"
+    shutil.copy(SNIPPETS / "files" / "train.py", tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    program = (str(tutorial), str(SNIPPETS / "tutorial.py"), str(tmp_path / "outcomes.json"))
+    run = forks.run(str(RUNNER), *program, cwd=tmp_path, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    texts = [text for _, text, _ in commands(tutorial) if text.startswith("hmpx ")]
+    assert [text.split()[1] for text in texts] == ["check", "run"]
+    for text in texts:
+        words = text.replace("hmpx run", "hmpx run --verbose").split()[1:]
+        run = forks.run("-m", "hmpx", *words, cwd=tmp_path, env=environment)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert "  to_fp16  " in run.stdout
+    assert "  to_bf16  " not in run.stdout
+
+
 # --- commands ------------------------------------------------------------------------------------
 
 #: Commands of hmpx that take long, write outside of the directory or ask about the machine at length.
 PARSED_ONLY = {"bench", "tune", "lint"}
 
 #: Programs that are no part of the project; what follows them is for a person to try.
-OTHERS = {"git", "mkdocs", "pre-commit", "source"}
+OTHERS = {".", "git", "mkdocs", "pre-commit", "source"}
 
 
 def commands(document: Path) -> Iterator[tuple[int, str, str]]:
@@ -158,6 +177,17 @@ def test_each_command_of_hmpx_shows_an_example() -> None:
         assert re.search(rf"\nexamples?:\n  (\S+ .*)?hmpx {name}\b", text), name
 
 
+def test_the_commands_of_the_tasks_exist() -> None:
+    """With their options; they stand in cells of a table and in sentences."""
+    text = (ROOT / "docs" / "how_to.md").read_text("utf-8")
+    found = re.findall(r"`hmpx ([a-z][\w-]*)( [^`]*)?`", text)
+    assert {name for name, _ in found} <= {*helped()}
+    assert len({name for name, _ in found}) > 10
+    for name, options in found:
+        if options:
+            assert entry.parser().parse_args([name, *shlex.split(options)])
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("command", "output"), COMMANDS)
 def test_commands_run(
@@ -199,6 +229,9 @@ def run_hmpx(words: list[str], output: str, folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     run = forks.run("-m", "hmpx", *words, cwd=folder, env=environment)
     is_fault = words[0] == "diff" or (words[0] == "check" and bool(output))
+    if words[0] == "draw" and words[-1].endswith(".svg") and shutil.which("dot") is None:
+        assert (run.returncode, "graphviz's program dot" in run.stderr) == (2, True)
+        return
     assert run.returncode == is_fault, run.stdout + run.stderr
     if output and words[0] != "doctor":  # of another machine
         assert (run.stdout + run.stderr).splitlines() == output.splitlines()

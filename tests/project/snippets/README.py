@@ -1,1 +1,2 @@
 FILE = "example.py"
+RESTARTS = True  # a block is copied by itself
