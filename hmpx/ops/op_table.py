@@ -12,14 +12,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.overrides import get_ignored_functions, get_overridable_functions
 
 from ..errors import shown, suggestion
-from ..torch_internals import NN_NAMESPACE, VARIABLE_FUNCTIONS, VF_NAMESPACE
+from ..torch_internals import NN_NAMESPACE, VF_NAMESPACE
 from . import foreign
 from .known_facts import facts, renamings
 from .schemas import has_overload
@@ -35,8 +34,7 @@ from .sites import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """One op of torch."""
 
     name: str  # The name in reports; list lines may use it
@@ -245,7 +243,7 @@ def _members() -> Iterator[tuple[str, str, Any]]:
     ignored = {id(each) for each in get_ignored_functions()}
     found: set[str] = set()
     for namespace, owner in NAMESPACES.items():
-        for attribute in dir(VARIABLE_FUNCTIONS if namespace == VF_NAMESPACE else owner):
+        for attribute in facts("called_in_vf") if namespace == VF_NAMESPACE else dir(owner):
             value = getattr(owner, attribute, None)
             is_method, is_builtin = namespace == "torch.Tensor", type(value) is _CALLABLES[0]
             if is_method and type(value) in _DESCRIPTORS:

@@ -21,7 +21,7 @@ from ..patches import (
     retired,
     taken_name_patches,
 )
-from ..patching import Applied, Draft, Patch, Swap
+from ..patching import Applied, Draft, Patch, sides, swap
 from ..registry import exclusive
 from .policy_patches import originals
 
@@ -54,31 +54,18 @@ class Kept:
     """
 
     def __init__(self, installation: Installation) -> None:
-        self._installation = installation
-        self._functions = _functions(
-            [*installation.wrappers, *[each.patch.value for each in installation.applied]]
-        )
+        wrappers, self._sides = installation.wrappers, sides(installation.applied)
+        self._held = held_by_others(wrappers)  # by other code, so they are retired between blocks
+        self._originals = _functions([*self._sides[0].values, *originals(wrappers)])
+        self._functions = _functions([*self._sides[1].values, *wrappers])
         self._counts = [*_references(self._functions)]  # in the conversion
-        self._swap: Swap | None = None  # made at the end of the first block
-        self._originals: tuple[Any, ...] = ()
-        self._held: list[
-            Callable[..., Any]
-        ] = []  # by other code, so they are retired between blocks
         self._as_left: tuple[object, ...] = ()
 
     def leave(self, draft: Draft) -> bool:
         """Drafts the end of the conversion; False if other code has changed something meanwhile."""
-        if [*_references(self._functions)] != self._counts:
+        if [*_references(self._functions)] != self._counts or not self._sides[1].are_there():
             return False
-        if self._swap is None:
-            wrappers = self._installation.wrappers
-            self._swap = Swap(self._installation.applied)
-            self._originals = _functions([*self._swap.old(), *originals(wrappers)])
-            self._held = held_by_others(wrappers)
-            self._counts = [*_references(self._functions)]
-        if not self._swap.holds(1):
-            return False
-        draft.put(self._swap.to(0), *retirements(self._held))
+        draft.put(swap(self._sides, 0), *retirements(self._held))
         return True
 
     def note_left(self) -> None:
@@ -87,9 +74,9 @@ class Kept:
 
     def enter(self, draft: Draft) -> bool:
         """Drafts the conversion again; False if other code has changed something meanwhile."""
-        if self._swap is None or self._now() != self._as_left or not self._swap.holds(0):
+        if self._now() != self._as_left or not self._sides[0].are_there():
             return False
-        draft.put(*in_use(self._held), self._swap.to(1))  # in use before calls can find them
+        draft.put(*in_use(self._held), swap(self._sides, 1))  # in use before calls can find them
         return True
 
     def _now(self) -> tuple[object, ...]:
