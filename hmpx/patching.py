@@ -12,7 +12,6 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, KeysView, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .errors import raised_here
@@ -57,8 +56,7 @@ def unpatched(*functions: Unpack[_Functions]) -> tuple[Unpack[_Functions]]:
     return tuple([inspect.unwrap(f, stop=is_torchs) for f in functions])  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(NamedTuple):
     """A value to put at ``owner.attribute``, for a module, a class, an instance or a closure's cell."""
 
     owner: Any

@@ -179,17 +179,17 @@ def _tables() -> _Tables:
     below: dict[str, list[str]] = {}
     for name, sites in slots.items():
         # Functions in Python that end in one of the op's builtins.
-        has_builtin = any(not site.is_python and not site.in_place for site in sites)
-        followers = tuple(
+        has_builtin = any([not (site.is_python or site.in_place) for site in sites])  # noqa: C419
+        followers = [
             site
             for site in sites
             if site.is_python
             and has_builtin
             and not (operator_in(site.attribute) or site.qualified in facts("python_level"))
-        )
-        patched = tuple(site for site in sites if site not in followers)
+        ]
+        patched = tuple([site for site in sites if site not in followers])
         above = _covering(name, sites, slots)
-        ops[name] = Op(name, above, patched, followers)
+        ops[name] = Op(name, above, patched, tuple(followers))
         if above is not None:
             below.setdefault(above, []).append(name)
     return _Tables(types.MappingProxyType(ops), below, bare_names, qualified_names)
@@ -212,7 +212,7 @@ def _covering(name: str, sites: list[Site], slots: Mapping[str, list[Site]]) -> 
     below = renamings("covering").get(name)
     if below in slots:
         return below
-    if not any(site.attribute == f"__{name}__" for site in sites):
+    if f"__{name}__" not in [site.attribute for site in sites]:
         return None
     base = plain_operator(name)
     if base is not None and base != name and base in slots:

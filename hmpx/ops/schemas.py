@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -65,16 +66,16 @@ def read_schemas(name: str) -> tuple[Schema, ...]:
 
 
 def _read(schema: Any) -> Schema:
-    found, has_tensors, is_view = [], False, False
-    for position, a in enumerate(schema.arguments):
-        written, alias = str(a.type), a.alias_info
-        is_tensor = "Tensor" in written
-        kind = _LETTERS.get(written, "A") if is_tensor and not a.is_out else ""
-        is_written = alias is not None and alias.is_write
-        is_view = is_view or (position == 0 and alias is not None and not is_written)
-        has_tensors = has_tensors or is_tensor
-        default = a.has_default_value()
-        found.append(Argument(a.name, kind, a.kwarg_only, default, bool(kind) and is_written))
+    found: list[Argument] = []
+    has_tensors = is_view = False
+    for a in schema.arguments:
+        written, kind, is_written = str(a.type), "", False
+        if "Tensor" in written:
+            has_tensors, alias = True, a.alias_info
+            is_view = is_view or not (found or alias is None or alias.is_write)
+            if not a.is_out:
+                kind, is_written = _LETTERS.get(written, "A"), alias is not None and alias.is_write
+        found.append(Argument(a.name, kind, a.kwarg_only, a.has_default_value(), is_written))
     return Schema(tuple(found), has_tensors, is_view, schema)
 
 
@@ -107,8 +108,7 @@ def declared_written(name: str) -> frozenset[str]:
 _READ_STATISTICS = ("_backward", "_no_training")
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(NamedTuple):
     """The parameters of a callable."""
 
     names: tuple[str, ...]  # Parameter names by position; keyword-only ones follow
@@ -195,16 +195,19 @@ def schema_parameters(name: str, is_method: bool) -> Parameters:
             mixed = "N" if "" in seen else "O" if "O" in seen else "T"
             kinds[position] = mixed if seen <= {"T", "O", ""} else "A"
         # The same argument in all overloads: a tensor or None, None by default.
-        if len(each) == len(schemas) and all(a[:4] == (last.name, "O", False, True) for a in each):
+        optional = (last.name, "O", False, True)
+        if last[:4] == optional and [a[:4] for a in each] == [optional] * len(schemas):
             fillable.add(position)
-    given = [argument for s in schemas for argument in s]
-    tensors = {each.name for each in given if each.kind}
+    given = [*itertools.chain.from_iterable(schemas)]
+    tensors = [each for each in given if each.kind]
+    plain = {each.name for each in given}.difference([each.name for each in tensors])
+    required = [[a for a in s if not (a.is_keyword or a.has_default)] for s in schemas]
     return Parameters(
         names=tuple([each.name for each in longest]),
         kinds=kinds,
-        required=min(sum(not (a.is_keyword or a.has_default) for a in s) for s in schemas),
-        plain=frozenset({each.name for each in given} - tensors),
-        has_keyword_tensors=any(each.kind and each.is_keyword for each in given),
+        required=min(map(len, required)),
+        plain=frozenset(plain),
+        has_keyword_tensors=any([each.is_keyword for each in tensors]),  # noqa: C419  # in less time
         fillable=frozenset(fillable),
     )
 

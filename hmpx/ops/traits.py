@@ -97,7 +97,8 @@ def _has_view(name: str) -> bool:
     for schema in read_schemas(name):
         if schema.is_view:
             return True
-        if schema.has_tensors and {each.name for each in schema.arguments} >= _OF_NEW:
+        names = [each.name for each in schema.arguments]
+        if schema.has_tensors and _OF_NEW.issubset(names):
             return True  # a tensor and all the options of a new one: zeros_like
         if name.endswith("_copy"):  # detach_copy, slice_copy; slice_scatter also has the tag
             packet = getattr(torch.ops.aten, name, None)
