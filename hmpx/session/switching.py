@@ -189,8 +189,9 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
         _forget_caches(keeps_graphs=True)  # which refer to functions
     is_quick = kept is not None and (kept.enter if returns else kept.leave)(draft)
     if not is_quick:
+        kept, installation = None, Installation()  # their references would count as other code's
         if _left is not None:
-            forget_left()  # else its references would count as other code's
+            forget_left()  # and these
         covered = draft.undo(replaced.applied)
         if session is None:
             draft.put(*list(taken_name_patches(draft, [*retired(), *replaced.wrappers])))
