@@ -11,9 +11,8 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Collection, Hashable, Iterable, KeysView, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .errors import raised_here
 
@@ -57,8 +56,7 @@ def unpatched(*functions: Unpack[_Functions]) -> tuple[Unpack[_Functions]]:
     return tuple([inspect.unwrap(f, stop=is_torchs) for f in functions])  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(NamedTuple):
     """A value to put at ``owner.attribute``, for a module, a class, an instance or a closure's cell."""
 
     owner: Any
@@ -141,107 +139,102 @@ class _EntryPatch(Patch):
         return self.value if all(map(self.owner.__contains__, self.value)) else ABSENT
 
     def write(self, value: Any) -> None:
+        if isinstance(self.owner, set):
+            (self.owner.difference_update if value is ABSENT else self.owner.update)(self.value)
+            return
         for entry in self.value:
             is_there = entry in self.owner
             if value is ABSENT and is_there:
                 self.owner.remove(entry)
             elif value is not ABSENT and not is_there:
-                put_first = functools.partial(list.insert, self.owner, 0)
-                (self.owner.add if isinstance(self.owner, set) else put_first)(entry)
+                self.owner.insert(0, entry)
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(NamedTuple):
     """A patch in force, and the slot's value before it; `ABSENT` if it held none."""
 
     patch: Patch
     previous: Any
 
 
-class Swap:
-    """Patches that were applied, to be undone and applied again many times, quickly.
+class Values:
+    """Values of many slots, compared and written in few steps: all names of a module at once."""
 
-    Its sides are 0, the slots without the patches, and 1, with them.
-    """
-
-    def __init__(self, applied: Iterable[Applied]) -> None:
-        slots: dict[Hashable, tuple[Patch, tuple[Any, Any]]] = {}
-        for done in applied:  # of two in one slot: what was there before the first
-            _, (before, _) = slots.get(done.patch.key, (None, (done.previous, None)))
-            slots[done.patch.key] = done.patch, (before, done.patch.value)
-        owners: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
-        self._others: list[tuple[Patch, tuple[Any, Any]]] = []
-        for patch, values in slots.values():
+    def __init__(self, slots: Collection[tuple[Patch, Any]]) -> None:
+        self.values = [value for _, value in slots]
+        self._others: list[tuple[Patch, Any]] = []
+        owners: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for patch, value in slots:
             owner, is_plain = patch.owner, type(patch) is Patch and not patch.is_foreign
             if is_plain and isinstance(owner, (type, types.ModuleType)):
-                _, old, new = owners.setdefault(id(owner), (owner, {}, {}))
-                old[patch.attribute], new[patch.attribute] = values
+                owners.setdefault(id(owner), (owner, {}))[1][patch.attribute] = value
             else:
-                self._others.append((patch, values))
-        self._owners = [_Owner(*each) for each in owners.values()]
+                self._others.append((patch, value))
+        self._reads: list[tuple[Callable[..., Any], Mapping[str, Any], Any]] = []
+        self._updates: list[tuple[Callable[[dict[str, Any]], None], dict[str, Any]]] = []
+        self._attributes: list[tuple[type, str, Any]] = []
+        self._empty: list[tuple[Any, KeysView[str], list[str]]] = []
+        for owner, named in owners.values():
+            held: Any = _held(owner)
+            absent = [name for name, value in named.items() if value is ABSENT]
+            filled = {name: value for name, value in named.items() if value is not ABSENT}
+            if filled:
+                read = operator.itemgetter(*filled)
+                self._reads.append((read, held, read(filled)))
+            if isinstance(held, dict):
+                self._updates.append((held.update, filled))
+            else:
+                self._attributes += [(owner, name, value) for name, value in filled.items()]
+            if absent:
+                self._empty.append((owner, held.keys(), absent))
 
-    def old(self) -> list[Any]:
-        """Returns the values without the patches."""
-        found = [value for owner in self._owners for value in owner.named[0].values()]
-        return found + [before for _, (before, _) in self._others]
-
-    def holds(self, side: int) -> bool:
-        """Whether all slots have the values of a side."""
+    def are_there(self) -> bool:
+        """Whether all slots have these values."""
         try:
-            for owner in self._owners:
-                if owner.reads[side](owner.held) != owner.values[side]:
-                    return False
-                if not (side or owner.held.keys().isdisjoint(owner.created)):
-                    return False
+            return (
+                all(read(held) == values for read, held, values in self._reads)
+                and all(names.isdisjoint(absent) for _, names, absent in self._empty)
+                and all(patch.read() is value for patch, value in self._others)
+            )
         except KeyError:  # somebody else has emptied a slot
             return False
-        return all(patch.read() is values[side] for patch, values in self._others)
 
-    def to(self, side: int) -> Patch:
-        """Returns the patch that gives all slots the values of a side; they have those of the other."""
-        return _Swapped(self, "", side)
-
-    def write(self, side: int) -> None:
-        """Gives all slots the values of a side."""
-        for slots in self._owners:
-            owner, held, named = slots.owner, slots.held, slots.named[side]
-            if isinstance(held, dict):
-                held.update(named)
-            else:
-                for name, value in named.items():
-                    setattr(owner, name, value)
-            if not side:
-                for name in slots.created:
-                    if name in held:
-                        delattr(owner, name)
-        for patch, values in self._others:
-            _write(patch, values[side])
+    def write(self) -> None:
+        """Gives all slots these values."""
+        for update, named in self._updates:
+            update(named)
+        for slot in self._attributes:
+            setattr(*slot)
+        for owner, names, absent in self._empty:
+            for name in absent:
+                if name in names:
+                    delattr(owner, name)
+        for patch, value in self._others:
+            _write(patch, value)
 
 
-class _Owner:
-    """Slots of a module or a class, which has many, and their values on both sides."""
-
-    def __init__(self, owner: Any, old: dict[str, Any], new: dict[str, Any]) -> None:
-        self.owner, self.held = owner, _held(owner)  # all its names
-        self.created = [name for name, value in old.items() if value is ABSENT]
-        self.named = {name: old[name] for name in old if old[name] is not ABSENT}, new
-        # Reads all at once; functions that are equal are the same.
-        self.reads = [operator.itemgetter(*named) if named else _nothing for named in self.named]
-        self.values = [read(named) for read, named in zip(self.reads, self.named, strict=True)]
+def sides(applied: Iterable[Applied]) -> tuple[Values, Values]:
+    """Returns the values of slots without these patches, and with them."""
+    slots: dict[Hashable, tuple[Patch, Any, Any]] = {}
+    for patch, before in applied:  # of two in one slot, the first has found what was there
+        slots[patch.key] = patch, slots.get(patch.key, (patch, before))[1], patch.value
+    without = [(patch, before) for patch, before, _ in slots.values()]
+    return Values(without), Values([(patch, value) for patch, _, value in slots.values()])
 
 
-def _nothing(names: Mapping[str, Any]) -> None:
-    """Reads no names."""
-
-
-class _Swapped(Patch):
+class _Swap(Patch):
     __slots__ = ()
 
     def read(self) -> int:
         return 1 - int(self.value)
 
     def write(self, value: int) -> None:
-        self.owner.write(value)
+        self.owner[value].write()
+
+
+def swap(sides: tuple[Values, Values], side: int) -> Patch:
+    """Returns the patch that gives slots the values on a side; they have those on the other."""
+    return _Swap(sides, "", side)
 
 
 def _held(owner: Any) -> Mapping[str, Any]:

@@ -139,12 +139,12 @@ def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any
     if site.numbers is not None:
         complete = compute.completed_by_numbers(callee, site.numbers)
         taking = compute.taking_numbers(original, site.numbers, callee.promotes, complete)
-        callee = dataclasses.replace(callee, function=taking)
+        callee = callee._replace(function=taking)
     if plan.adds_in_place:
         made = compute.adding_masks(callee.function, plan.device_types)
-        callee = dataclasses.replace(callee, function=made)
+        callee = callee._replace(function=made)
     if site.lacking is not None:
-        callee = dataclasses.replace(callee, function=compute.completed(callee, site.lacking))
+        callee = callee._replace(function=compute.completed(callee, site.lacking))
     if site.op == "matmul" and plan.is_low:
         return compute.folding(callee.function)
     if not plan.rounds_last or site.is_python:

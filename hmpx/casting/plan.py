@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,8 +106,7 @@ class Options:
 # --- plans of calls ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CallSite:
+class CallSite(NamedTuple):
     """One callable of an op, and how it uses its arguments."""
 
     op: str  # op name
@@ -124,8 +123,7 @@ class CallSite:
     numbers: Numbers | None = None  # arguments with numbers that torch converts to a tensor's dtype
 
 
-@dataclass(frozen=True)
-class OpFacts:
+class OpFacts(NamedTuple):
     """Facts about torch's kernels for an op; the defaults are for other libraries' functions."""
 
     kind: str = "elementwise"  # one of `compute.KINDS`: determines the op's speed in low precision

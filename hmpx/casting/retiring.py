@@ -114,8 +114,9 @@ def retirements(
 
 
 def in_use(wrappers: Iterable[Callable[..., Any]]) -> list[Patch]:
-    """Returns the patches that put wrappers in use. Apply them before a wrapper is in a slot."""
-    return [_Retirement(wrapper, "", False) for wrapper in wrappers]
+    """Returns the patches that put retired wrappers in use. Apply them before a wrapper is in a slot."""
+    retired = [w for w in wrappers if vars(w)["__hmpx_control__"].forward is not None]
+    return [_Retirement(wrapper, "", False) for wrapper in retired]
 
 
 # --- wrappers that conversions share -----------------------------------------------------------

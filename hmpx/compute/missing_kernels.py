@@ -9,7 +9,6 @@ only cast their result, and sum its gradient in fp32.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import re
@@ -18,7 +17,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,21 +108,20 @@ KNOWN_DEVICES: Final = frozenset([each.name for each in DEVICE_TYPES if each.has
 @functools.cache
 def lacking_kernels() -> Mapping[str, Lacking]:
     """Returns op name -> its missing kernels, for ops that lack any."""
-    found: dict[str, Lacking] = {}
+    found: dict[str, dict[str, Any]] = {}
     for section, names in read_sections(__package__, "kernels.ini").items():
         if section == "untried":
             continue
         device_type, dtype, how = section.split()
         place = device_type, getattr(torch, dtype)
         for name, condition in names.items():
-            known = found.get(name, Lacking())
-            places = {how: getattr(known, how) | {place}}
-            found[name] = dataclasses.replace(known, only=tuple(condition.split()), **places)
-    return types.MappingProxyType(found)
+            fields = found.setdefault(name, {})
+            fields[how] = fields.get(how, frozenset()) | {place}
+            fields["only"] = tuple(condition.split())
+    return types.MappingProxyType({name: Lacking(**fields) for name, fields in found.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class Callee:
+class Callee(NamedTuple):
     """One of torch's functions, with the facts needed to compute it in fp32."""
 
     op: str  # op name

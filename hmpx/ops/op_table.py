@@ -12,14 +12,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.overrides import get_ignored_functions, get_overridable_functions
 
 from ..errors import shown, suggestion
-from ..torch_internals import NN_NAMESPACE, VARIABLE_FUNCTIONS, VF_NAMESPACE
+from ..torch_internals import NN_NAMESPACE, VF_NAMESPACE
 from . import foreign
 from .known_facts import facts, renamings
 from .schemas import has_overload
@@ -35,8 +34,7 @@ from .sites import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """One op of torch."""
 
     name: str  # The name in reports; list lines may use it
@@ -181,17 +179,17 @@ def _tables() -> _Tables:
     below: dict[str, list[str]] = {}
     for name, sites in slots.items():
         # Functions in Python that end in one of the op's builtins.
-        has_builtin = any(not site.is_python and not site.in_place for site in sites)
-        followers = tuple(
+        has_builtin = any([not (site.is_python or site.in_place) for site in sites])  # noqa: C419
+        followers = [
             site
             for site in sites
             if site.is_python
             and has_builtin
             and not (operator_in(site.attribute) or site.qualified in facts("python_level"))
-        )
-        patched = tuple(site for site in sites if site not in followers)
+        ]
+        patched = tuple([site for site in sites if site not in followers])
         above = _covering(name, sites, slots)
-        ops[name] = Op(name, above, patched, followers)
+        ops[name] = Op(name, above, patched, tuple(followers))
         if above is not None:
             below.setdefault(above, []).append(name)
     return _Tables(types.MappingProxyType(ops), below, bare_names, qualified_names)
@@ -214,7 +212,7 @@ def _covering(name: str, sites: list[Site], slots: Mapping[str, list[Site]]) -> 
     below = renamings("covering").get(name)
     if below in slots:
         return below
-    if not any(site.attribute == f"__{name}__" for site in sites):
+    if f"__{name}__" not in [site.attribute for site in sites]:
         return None
     base = plain_operator(name)
     if base is not None and base != name and base in slots:
@@ -245,7 +243,7 @@ def _members() -> Iterator[tuple[str, str, Any]]:
     ignored = {id(each) for each in get_ignored_functions()}
     found: set[str] = set()
     for namespace, owner in NAMESPACES.items():
-        for attribute in dir(VARIABLE_FUNCTIONS if namespace == VF_NAMESPACE else owner):
+        for attribute in facts("called_in_vf") if namespace == VF_NAMESPACE else dir(owner):
             value = getattr(owner, attribute, None)
             is_method, is_builtin = namespace == "torch.Tensor", type(value) is _CALLABLES[0]
             if is_method and type(value) in _DESCRIPTORS:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional
@@ -44,8 +43,7 @@ PREFIXES = {
 RESERVED = frozenset(PREFIXES) | {prefix.partition(".")[0] for prefix in PREFIXES} | {"aten"}
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """One slot that holds a callable of an op."""
 
     namespace: str  # Key of `NAMESPACES`

@@ -12,13 +12,7 @@ from ..torch_internals import NN_NAMESPACE
 from . import foreign
 from .known_facts import facts
 from .op_table import covered, covering, table
-from .schemas import (
-    argument_letter,
-    aten_name,
-    parameters,
-    schema_parameters,
-    schemas_named,
-)
+from .schemas import aten_name, parameters, read_schemas
 from .sites import operator_in
 
 #: The options of a new tensor.
@@ -75,11 +69,13 @@ def is_castable(name: str) -> bool:
             return True
         if site.is_python and site.namespace != "torch.Tensor":
             return True
-        if site.namespace == NN_NAMESPACE and not schemas_named(aten_name(site)):
+        schemas = read_schemas(aten_name(site))
+        if site.namespace == NN_NAMESPACE and not schemas:
             return site.attribute[0] != "_"
-        for schema in schemas_named(aten_name(site)):
-            tensors = sum(bool(argument_letter(a)) for a in schema.arguments)
-            if tensors and (tensors > 1 or any("Tensor" in str(r.type) for r in schema.returns)):
+        for schema in schemas:
+            tensors = sum(bool(each.kind) for each in schema.arguments)
+            returns = schema.torchs.returns if tensors == 1 else ()
+            if tensors > 1 or any("Tensor" in str(each.type) for each in returns):
                 return True
     return False
 
@@ -98,21 +94,15 @@ def is_view(name: str) -> bool:
 @functools.cache
 def _has_view(name: str) -> bool:
     """Whether a schema of ATen's op ``name`` computes nothing."""
-    may_make_new = schema_parameters(name, False).plain >= _OF_NEW  # already cached for most names
-    for schema in schemas_named(name):
-        arguments = schema.arguments  # created again at each access
-        info = arguments[0].alias_info if arguments else None
-        if info is not None and not info.is_write:
+    for schema in read_schemas(name):
+        if schema.is_view:
             return True
-        if (  # a tensor and all the options of a new one: zeros_like
-            may_make_new
-            and {argument.name for argument in arguments} >= _OF_NEW
-            and any("Tensor" in str(argument.type) for argument in arguments)
-        ):
-            return True
+        names = [each.name for each in schema.arguments]
+        if schema.has_tensors and _OF_NEW.issubset(names):
+            return True  # a tensor and all the options of a new one: zeros_like
         if name.endswith("_copy"):  # detach_copy, slice_copy; slice_scatter also has the tag
             packet = getattr(torch.ops.aten, name, None)
-            op = getattr(packet, schema.overload_name or "default", None)
+            op = getattr(packet, schema.torchs.overload_name or "default", None)
             if op is not None and torch.Tag.view_copy in op.tags:
                 return True
     return False

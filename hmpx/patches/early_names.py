@@ -214,7 +214,8 @@ def _is_pythons(module: types.ModuleType) -> bool:
 def _folders(*kinds: str) -> tuple[str, ...]:
     import sysconfig
 
-    return tuple(sysconfig.get_path(kind) + os.sep for kind in kinds)
+    found = sysconfig.get_paths()
+    return tuple(found[kind] + os.sep for kind in kinds)
 
 
 def forget_overrides() -> None:
@@ -320,7 +321,7 @@ def standing_for(applied: Iterable[Applied]) -> dict[int, Callable[..., Any]]:
     found: dict[int, Callable[..., Any]] = {}
     for done in applied:
         value, before = function_in(done.patch.value), unwrapped(function_in(done.previous))
-        is_name = isinstance(done.patch, Patch) and not done.patch.is_foreign
+        is_name = not done.patch.is_foreign
         is_function = type(value) is types.FunctionType and isinstance(before, _FUNCTIONS)
         if is_name and is_function and "__hmpx_site__" not in vars(value):
             is_ours = type(before) is types.FunctionType  # methods of torch can't be keys

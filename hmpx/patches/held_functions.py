@@ -9,7 +9,6 @@ so those of builtins are made static methods.
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -30,7 +29,7 @@ def held_function_patches(
 ) -> Iterator[Patch]:
     """Yields the patches of subclasses of `torch.nn.Module`, of nodes, and of the search for nodes."""
     slot = Patch(nn.Module, "__init_subclass__", None)
-    yield dataclasses.replace(slot, value=classmethod(_unbinding(draft.read(slot))))
+    yield slot._replace(value=classmethod(_unbinding(draft.read(slot))))
     if NODE_TARGET is None:
         return
     wrappers = {

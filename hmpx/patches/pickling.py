@@ -8,7 +8,6 @@ that models kept after `revert`, which get names here, and builtins of torch tha
 from __future__ import annotations
 
 import copyreg
-import dataclasses
 import itertools
 import pkgutil
 import types
@@ -64,4 +63,4 @@ def pickle_patch(originals: Iterable[Callable[..., Any]], draft: Draft) -> ItemP
         return function.__reduce__() if before is ABSENT else before(function)
 
     # Under somebody else's patch, its names stay correct.
-    return dataclasses.replace(slot, value=reduce, stays_idle=True)
+    return slot._replace(value=reduce, stays_idle=True)

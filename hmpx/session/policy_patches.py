@@ -55,7 +55,6 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
         observed = sorted(ops.computing() | ops.facts("converting").keys())
     unobserved = dataclasses.replace(conversion, observers=())
     told_of = {*policy.decisions, *deciding, *observed}
-    told_of |= {name for name in completed if not ops.is_view(name)}
     converting = sorted(ops.converting() & ops.table().keys())
     named = [*policy.decisions, *deciding, *completed, *converting, *observed]
     for name in dict.fromkeys(named):
@@ -67,7 +66,8 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
             version = torch.__version__
             raise OptionError(f"the policy holds {name!r}, which is not an op of torch {version}")
         facts, asked = facts_of(name), deciding.get(name, ())
-        seen = conversion if name in told_of else unobserved
+        is_seen = name in told_of or (name in lacking and not facts.is_view)
+        seen = conversion if is_seen else unobserved
         for site in op.sites:
             lacks = None if site.is_property else lacking.get(name)
             is_complete = lacks is None and not (

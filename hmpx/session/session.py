@@ -270,9 +270,9 @@ class Session:
 def _has_history(policy: Policy, options: Options) -> bool:
     lists = [policy.decisions, *[section.decisions for section in policy.sections]]
     decided = {id(d): d for each in lists for d in each.values()}  # ops of one line share one
-    formats: list[object] = [policy.low_precision_type, options.round_gradients]
+    formats: set[object] = {policy.low_precision_type, options.round_gradients}
     for decision in decided.values():
-        formats += (decision.dtype, decision.weights, decision.activations, decision.gradients)
+        formats |= {decision.dtype, decision.weights, decision.activations, decision.gradients}
     return any(map(compute.has_history, formats))
 
 

@@ -21,7 +21,7 @@ from ..patches import (
     retired,
     taken_name_patches,
 )
-from ..patching import Applied, Draft, Patch, Swap
+from ..patching import Applied, Draft, Patch, Values, sides, swap
 from ..registry import exclusive
 from .policy_patches import originals
 
@@ -55,30 +55,27 @@ class Kept:
 
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
+        self._held = held_by_others(installation.wrappers)  # they are retired between blocks
+        self._sides: tuple[Values, Values] | None = None  # made at the end of the first block
+        self._originals: tuple[Any, ...] = ()
+        self._as_left: tuple[object, ...] = ()
         self._functions = _functions(
             [*installation.wrappers, *[each.patch.value for each in installation.applied]]
         )
         self._counts = [*_references(self._functions)]  # in the conversion
-        self._swap: Swap | None = None  # made at the end of the first block
-        self._originals: tuple[Any, ...] = ()
-        self._held: list[
-            Callable[..., Any]
-        ] = []  # by other code, so they are retired between blocks
-        self._as_left: tuple[object, ...] = ()
 
     def leave(self, draft: Draft) -> bool:
         """Drafts the end of the conversion; False if other code has changed something meanwhile."""
         if [*_references(self._functions)] != self._counts:
             return False
-        if self._swap is None:
-            wrappers = self._installation.wrappers
-            self._swap = Swap(self._installation.applied)
-            self._originals = _functions([*self._swap.old(), *originals(wrappers)])
-            self._held = held_by_others(wrappers)
+        if self._sides is None:
+            self._sides = sides(self._installation.applied)
+            before = originals(self._installation.wrappers)
+            self._originals = _functions([*self._sides[0].values, *before])
             self._counts = [*_references(self._functions)]
-        if not self._swap.holds(1):
+        if not self._sides[1].are_there():
             return False
-        draft.put(self._swap.to(0), *retirements(self._held))
+        draft.put(swap(self._sides, 0), *retirements(self._held))
         return True
 
     def note_left(self) -> None:
@@ -87,9 +84,11 @@ class Kept:
 
     def enter(self, draft: Draft) -> bool:
         """Drafts the conversion again; False if other code has changed something meanwhile."""
-        if self._swap is None or self._now() != self._as_left or not self._swap.holds(0):
+        if self._sides is None or self._now() != self._as_left:
             return False
-        draft.put(*in_use(self._held), self._swap.to(1))  # in use before calls can find them
+        if not self._sides[0].are_there():
+            return False
+        draft.put(*in_use(self._held), swap(self._sides, 1))  # in use before calls can find them
         return True
 
     def _now(self) -> tuple[object, ...]:
@@ -190,8 +189,9 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
         _forget_caches(keeps_graphs=True)  # which refer to functions
     is_quick = kept is not None and (kept.enter if returns else kept.leave)(draft)
     if not is_quick:
+        kept, installation = None, Installation()  # their references would count as other code's
         if _left is not None:
-            forget_left()  # else its references would count as other code's
+            forget_left()  # and these
         covered = draft.undo(replaced.applied)
         if session is None:
             draft.put(*list(taken_name_patches(draft, [*retired(), *replaced.wrappers])))

@@ -130,7 +130,6 @@ from .operators import (
     REFRESH_PACKET,
     TOGGLE_DISPATCH,
     VALUE_OP,
-    VARIABLE_FUNCTIONS,
     VF,
     VF_NAMESPACE,
     CustomOpDef,

@@ -11,7 +11,7 @@ import torch
 from .torch_part import rely_on
 
 #: The second says whether the dispatcher has a kernel for an operator such as ``"aten::add.Tensor"``.
-schemas_of, has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on("the table of torch's ops")
+schemas_of, has_kernel, NN, VF = rely_on("the table of torch's ops")
 #: The names of these namespaces according to their modules and docs.
 NN_NAMESPACE, VF_NAMESPACE = "torch._C._nn", "torch._VF"
 

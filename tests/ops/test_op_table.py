@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,17 +85,26 @@ def test_every_norm_is_known_as_one() -> None:
                 assert named <= set(known.get(name, ())) or name == "quantized_batch_norm", name
 
 
+def test_functions_that_torch_calls_in_vf_are_known() -> None:
+    """torch.nn's calls of them are cast, as those of torch's own functions are."""
+    root = Path(torch.__file__).parent
+    files = [root / "functional.py", root / "_tensor.py", *(root / "nn").rglob("*.py")]
+    called = {name for f in files for name in re.findall(r"\b_VF\.(\w+)", f.read_text("utf-8"))}
+    assert len(called) > 20
+    assert called <= ops.facts("called_in_vf").keys()
+
+
 @pytest.mark.parametrize(
     ("name", "spellings"),
     {
         "matmul": {
-            "torch.matmul", "torch.Tensor.matmul", "torch.Tensor.__matmul__", "torch._VF.matmul",
+            "torch.matmul", "torch.Tensor.matmul", "torch.Tensor.__matmul__",
             "torch.linalg.matmul",
         },
         "softmax": {
-            "torch.softmax", "torch.Tensor.softmax", "torch._VF.softmax", "torch.special.softmax",
+            "torch.softmax", "torch.Tensor.softmax", "torch.special.softmax",
         },
-        "conv2d": {"torch.conv2d", "torch.nn.functional.conv2d", "torch._VF.conv2d"},
+        "conv2d": {"torch.conv2d", "torch.nn.functional.conv2d"},
         "truediv": {"torch.Tensor.__truediv__"},
         "dropout2d": {"torch.nn.functional.dropout2d"},
         "lstm": {"torch.lstm", "torch._VF.lstm"},

@@ -129,6 +129,18 @@ def test_functions_that_a_model_keeps_are_torchs_between_blocks() -> None:
     assert torch.mm(X, X).dtype is FP32
 
 
+def test_blocks_retire_only_the_functions_that_other_code_keeps() -> None:
+    """Not all of them, once a block has ended in which one was taken."""
+    prepared()
+    with block():
+        kept = torch.mm
+    prepared()
+    left = sessions._left
+    assert left is not None and left.kept is not None
+    assert kept in left.kept._held
+    assert len(left.kept._held) < 5  # of hmpx's own functions, some wrap wrappers
+
+
 @pytest.mark.parametrize("at", range(0, 30, 5))
 @pytest.mark.parametrize("leaves", [False, True], ids=["enter", "leave"])
 def test_a_block_that_fails_halfway_changes_nothing(
