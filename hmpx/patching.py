@@ -157,7 +157,7 @@ class Applied(NamedTuple):
     previous: Any
 
 
-class Values:
+class SlotValues:
     """Values of many slots, compared and written in few steps: all names of a module at once."""
 
     def __init__(self, slots: Collection[tuple[Patch, Any]]) -> None:
@@ -213,13 +213,13 @@ class Values:
             _write(patch, value)
 
 
-def sides(applied: Iterable[Applied]) -> tuple[Values, Values]:
+def sides(applied: Iterable[Applied]) -> tuple[SlotValues, SlotValues]:
     """Returns the values of slots without these patches, and with them."""
     slots: dict[Hashable, tuple[Patch, Any, Any]] = {}
     for patch, before in applied:  # of two in one slot, the first has found what was there
         slots[patch.key] = patch, slots.get(patch.key, (patch, before))[1], patch.value
     without = [(patch, before) for patch, before, _ in slots.values()]
-    return Values(without), Values([(patch, value) for patch, _, value in slots.values()])
+    return SlotValues(without), SlotValues([(patch, value) for patch, _, value in slots.values()])
 
 
 class _Swap(Patch):
@@ -232,7 +232,7 @@ class _Swap(Patch):
         self.owner[value].write()
 
 
-def swap(sides: tuple[Values, Values], side: int) -> Patch:
+def swap(sides: tuple[SlotValues, SlotValues], side: int) -> Patch:
     """Returns the patch that gives slots the values on a side; they have those on the other."""
     return _Swap(sides, "", side)
 

@@ -21,7 +21,7 @@ from ..patches import (
     retired,
     taken_name_patches,
 )
-from ..patching import Applied, Draft, Patch, Values, sides, swap
+from ..patching import Applied, Draft, Patch, SlotValues, sides, swap
 from ..registry import exclusive
 from .policy_patches import originals
 
@@ -56,7 +56,9 @@ class Kept:
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
         self._held = held_by_others(installation.wrappers)  # they are retired between blocks
-        self._sides: tuple[Values, Values] | None = None  # made at the end of the first block
+        self._sides: tuple[SlotValues, SlotValues] | None = (
+            None  # made at the end of the first block
+        )
         self._originals: tuple[Any, ...] = ()
         self._as_left: tuple[object, ...] = ()
         self._functions = _functions(

@@ -246,11 +246,6 @@ def policy_source(types: Mapping[Spot, str], low_type: str) -> dict[str, Any]:
     return {**source, "sections": sections} if sections else source
 
 
-def reads_first(op: str) -> bool:
-    """Whether an op that follows its inputs follows the first one, like a matrix product."""
-    return _relative(op) is CastPolicy.FIRST
-
-
 @functools.cache
 def may_follow(op: str) -> bool:
     """Whether a policy can make an op follow its inputs: not if other ops' lines alone decide it."""
@@ -260,11 +255,11 @@ def may_follow(op: str) -> bool:
         decided = policy_of({(op, ""): FOLLOWS}, "bfloat16")[op].cast_policy
     except PolicyFileError:
         return False
-    return decided is _relative(op)
+    return decided is relative(op)
 
 
 @functools.cache
-def _relative(op: str) -> CastPolicy:
+def relative(op: str) -> CastPolicy:
     """Returns the decision for an op that is in no low-precision or fp32 list."""
     nothing = {"remove": ["*"]}
     return load_policy(policy={"lists": "hmpx", "low": nothing, "fp32": nothing})[op].cast_policy
@@ -273,11 +268,11 @@ def _relative(op: str) -> CastPolicy:
 def _make_follow(op: str, lists: dict[str, Any]) -> None:
     """Removes an op from the shipped lists that decide otherwise."""
     shipped = load_policy()[op].cast_policy
-    if shipped is _relative(op):
+    if shipped is relative(op):
         return
     kind = {CastPolicy.LOW: "low", CastPolicy.FP32: "fp32"}[shipped]
-    is_promoted = _relative(op) is CastPolicy.WIDEST and ops.covering(op) is not None
-    if _relative(op) is CastPolicy.PASS or is_promoted:
+    is_promoted = relative(op) is CastPolicy.WIDEST and ops.covering(op) is not None
+    if relative(op) is CastPolicy.PASS or is_promoted:
         lists.setdefault("pass", []).append(op)  # torch promotes it
         return
     found = lists.get(kind, [])
@@ -317,7 +312,7 @@ def _lists(types: Mapping[str, str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for op, each in types.items():
         if each == FOLLOWS:
-            found.setdefault(_relative(op).value, []).append(op)
+            found.setdefault(relative(op).value, []).append(op)
         elif each == FP32:
             found.setdefault("fp32", []).append(op)
         else:

@@ -15,7 +15,7 @@ from .. import session
 from ..errors import OptionError, raised_here, short, shown
 from ..forks import in_own_thread
 from ..observers import LOGGER, OpCall, attach
-from ..policy import Policy
+from ..policy import CastPolicy, Policy
 from ..reports import clean
 from ..tensors import LOW_DTYPES, Opaque, copied, parts_of, promoted, widened
 from ..torch_internals import uncompiled
@@ -30,7 +30,7 @@ from .candidates import (
     Spot,
     assigned,
     policy_of,
-    reads_first,
+    relative,
 )
 from .request import FRESH, TUNING, Request
 
@@ -205,7 +205,8 @@ class _Observed:
         if not call.input_dtypes:
             return
         counts = self._counts.setdefault((call.op, call.module), [0, 0, 0])
-        given = call.input_dtypes[:1] if reads_first(call.op) else call.input_dtypes
+        is_first = relative(call.op) is CastPolicy.FIRST
+        given = call.input_dtypes[:1] if is_first else call.input_dtypes
         dtype = call.dtype
         if dtype is None:  # it was left alone: it computes in its inputs' dtype
             dtype = promoted(call.cast_dtypes)
