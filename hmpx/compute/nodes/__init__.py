@@ -1,4 +1,4 @@
-"""`linear` with the casts of its inputs as two autograd nodes, instead of torch's seven: less work for the host.
+"""`linear` with the casts of its inputs as one autograd node, instead of torch's seven: less work for the host.
 
 The casts of another op's inputs are one node, and one launch on an accelerator. The nodes are compiled for one torch, when hmpx is installed. Without them torch's nodes give the same bits.
 ``HMPX_NODES=off`` switches them off.

@@ -1,4 +1,4 @@
-// A linear layer with its casts as two autograd nodes, instead of View, T, Addmm, View and three of ToCopy; and
+// A linear layer with its casts as one autograd node, instead of View, T, Addmm, View and three of ToCopy; and
 // casts of another call's inputs as one node and one launch.
 //
 // `linear` and `casts` return None for whatever is unusual, and the caller then takes torch's way. Outputs and
@@ -23,6 +23,7 @@
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include <algorithm>
 #include <array>
 #include <mutex>
 #include <span>
@@ -66,7 +67,10 @@ const c10::DispatchKeySet& unusual_keys() {
 }
 
 bool is_usual_here() {
-  return !c10::impl::tls_local_dispatch_key_set().included_.has_any(unusual_keys()) &&
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  return !keys.included_.has_any(unusual_keys()) &&
+      // Nothing is cast below the dispatcher.
+      !keys.excluded_.has(c10::DispatchKey::PythonTLSSnapshot) &&
       !torch::jit::tracer::isTracing() && !at::impl::torch_function_mode_enabled() &&
       // Checkpoints compare what a forward and its recomputation save: both take torch's way.
       !at::SavedTensorDefaultHooks::get_hooks(false).has_value();
@@ -91,6 +95,10 @@ bool is_plain(PyObject* value) {
 bool is_dispatched(const Tensor& gradient) {
   return at::GradMode::is_enabled() || gradient.key_set().has_any(unusual_keys()) ||
       c10::impl::tls_local_dispatch_key_set().included_.has_any(unusual_keys());
+}
+
+Tensor with_dtype(const Tensor& tensor, at::ScalarType dtype) {
+  return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
 }
 
 // Casts several tensors by one launch, where the device has such a kernel.
@@ -139,7 +147,7 @@ struct CastsBackward : public Node {
       if (!gradients[i].defined() || !(wanted >> i & 1)) {
         continue;
       }
-      if (is_dispatched(gradients[i])) {
+      if (gradients[i].scalar_type() == dtype || is_dispatched(gradients[i])) {
         results[i] = gradients[i].to(dtype);
         continue;
       }
@@ -177,47 +185,80 @@ struct CastsBackward : public Node {
   }
 };
 
+// A linear layer and the casts of its inputs.
+//
+// A backward that is recorded makes x and the weight, as the product read them, further outputs of this node. Their
+// gradients in a double backward are added to those of the product before the cast, as torch adds them.
 struct LinearBackward : public Node {
-  SavedVariable x, weight;
+  SavedVariable x, weight;  // x as the product read it; the weight so, or to be cast again
+  std::vector<int64_t> dtypes;  // of x, the weight and the bias
   std::vector<int64_t> bias_sizes;  // none without a bias
-  bool is_flat = false;  // x is a matrix
+  std::vector<int64_t> further;  // which input each further output is, 0 or 1
+  bool is_matrix = false;  // x is one, and was not cast
+  bool is_needed = false;  // after a backward of further outputs alone
 
   static variable_list compute(
-      const Tensor& gradient, const Tensor& x, const Tensor& weight,
-      const std::vector<int64_t>& bias_sizes, bool is_flat, int64_t wanted) {
-    variable_list results(bias_sizes.empty() ? 2 : 3);
-    // In torch's order, which a double backward adds in.
-    const Tensor flat = flattened(gradient);
-    if (wanted & 1) {
-      const Tensor product = flat.mm(weight);
-      auto sizes = gradient.sym_sizes().vec();
-      sizes.back() = weight.sym_size(1);
-      results[0] = is_flat ? product : product.view_symint(sizes);
+      const variable_list& gradients, const Tensor& x, const Tensor& given_weight,
+      const std::vector<int64_t>& dtypes, const std::vector<int64_t>& bias_sizes,
+      const std::vector<int64_t>& further, int64_t wanted) {
+    variable_list results(dtypes.size());
+    if (const Tensor& gradient = gradients[0]; gradient.defined()) {
+      // In torch's order, which a double backward adds in.
+      const Tensor flat = flattened(gradient);
+      if (wanted & 1) {
+        const Tensor weight = with_dtype(given_weight, gradient.scalar_type());
+        results[0] = flat.mm(weight);
+        if (gradient.dim() != 2) {
+          auto sizes = c10::SymDimVector(gradient.sym_sizes());
+          sizes.back() = weight.sym_size(1);
+          results[0] = results[0].view_symint(sizes);
+        }
+      }
+      if (wanted & 2) {
+        results[1] = flat.t().mm(flattened(x));
+      }
+      if (wanted & 4) {
+        results[2] = at::sum_to(flat, bias_sizes);
+      }
     }
-    if (wanted & 2) {
-      results[1] = flat.t().mm(flattened(x));
+    for (size_t i = 1; i < gradients.size(); i++) {
+      auto& result = results[further[i - 1]];
+      if (gradients[i].defined()) {
+        result = result.defined() ? result + gradients[i] : gradients[i];
+      }
     }
-    if (wanted & 4) {
-      results[2] = at::sum_to(flat, bias_sizes);
-    }
-    return results;
+    return CastsBackward::compute(results, dtypes, wanted);
   }
 
   variable_list apply(variable_list&& gradients) override {
-    TORCH_CHECK(gradients.size() == 1, name(), " takes one gradient");
     // Another thread may release the graph.
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto wanted = wanted_by(*this, num_outputs());
-    if (!gradients[0].defined()) {
-      return variable_list(num_outputs());
+    is_needed = !gradients[0].defined();
+    const auto wanted = is_needed ? 0 : wanted_by(*this, num_outputs());
+    const Tensor w = wanted & 1 ? read(weight, 1) : Tensor();
+    const Tensor input = wanted & 2 ? is_matrix ? x.unpack(getptr()) : read(x, 0) : Tensor();
+    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+    if (!is_dispatched(gradients[0])) {
+      guard.emplace();
     }
-    const Tensor w = wanted & 1 ? weight.unpack(getptr()) : Tensor();
-    const Tensor input = wanted & 2 ? x.unpack(getptr()) : Tensor();
-    if (is_dispatched(gradients[0])) {
-      return compute(gradients[0], input, w, bias_sizes, is_flat, wanted);
+    return compute(gradients, input, w, dtypes, bias_sizes, further, wanted_by(*this, num_outputs()));
+  }
+
+  // Returns what the product read as the input of that number; a further output if the backward is recorded.
+  Tensor read(const SavedVariable& saved, int64_t input) {
+    Tensor found = saved.unpack(getptr());
+    if (!at::GradMode::is_enabled() || !next_edge(input).is_valid()) {
+      return found;
     }
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return compute(gradients[0], input, w, bias_sizes, is_flat, wanted);
+    found = with_dtype(found.detach(), input_metadata(0).dtype().toScalarType());
+    const auto known = std::find(further.begin(), further.end(), input);
+    uint32_t number = known - further.begin() + 1;
+    if (known == further.end()) {
+      further.push_back(input);
+      number = add_input_metadata(found);
+    }
+    torch::autograd::impl::set_gradient_edge(found, {getptr(), number});
+    return found;
   }
 
   static Tensor flattened(const Tensor& tensor) {
@@ -226,8 +267,10 @@ struct LinearBackward : public Node {
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
-    x.reset_data();
-    weight.reset_data();
+    if (!std::exchange(is_needed, false)) {
+      x.reset_data();
+      weight.reset_data();
+    }
   }
 
   std::string name() const override {
@@ -237,8 +280,9 @@ struct LinearBackward : public Node {
   void compiled_args(CompiledNodeArgs& args) const override {
     args.collect(x, /*is_output=*/false);
     args.collect(weight, /*is_output=*/false);
+    args.collect(dtypes);
     args.collect(bias_sizes);
-    args.collect(is_flat);
+    args.collect(further);
   }
 
   variable_list apply_with_saved(const variable_list& inputs, SwapSavedVariables& saved) override {
@@ -249,14 +293,14 @@ struct LinearBackward : public Node {
         saved.get_py_compiler(), "HmpxLinearBackward",
         [](const variable_list& gradients, const std::vector<at::IValue>& given) {
           return compute(
-              gradients[0], given[0].toTensor(), given[1].toTensor(), given[2].toIntVector(),
-              given[3].toBool(), given[4].toInt());
+              gradients, given[0].toTensor(), given[1].toTensor(), given[2].toIntVector(),
+              given[3].toIntVector(), given[4].toIntVector(), given[5].toInt());
         },
         {at::TensorType::get(), at::TensorType::get(), at::ListType::ofInts(),
-         at::BoolType::get(), at::IntType::get()});
+         at::ListType::ofInts(), at::ListType::ofInts(), at::IntType::get()});
     const Tensor w = wanted & 1 ? weight.unpack(getptr()) : Tensor();
     const Tensor input = wanted & 2 ? x.unpack(getptr()) : Tensor();
-    auto results = traced(*this, saved, bound, inputs, {input, w, bias_sizes, is_flat, wanted});
+    auto results = traced(*this, saved, bound, inputs, {input, w, dtypes, bias_sizes, further, wanted});
     saved.after(x);
     saved.after(weight);
     return results;
@@ -299,42 +343,34 @@ void cast_all(std::span<Tensor> tensors, at::ScalarType dtype, bool learns) {
   }
 }
 
-Tensor low_linear(std::array<Tensor, 3> tensors, at::ScalarType low) {
-  bool learns = false;
-  for (const auto& each : tensors) {
-    learns |= each.defined() && each.requires_grad();
-  }
-  learns &= at::GradMode::is_enabled();
-  auto sizes = at::DimVector(tensors[0].sizes());
-  sizes.back() = tensors[1].size(0);
-  if (learns && tensors[0].dim() > 2 && tensors[0].requires_grad() && tensors[0].scalar_type() == low) {
-    // In a double backward the gradients of x and of this product are summed before they meet others.
-    tensors[0] = tensors[0].view({-1, tensors[0].size(-1)});
-  }
-  cast_all(tensors, low, learns);
+Tensor low_linear(const std::array<Tensor, 3>& tensors, at::ScalarType low) {
   const auto& [x, weight, bias] = tensors;
+  const bool learns = at::GradMode::is_enabled() &&
+      (x.requires_grad() || weight.requires_grad() || (bias.defined() && bias.requires_grad()));
+  auto read = tensors;
+  cast_all(read, low, /*learns=*/false);
   Tensor result;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    result = bias.defined() ? at::linear(x, weight, bias) : at::linear(x, weight);
-    if (result.dim() != static_cast<int64_t>(sizes.size())) {
-      result = result.view(sizes);
-    }
+    result = bias.defined() ? at::linear(read[0], read[1], read[2]) : at::linear(read[0], read[1]);
   }
   if (learns) {
     auto node = make_node<LinearBackward>();
-    node->is_flat = x.dim() == 2;
-    node->add_next_edge(torch::autograd::impl::gradient_edge(x));
-    node->add_next_edge(torch::autograd::impl::gradient_edge(weight));
+    for (const auto& each : tensors) {
+      if (each.defined()) {
+        node->add_next_edge(torch::autograd::impl::gradient_edge(each));
+        node->dtypes.push_back(static_cast<int64_t>(each.scalar_type()));
+      }
+    }
     if (bias.defined()) {
-      node->add_next_edge(torch::autograd::impl::gradient_edge(bias));
       node->bias_sizes = bias.sizes().vec();
     }
+    node->is_matrix = x.dim() == 2 && x.scalar_type() == low;
     if (weight.requires_grad()) {
-      node->x = SavedVariable(x, /*is_output=*/false);
+      node->x = SavedVariable(read[0], /*is_output=*/false);
     }
     if (x.requires_grad()) {
-      node->weight = SavedVariable(weight, /*is_output=*/false);
+      node->weight = SavedVariable(read[1], /*is_output=*/false);
     }
     torch::autograd::set_history(result, node);
   }
@@ -392,7 +428,7 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Tensor result;
   {
     pybind11::gil_scoped_release without_gil;
-    result = low_linear(std::move(tensors), low);
+    result = low_linear(tensors, low);
   }
   return THPVariable_Wrap(std::move(result));
   END_HANDLE_TH_ERRORS
