@@ -222,6 +222,10 @@ class Legalization:
         """Returns the result in the low-precision ``dtype``; ``given`` are the arguments before casts."""
         if not is_dynamo_compiling():
             COMPUTED.is_legalized = True
+            control, device = self._control, inputs.first.device
+            if device.type == "cpu" and control.forward is None and control.offered is not None:
+                is_slow = self._is_always or known_capability(self._kind, device, dtype).is_slow
+                control.nodes = control.offered if is_slow else None  # for the calls that follow
         how, rounds = traced(), self._rounds_inputs
         if not (is_cast or rounds) and is_watched():
             note_unrounded(self._op, self._to_be_cast(args, kwargs))
@@ -237,8 +241,12 @@ class Legalization:
                 return layer
         if not is_cast and rounds:
             args, kwargs = cast_args(self._plan, args, kwargs)
-        elif not is_cast and self._op == "linear" and not how and args[0].dim() > 2:
-            args = (args[0].contiguous(), *args[1:])  # else torch's function depends on gradients
+        elif not is_cast and self._op == "linear" and not how and inputs.first.dim() > 2:
+            # Else torch's function depends on gradients.
+            if args:
+                args = (args[0].contiguous(), *args[1:])
+            else:
+                kwargs = {**kwargs, "input": kwargs["input"].contiguous()}
         if transforms() is not None and self._plan.facts.addends:
             floating = floating_inputs(self._plan, args, kwargs)
             if len({t.dtype for t in floating}) > 1 and any(map(is_mapped, floating)):

@@ -48,6 +48,14 @@ except Exception as error:
         raise
 return again()"""
 
+#: If compiled nodes may compute legalized calls.
+_NODES: Final = """\
+if not ({unless}_looks_closer or is_dynamo_compiling() or (nodes := control.nodes) is None):
+    result = nodes({names}*rest, **kwargs)
+    if result is not None:
+        return result
+"""
+
 _SETTLED: Final = """\
 if not (
     _looks_closer
@@ -116,10 +124,11 @@ _SETTLED_BESIDE_KEYWORDS: Final = """\
 
 
 def make_generated(
-    plan: CallPlan, *, fused: Fused | None = None, **parameters: Any
+    plan: CallPlan, *, fused: Fused | None = None, has_nodes: bool = False, **parameters: Any
 ) -> Callable[..., Any]:
-    """Returns the wrapper for ``plan``."""
-    casts, source = tuple(casts_of(plan).values()), source_of(plan, is_fused=fused is not None)
+    """Returns the wrapper for ``plan``; with ``has_nodes`` its ``control`` may get some."""
+    casts = tuple(casts_of(plan).values())
+    source = source_of(plan, is_fused=fused is not None, has_nodes=has_nodes)
     wrapper: Callable[..., Any] = _compiled(source)(casts=casts, fused=fused, **parameters)
     return wrapper
 
@@ -181,7 +190,7 @@ def _indented(lines: str, spaces: int) -> str:
     return " " * spaces + lines.replace("\n", "\n" + " " * spaces)
 
 
-def source_of(plan: CallPlan, *, is_fused: bool = False) -> str:
+def source_of(plan: CallPlan, *, is_fused: bool = False, has_nodes: bool = False) -> str:
     """Returns the source of the function that creates the wrapper for ``plan``."""
     names = [f"a{position}" for position in range(plan.position_count)]
     listed = "".join([f"{name}, " for name in names])
@@ -211,6 +220,9 @@ def source_of(plan: CallPlan, *, is_fused: bool = False) -> str:
         if casts:
             body += _cast(plan, names, [*casts], is_fused=is_fused)
         body += f"    return cast_and_run({arguments}, kwargs)\n"
+    if has_nodes:
+        unless = "kwargs or rest or " if plan.site.op == "linear" else ""
+        body = _NODES.format(names=listed, unless=unless) + body
     if names:
         body += f"if {names[-1]} is not missing:\n    return call(({listed}*rest), kwargs)\n"
     body += f"return call({arguments}, kwargs)"

@@ -89,9 +89,13 @@ def walk(tensors: Iterable[Tensor], most: int) -> tuple[list[Step], dict[int, in
             if before is None or after is None or before is not after:
                 step.kind = "cast"
     for step in [*steps]:
-        if step.name == "LinearBackward0":
+        if step.name in _CASTING:
             _separate_casts(step, steps)
     return steps, positions
+
+
+#: Names of compiled nodes that cast their inputs; torch's nodes of these names have inputs of one dtype.
+_CASTING: Final = frozenset({"LinearBackward0", "ScaledDotProductFlashAttentionForCpuBackward0"})
 
 
 def _separate_casts(step: Step, steps: list[Step]) -> None:

@@ -660,9 +660,6 @@ def test_unusual_calls_take_torchs_way(name: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"keep_weight_casts": False},
-        {"keep_weight_casts": "auto"},
-        {"legalize": "always"},
         {"low_precision_type": "float8_e4m3fn"},
         {"policy": hmpx.Policy.from_ops(fp32=["linear"])},
     ],
@@ -671,6 +668,22 @@ def test_unusual_calls_take_torchs_way(name: str) -> None:
 def test_options_that_keep_torchs_nodes(options: dict[str, Any]) -> None:
     with converted(**options):
         assert not is_fused(F.linear(X, W, B))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("keep", [True, False])
+def test_parameters_made_in_inference_mode(keep: bool) -> None:
+    """Autograd can't keep them, but it keeps their casts."""
+    with torch.inference_mode():
+        weight = nn.Parameter(W.detach() + 0)
+    found = []
+    for with_nodes in (False, True):
+        x = learning_x()
+        with converted(with_nodes=with_nodes, keep_weight_casts=keep):
+            y = F.linear(x, weight)
+        assert is_fused(y) is (with_nodes and keep)
+        found.append(torch.autograd.grad(y.float().square().sum(), x))
+    assert torch.equal(*found[0], *found[1])
 
 
 @pytest.mark.usefixtures("built")

@@ -69,7 +69,7 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
         return None
     kept = None
     if x.dtype is torch.float32:
-        x, kept = (CAST[dtype](x), None) if rounds_inputs else (x, CAST[dtype](x.detach()))
+        x, kept = (CAST[dtype](x), None) if rounds_inputs else (x, CAST[dtype](x))
     # The source is not an input of the function: its gradient flows through the weight's cast.
     rounding = Rounding(dtype, rounds_inputs)
     apply: Callable[..., Tensor] = _Linear.apply
