@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compute import (
     COMPUTED,
@@ -131,8 +131,7 @@ class Legalization:
         x, weight = args[:2]
         if self._op != "linear":
             return convolutions.is_large(x, weight)
-        is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
-        return is_wide and linears.is_large(x, weight)
+        return self._dtype is not None and linears.is_read_once(x, weight, self._dtype)
 
     def _route(
         self, args: Args, kwargs: Kwargs, *, is_cast: bool
@@ -234,9 +233,8 @@ class Legalization:
             layer: Any = None
             if self._is_convolution:
                 layer = convolutions.compute(self._op, function, args, dtype, rounds_inputs=rounds)
-            elif len(args) > 1 and linears.is_large(*args[:2]):
-                before = given if is_cast else args
-                layer = linears.compute(args, before, dtype, rounds_inputs=rounds)
+            elif rounds:
+                layer = linears.compute(args, dtype)
             if layer is not None:
                 return layer
         if not is_cast and rounds:
