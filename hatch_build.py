@@ -41,7 +41,7 @@ _nodes = runpy.run_path(str(NODES / "library.py"))
 
 #: No path to torch's libraries: they are loaded before.
 NODES_FLAGS = (
-    "-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-w", "-D_GLIBCXX_USE_CXX11_ABI=1",
+    "-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w", "-fopenmp", "-D_GLIBCXX_USE_CXX11_ABI=1",
 )  # fmt: skip
 NODES_LIBRARIES = ("-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10")
 
@@ -151,18 +151,28 @@ def compile_nodes() -> None:
         raise RuntimeError(f"{headers / 'Python.h'} is missing; install the headers of Python")
     compiler = compiler_of("CXX", "c++", "g++", "clang++")
     folders = (torch / "include", torch / "include" / "torch" / "csrc" / "api" / "include", headers)
-    command = [*compiler, *NODES_FLAGS, *(f"-I{each}" for each in folders), str(_nodes["SOURCE"])]
     unfinished = target.with_suffix(f".{os.getpid()}")
-    command += ["-o", str(unfinished), f"-L{torch / 'lib'}", *NODES_LIBRARIES]
+    objects = Path(f"{unfinished}.o")
+    command = [
+        *compiler,
+        *NODES_FLAGS,
+        *(f"-I{each}" for each in folders),
+        "-c",
+        str(_nodes["SOURCE"]),
+    ]
+    link = [*compiler, *LINKING, str(objects), f"-L{torch / 'lib'}", *NODES_LIBRARIES]
     try:
-        subprocess.run(command, check=True, timeout=LIMIT_S)
+        subprocess.run([*command, "-o", str(objects)], check=True, timeout=LIMIT_S)
+        # Linked without OpenMP: see `LINKING`.
+        subprocess.run([*link, "-o", str(unfinished)], check=True, timeout=LIMIT_S)
         unfinished.replace(target)
     except subprocess.CalledProcessError as error:
         raise RuntimeError(f"{compiler[0]} fails with status {error.returncode}") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise RuntimeError(str(error)) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        for left in (unfinished, objects):
+            left.unlink(missing_ok=True)
     digest = target.suffixes[-2]
     for other in _nodes["compiled"]():
         if other.suffixes[-2] != digest:

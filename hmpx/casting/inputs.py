@@ -11,7 +11,7 @@ import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import EllipsisType, NoneType
+from types import EllipsisType, GetSetDescriptorType, NoneType
 from typing import Any, Final
 
 import torch
@@ -415,11 +415,7 @@ def casts_of(plan: CallPlan) -> Mapping[int, Callable[[Any], Any]]:
     )
     if depends_on_call or not isinstance(dtype, torch.dtype):
         return {}
-    convert, is_here, strided = (
-        CAST[dtype],
-        _device_test(plan.device_types),
-        torch.strided,
-    )
+    convert, is_here, strided = CAST[dtype], _device_test(plan.device_types), torch.strided
     other_dtypes, takes_numbers = ELIGIBLE - {dtype}, "cpu" not in plan.device_types
     refuses_nested = bool(plan.fp32_positions)
     convert_mask = functools.partial(cast_finite, dtype) if dtype in LOW_DTYPES else convert
@@ -521,12 +517,15 @@ def usual_caster(plan: CallPlan) -> Callable[[Args, Kwargs], Args | None] | None
     return cast_usual
 
 
+@functools.cache
 def _device_test(device_types: frozenset[str]) -> Callable[[Tensor], bool]:
     """Returns a predicate for tensors on these device types; ``device.type`` takes much longer."""
     name = f"is_{next(iter(device_types))}" if len(device_types) == 1 else ""
-    if hasattr(Tensor, name):
+    if isinstance(getattr(Tensor, name, None), GetSetDescriptorType):
         return operator.attrgetter(name)
-    return lambda tensor: tensor.device.type in device_types
+    indices = [None, *range(128)]  # all that torch gives to devices
+    devices = frozenset([torch.device(each, index) for each in device_types for index in indices])
+    return lambda tensor: tensor.device in devices
 
 
 def placer(plan: CallPlan) -> Callable[[Args, Kwargs], tuple[Args, Kwargs]] | None:

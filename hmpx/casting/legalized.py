@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compute import (
     COMPUTED,
@@ -143,8 +143,7 @@ class Legalization:
         x, weight = args[:2]
         if self._op != "linear":
             return convolutions.is_large(x, weight)
-        is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
-        return is_wide and linears.is_large(x, weight)
+        return self._dtype is not None and linears.is_read_once(x, weight, self._dtype)
 
     def _route(
         self, args: Args, kwargs: Kwargs, *, is_cast: bool
@@ -234,6 +233,10 @@ class Legalization:
         """Returns the result in the low-precision ``dtype``; ``given`` are the arguments before casts."""
         if not is_dynamo_compiling():
             COMPUTED.is_legalized = True
+            control, device = self._control, inputs.first.device
+            if device.type == "cpu" and control.forward is None and control.offered is not None:
+                is_slow = self._is_always or known_capability(self._kind, device, dtype).is_slow
+                control.nodes = control.offered if is_slow else None  # for the calls that follow
         how, rounds = traced(), self._rounds_inputs
         if not (is_cast or rounds) and is_watched():
             note_unrounded(self._op, self._to_be_cast(args, kwargs))
@@ -242,15 +245,18 @@ class Legalization:
             layer: Any = None
             if self._is_convolution:
                 layer = convolutions.compute(self._op, function, args, dtype, rounds_inputs=rounds)
-            elif len(args) > 1 and linears.is_large(*args[:2]):
-                before = given if is_cast else args
-                layer = linears.compute(args, before, dtype, rounds_inputs=rounds)
+            elif rounds:
+                layer = linears.compute(args, dtype)
             if layer is not None:
                 return layer
         if not is_cast and rounds:
             args, kwargs = cast_args(self._plan, args, kwargs)
-        elif not is_cast and self._op == "linear" and not how and args[0].dim() > 2:
-            args = (args[0].contiguous(), *args[1:])  # else torch's function depends on gradients
+        elif not is_cast and self._op == "linear" and not how and inputs.first.dim() > 2:
+            # Else torch's function depends on gradients.
+            if args:
+                args = (args[0].contiguous(), *args[1:])
+            else:
+                kwargs = {**kwargs, "input": kwargs["input"].contiguous()}
         if transforms() is not None and self._plan.facts.addends:
             floating = floating_inputs(self._plan, args, kwargs)
             if len({t.dtype for t in floating}) > 1 and any(map(is_mapped, floating)):

@@ -38,20 +38,22 @@ def make_wrapper(
     is_uncast = (plan.is_relative and is_single) or plan.decision.cast_policy is CastPolicy.PASS
     if is_uncast and not plan.composes:
         return make_wrapper_where_lacking(original, plan)
-    control = Control(plan.legalizes, looks_at_all=plan.legalizes)
     complete = completed(original, plan)
+    is_torchs = isinstance(complete, types.BuiltinFunctionType)
+    nodes = None
+    if fuses and is_torchs and plan.legalizes and plan.is_low and not plan.composes:
+        nodes = compute.legalized(
+            plan.site.op, plan.decision.dtype, plan.device_types, plan.options.legalize
+        )
+    control = Control(plan.legalizes, looks_at_all=plan.legalizes, offered=nodes)
     narrowed = narrower(original, plan, functools.partial(make_wrapper, original))
     call, cast_and_run = call_of(original, complete, plan, control, narrowed)
     fused = None
-    is_computed = plan.site.op == "linear"  # so it must be torch's own
-    if (
-        fuses
-        and plan.cast_together
-        and (not is_computed or isinstance(complete, types.BuiltinFunctionType))
-    ):
+    if fuses and plan.cast_together and (is_torchs or plan.site.op != "linear"):
         names, positions = plan.site.parameters.names, enumerate(plan.cast_together)
         masks = [n for n, position in positions if names[position] in plan.masks]
-        fused = compute.fused(plan.site.op, plan.decision.dtype, plan.device_types, masks)
+        kept = plan.options.keep_weight_casts if plan.keeps_parameters else True
+        fused = compute.fused(plan.site.op, plan.decision.dtype, plan.device_types, masks, kept)
     wrapper = make_generated(
         plan,
         original=complete,
@@ -63,6 +65,7 @@ def make_wrapper(
         retry=functools.partial(retry_in_fp32, original, plan, control),
         dtype=plan.decision.dtype,
         fused=fused,
+        has_nodes=nodes is not None,
     )
     return named_after(original, wrapper, plan.site.name, control)
 

@@ -433,7 +433,9 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
     may_run_low = plan.is_low or (decision.dtype is None and facts.kind in compute.SLOW_KINDS)
     computes_itself = decision.accumulate_dtype is not None or facts.is_view
     has_nodes = plan.is_low and not (
-        decision.is_composed or keeps_parameters or facts.norm_parameters
+        decision.is_composed
+        or (keeps_parameters and plan.site.op != "linear")
+        or facts.norm_parameters
     )
     names, apart = plan.site.parameters.names, plan.masks if facts.mixed_device_types else ()
     together = [p for p in sorted(plan.cast_kinds) if has_nodes and names[p] not in apart]

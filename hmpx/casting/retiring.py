@@ -29,6 +29,9 @@ class Control:
     forward: Callable[..., Any] | None = None  # gets all calls once the wrapper is retired
     #: Whether a product of two matrices may be legalized, judged by their sizes alone.
     may_apply: Callable[[Any, Any], bool] = lambda a, b: True
+    #: Compiled nodes that compute legalized calls, but for unusual ones; and those in use, once a call is legalized.
+    offered: Callable[..., Any] | None = None
+    nodes: Callable[..., Any] | None = None
     names: list[tuple[str, str]] = field(default_factory=list)  # in use, and once it is retired
     alone: int = 0  # count of references to the wrapper when it was new
     is_held: bool = False  # other code had references when the last conversion took it
@@ -102,7 +105,7 @@ class _Retirement(Patch):
 
         wrapper.__module__, wrapper.__qualname__ = control.names[value]
         control.forward = forward if value else None
-        control.looks_at_all = value or control.legalizes
+        control.looks_at_all, control.nodes = value or control.legalizes, None
 
 
 def retirements(

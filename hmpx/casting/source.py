@@ -48,19 +48,27 @@ except Exception as error:
         raise
 return again()"""
 
+#: If compiled nodes may compute legalized calls.
+_NODES: Final = """\
+if not ({unless}_looks_closer or is_dynamo_compiling() or (nodes := control.nodes) is None):
+    result = nodes({names}*rest, **kwargs)
+    if result is not None:
+        return result
+"""
+
 _SETTLED: Final = """\
 if not (
     _looks_closer
     or {has_torch_function}
     or {looks}
 ):
-    try:
+{fill}    try:
         settled = (
             {tests}
         )
     except AttributeError:
         settled = False
-    if settled and not kwargs:{if_missing}
+    if settled and not kwargs:
         if not rest:
             return {short}({names})
         if len(rest) == 1:
@@ -75,9 +83,9 @@ _CAST: Final = """\
     if not ({unless}is_below_dispatcher()):{if_fused}
         {casts}
         if not ({are_unusual}):{if_large}
-            if kwargs:
+            if rest or kwargs:
                 return original({cast}*rest, **kwargs)
-            return original({cast}) if not rest else original({cast}*rest)
+            return original({cast})
 """
 
 #: Optional tensors that are missing, or given by name, are put into their positions.
@@ -110,21 +118,17 @@ _IF_LARGE: Final = """
 
 #: If keywords hold no tensor except ``out``.
 _SETTLED_BESIDE_KEYWORDS: Final = """\
-    if settled and "out" not in kwargs{and_given}:
+    if settled and "out" not in kwargs:
         return original({names}*rest, **kwargs)
 """
 
-#: If the last positions may be missing.
-_IF_MISSING: Final = """
-        if {last} is missing:
-            return original(*given({names}rest))"""
-
 
 def make_generated(
-    plan: CallPlan, *, fused: Fused | None = None, **parameters: Any
+    plan: CallPlan, *, fused: Fused | None = None, has_nodes: bool = False, **parameters: Any
 ) -> Callable[..., Any]:
-    """Returns the wrapper for ``plan``."""
-    casts, source = tuple(casts_of(plan).values()), source_of(plan, is_fused=fused is not None)
+    """Returns the wrapper for ``plan``; with ``has_nodes`` its ``control`` may get some."""
+    casts = tuple(casts_of(plan).values())
+    source = source_of(plan, is_fused=fused is not None, has_nodes=has_nodes)
     wrapper: Callable[..., Any] = _compiled(source)(casts=casts, fused=fused, **parameters)
     return wrapper
 
@@ -186,7 +190,7 @@ def _indented(lines: str, spaces: int) -> str:
     return " " * spaces + lines.replace("\n", "\n" + " " * spaces)
 
 
-def source_of(plan: CallPlan, *, is_fused: bool = False) -> str:
+def source_of(plan: CallPlan, *, is_fused: bool = False, has_nodes: bool = False) -> str:
     """Returns the source of the function that creates the wrapper for ``plan``."""
     names = [f"a{position}" for position in range(plan.position_count)]
     listed = "".join([f"{name}, " for name in names])
@@ -198,7 +202,6 @@ def source_of(plan: CallPlan, *, is_fused: bool = False) -> str:
         tensors = [f"a{position}" for position in plan.cast_kinds]
         asked = f"has_torch_function_variadic({', '.join(tensors)})"
         may_round = "dtype" in plan.site.parameters.names[: len(names) + 1]
-        may_be_missing = (len(names) - 1) in plan.site.parameters.fillable
         looks, first = "control.looks_at_all", plan.facts.first_matrix
         if plan.legalizes and first is not None and {first, first + 1} <= plan.cast_kinds.keys():
             looks += (
@@ -207,17 +210,19 @@ def source_of(plan: CallPlan, *, is_fused: bool = False) -> str:
         body = _SETTLED.format(
             has_torch_function=asked if plan.site.is_overridable else "False",
             looks=looks,
+            fill=_fill(plan, names),
             tests="\n            and ".join(tests),
             short="original.__wrapped__" if plan.rounds_last and not may_round else "original",
             names=listed,
-            if_missing=_IF_MISSING.format(last=names[-1], names=listed) if may_be_missing else "",
         )
         if not plan.site.parameters.has_keyword_tensors:
-            and_given = f" and {names[-1]} is not missing" if may_be_missing else ""
-            body += _SETTLED_BESIDE_KEYWORDS.format(names=listed, and_given=and_given)
+            body += _SETTLED_BESIDE_KEYWORDS.format(names=listed)
         if casts:
-            body += _fill(plan, names) + _cast(plan, names, [*casts], is_fused=is_fused)
+            body += _cast(plan, names, [*casts], is_fused=is_fused)
         body += f"    return cast_and_run({arguments}, kwargs)\n"
+    if has_nodes:
+        unless = "kwargs or rest or " if plan.site.op == "linear" else ""
+        body = _NODES.format(names=listed, unless=unless) + body
     if names:
         body += f"if {names[-1]} is not missing:\n    return call(({listed}*rest), kwargs)\n"
     body += f"return call({arguments}, kwargs)"
@@ -237,10 +242,9 @@ def _fill(plan: CallPlan, names: list[str]) -> str:
     if not positions:
         return ""
     called = plan.site.parameters.names
-    fills = [
-        f'if a{p} is missing:\n            a{p} = kwargs.pop("{called[p]}", None)'
-        for p in positions
-    ]
+    fills = [f'a{p} = kwargs.pop("{called[p]}", None)' for p in positions]
+    for each, p in enumerate(positions[:-1]):
+        fills[each] = f"if a{p} is missing:\n            {fills[each]}"
     return _FILL.format(
         last=names[-1], before=f"a{positions[0] - 1}", fills="\n        ".join(fills)
     )
@@ -300,12 +304,10 @@ def _tests(plan: CallPlan) -> list[str]:
         names, own = plan.site.parameters.names, plan.facts.norm_parameters
         parameters = [p for p in plan.cast_kinds if names[p] in own]
         sharing = sorted([*parameters, *plan.statistic_positions])
-    fillable = plan.site.parameters.fillable
     left = {reference, *sharing, *(plan.fp32_positions or ())}
     for position, kind in sorted(kinds.items()):
         if position not in left:
-            test = _TESTS["F" if position in fillable else kind]
-            tests.append(test.format(f"a{position}", dtype))
+            tests.append(_TESTS[kind].format(f"a{position}", dtype))
     last = max(kinds)
     if kinds[last] == "A":
         tests.append(f"a{last} is not missing")  # other missing arguments have no dtype
@@ -320,7 +322,6 @@ def _tests(plan: CallPlan) -> list[str]:
 _TESTS: Final = {
     "T": "{0}.dtype is {1}",
     "O": "({0} is None or {0}.dtype is {1})",
-    "F": "({0} is None or {0}.dtype is {1} or {0} is missing)",
     "N": "(type({0}) in numbers or {0}.dtype is {1})",
     "A": "is_settled({0}, {1})",
 }
@@ -331,10 +332,10 @@ def _norm_test(plan: CallPlan, positions: list[int], dtype: str) -> str:
 
     It checks whether the kernel accepts fp32 there only if one of them is fp32.
     """
-    fillable, indent = plan.site.parameters.fillable, " " * 16
+    indent = " " * 16
 
     def are(dtype: str) -> list[str]:
-        return [_TESTS["F" if p in fillable else "O"].format(f"a{p}", dtype) for p in positions]
+        return [_TESTS["O"].format(f"a{p}", dtype) for p in positions]
 
     tests = f"\n{indent}and ".join(are(dtype))
     if plan.fp32_positions or (plan.decision.dtype in LOW_DTYPES and plan.takes_fp32_statistics):

@@ -88,7 +88,28 @@ def walk(tensors: Iterable[Tensor], most: int) -> tuple[list[Step], dict[int, in
             before, after = steps[position].output(output)[0], step.output()[0]
             if before is None or after is None or before is not after:
                 step.kind = "cast"
+    for step in [*steps]:
+        if step.name in _CASTING:
+            _separate_casts(step, steps)
     return steps, positions
+
+
+#: Names of compiled nodes that cast their inputs; torch's nodes of these names have inputs of one dtype.
+_CASTING: Final = frozenset({"LinearBackward0", "ScaledDotProductFlashAttentionForCpuBackward0"})
+
+
+def _separate_casts(step: Step, steps: list[Step]) -> None:
+    """Appends a step for the casts that a compiled node makes of its inputs."""
+    cast = Step(step.node, "ToCopyBackward0", "to_copy", "cast", None, [], number=step.number)
+    dtype, _ = step.output()
+    for place, (position, output) in enumerate(step.inputs):
+        before, shape = steps[position].output(output)
+        if before is not None and before is not dtype:
+            step.inputs[place] = len(steps), len(cast.outputs)
+            cast.inputs.append((position, output))
+            cast.outputs.append((dtype, shape))
+    if cast.inputs:
+        steps.append(cast)
 
 
 def _step(node: Any) -> Step:

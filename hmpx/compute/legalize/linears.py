@@ -1,7 +1,6 @@
-"""Legalized linear layers, in reused fp32 memory.
+"""Legalized linear layers of few rows: their fp32 weights are rounded while they are read, once.
 
-The same products as torch's for a linear layer and its backward, with the rounding points of
-`wrappers.legalized`, so results are bit-identical; but for products of few rows, see `is_read_once`.
+The rounding points are those of `casting.legalized`. Sums have another order.
 """
 
 from __future__ import annotations
@@ -12,68 +11,46 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...errors import raised_here
 from ...tensors import CAST, Args
 from ...torch_internals import dispatch_modes, has_fake_tensors, has_tangents, transforms
 from ..composition import widen
-from .scratch import New, Rounding, Temporaries, kernels_for, memory_for
+from .scratch import kernels_for
 
 # Read before anything is patched: op lists may name any of them.
 _add_, _new_empty, _numel = Tensor.add_, Tensor.new_empty, Tensor.numel
 _reshape, _t = Tensor.reshape, Tensor.t
-_addmm, _mm, _sum = torch.addmm, torch.mm, torch.sum
+_mm, _sum = torch.mm, torch.sum
 
-#: Elements of the input, the output or the weight; below this, fresh memory costs less than `compute`'s bookkeeping.
+#: Elements of a weight; smaller ones are read as fast twice.
 LEAST: Final = 1 << 17
 
 FEW_ROWS: Final = 2  # with so few, reading the weights dominates
 
 
-def is_large(x: Any, weight: Any) -> bool:
-    """Whether `compute` is faster for a linear layer of ``x`` with ``weight``."""
-    try:
-        n, k = weight.shape
-        return bool(k and max(n * k, _numel(x) // k * max(n, k)) >= LEAST)
-    except raised_here(TypeError, ValueError, AttributeError):  # they are not a tensor and a matrix
-        return False
-
-
-def is_read_once(x: Tensor, weight: Any, dtype: torch.dtype) -> bool:
+def is_read_once(x: Any, weight: Any, dtype: torch.dtype) -> bool:
     """Whether `compute` rounds a layer's weight while it multiplies it by `FEW_ROWS` or fewer."""
-    is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
-    if not is_wide or x.dim() < 2 or not 0 < _numel(x) <= FEW_ROWS * x.shape[-1]:
+    if type(weight) is not nn.Parameter or weight.dtype is not torch.float32:
+        return False
+    if not isinstance(x, Tensor) or x.dim() < 2 or not 0 < _numel(x) <= FEW_ROWS * x.shape[-1]:
         return False
     return _numel(weight) >= LEAST and kernels_for(weight, dtype) is not None
 
 
-def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool) -> Tensor | None:
-    """Returns the output of a large linear layer, see `LEAST`, in ``dtype``; None if unsupported.
+def compute(args: Args, dtype: torch.dtype) -> Tensor | None:
+    """Returns the output of a linear layer in ``dtype``, to which its inputs are rounded; None unless `is_read_once`.
 
-    Of ``args`` (input, weight and perhaps bias; before casts ``given``), those to round are already in
-    ``dtype``, or all are uncast. With ``rounds_inputs`` fp32 inputs are rounded first.
+    Of ``args`` (input, weight and perhaps bias) fp32 ones may be cast already.
     """
     layer = _layer(args, dtype)
-    if layer is None:
+    if layer is None or not is_read_once(*layer[:2], dtype):
         return None
-    reads_once = rounds_inputs and is_read_once(*layer[:2], dtype)
     x, weight, bias = layer
-    if x.dim() < 2 or (dispatch_modes() and (has_fake_tensors() or not reads_once)):
+    if dispatch_modes() and has_fake_tensors():
         return None
-    source = weight  # the source of the backward's weight
-    if isinstance(given[1], nn.Parameter):
-        source = given[1]
-    elif weight.dtype is torch.float32:
+    if bias is not None and bias.dtype is torch.float32 and not isinstance(bias, nn.Parameter):
         return None
-    is_wide = bias is not None and bias.dtype is torch.float32
-    if rounds_inputs and is_wide and not isinstance(bias, nn.Parameter):
-        return None
-    kept = None
-    if x.dtype is torch.float32:
-        x, kept = (CAST[dtype](x), None) if rounds_inputs else (x, CAST[dtype](x))
-    # The source is not an input of the function: its gradient flows through the weight's cast.
-    rounding = Rounding(dtype, rounds_inputs)
     apply: Callable[..., Tensor] = _Linear.apply
-    return apply(x, weight, bias, kept, (source,), rounding)
+    return apply(CAST[dtype](x) if x.dtype is torch.float32 else x, weight, bias, dtype)
 
 
 def _layer(args: Args, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -99,79 +76,34 @@ class _Linear(torch.autograd.Function):
     drawn_as = "linear"
 
     @staticmethod
-    def forward(  # noqa: PLR0917  # there are no keywords
+    def forward(
         ctx: Any,
-        x: Tensor,  # [..., k]: low, unless fp32 inputs are not rounded
-        weight: Tensor,  # [n, k]: low, or a parameter
-        bias: Tensor | None,  # [n]: likewise
-        kept: Tensor | None,  # for the backward, instead of an fp32 x
-        sources: tuple[Tensor],  # rounded in the backward, instead of keeping the weight
-        rounding: Rounding,
+        x: Tensor,  # [..., k]: low
+        weight: Tensor,  # [n, k]: a parameter, rounded in the backward again
+        bias: Tensor | None,  # [n]: low, or a parameter
+        dtype: torch.dtype,
     ) -> Tensor:
-        ctx.save_for_backward(x if kept is None else kept, *sources)
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.rounding = rounding
-        return _output(x, weight, bias, rounding)
+        ctx.save_for_backward(x, weight)
+        ctx.dtype, ctx.of_bias = dtype, None if bias is None else bias.dtype
+        kernels = kernels_for(weight, dtype)
+        assert kernels is not None  # see `is_read_once`
+        product = _new_empty(weight, (*x.shape[:-1], weight.shape[0]))
+        kernels.multiply(widen(x), weight, product)
+        if bias is not None:
+            _add_(product, widen(CAST[dtype](bias)))
+        return CAST[dtype](product)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, source = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.dtypes
-        rounding: Rounding = ctx.rounding
-        x_learns, weight_learns, bias_learns, *_ = ctx.needs_input_grad
-        memory = memory_for(gradient)
-        n, k = source.shape
-        is_plain = gradient.is_contiguous()
-        wide = _reshape(memory.widen(gradient) if is_plain else widen(gradient), (-1, n))
+        (x, weight), low = ctx.saved_tensors, CAST[ctx.dtype]
+        n, k = weight.shape
+        wide = _reshape(widen(gradient), (-1, n))
+        x_learns, weight_learns, bias_learns, _ = ctx.needs_input_grad
         found: list[Tensor | None] = [None, None, None]
         if x_learns:
-            if source.dtype is of_weight:  # the dtype of the forward's input
-                weight = rounding.raised(source, memory)
-            else:
-                weight = memory.rounded(source, of_weight)
-            found[0] = _reshape(_product(memory, wide, weight, of_x, rounding), x.shape)
+            found[0] = _reshape(low(_mm(wide, widen(low(weight)))), x.shape)
         if weight_learns:
-            rows = _reshape(_raised(x, memory), (-1, k))
-            found[1] = _product(memory, _t(wide), rows, of_weight, rounding)
+            found[1] = widen(low(_mm(_t(wide), widen(_reshape(x, (-1, k))))))
         if bias_learns:
-            found[2] = rounding.gradient(_sum(wide, 0), of_bias, memory)
-        memory.free()
-        return *found, None, None, None
-
-
-def _output(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Rounding) -> Tensor:
-    if rounding.rounds_inputs and is_read_once(x, weight, rounding.dtype):
-        return _read_once(x, weight, bias, rounding)
-    memory = Temporaries(x.device)
-    n, k = weight.shape
-    rows = _reshape(_raised(x, memory), (-1, k))
-    columns = _t(rounding.raised(weight, memory))
-    product = memory.empty((rows.shape[0], n), (n, 1))
-    if bias is None:
-        _mm(rows, columns, out=product)
-    else:
-        _addmm(rounding.raised(bias, memory), rows, columns, out=product)
-    # Not a view of the cast result: autograd refuses writes to views made without it.
-    result = CAST[rounding.dtype](_reshape(product, (*x.shape[:-1], n)))
-    memory.free()
-    return result
-
-
-def _read_once(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Rounding) -> Tensor:
-    kernels = kernels_for(weight, rounding.dtype)
-    assert kernels is not None  # see `is_read_once`
-    product = _new_empty(weight, (*x.shape[:-1], weight.shape[0]))
-    kernels.multiply(widen(x), weight, product)
-    if bias is not None:
-        _add_(product, rounding.raised(bias, New()))
-    return CAST[rounding.dtype](product)
-
-
-def _raised(tensor: Tensor, memory: New) -> Tensor:
-    return tensor if tensor.dtype is torch.float32 else memory.widen(tensor)
-
-
-def _product(memory: New, a: Tensor, b: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
-    if dtype is torch.float32:
-        return rounding.gradient(_mm(a, b), dtype, memory)
-    return CAST[dtype](memory.mm(a, b))
+            found[2] = CAST[ctx.of_bias](low(_sum(wide, 0)))
+        return *found, None

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 # Read before anything is patched: op lists may name any of them.
 _as_strided, _copy_, _view = Tensor.as_strided, Tensor.copy_, Tensor.view
 _empty, _empty_like, _empty_strided = torch.empty, torch.empty_like, torch.empty_strided
-_mm = torch.mm
 
 _MOST: Final = 1 << 26  # elements that a thread keeps: 256 MiB
 _LINE: Final = 16  # elements in a cache line
@@ -40,7 +39,6 @@ class New:
     __slots__ = ()
 
     widen = staticmethod(widen)
-    mm = staticmethod(_mm)
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a copy of ``tensor`` with values of the low-precision ``dtype``."""
@@ -89,11 +87,6 @@ class Temporaries(New):
     def widen(self, tensor: Tensor) -> Tensor:
         """Returns a copy of ``tensor``."""
         return _copy_(self.empty(tensor.shape, _dense_strides(tensor)), tensor)
-
-    def mm(self, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
-        """Returns the product of two fp32 matrices."""
-        n = b.shape[1]
-        return _mm(a, b, out=self.empty((a.shape[0], n), (n, 1)))
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a copy of ``tensor`` with values of the low-precision ``dtype``."""

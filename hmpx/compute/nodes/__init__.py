@@ -1,6 +1,6 @@
-"""`linear` with the casts of its inputs as two autograd nodes, instead of torch's seven: less work for the host.
+"""`linear` with the casts of its inputs as one autograd node, instead of torch's seven: less work for the host.
 
-The casts of another op's inputs are one node, and one launch on an accelerator. The nodes are compiled for one torch, when hmpx is installed. Without them torch's nodes give the same bits.
+Legalized `linear` and attention on CPUs are one node, too. The casts of another op's inputs are one node, and one launch on an accelerator. The nodes are compiled for one torch, when hmpx is installed. Without them torch's nodes give the same bits.
 ``HMPX_NODES=off`` switches them off.
 """
 
@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 import torch
@@ -76,7 +77,18 @@ def _refused(fault: str) -> Nodes:
     return Nodes(fault=fault)
 
 
-def fused(op: str, dtype: Any, device_types: frozenset[str], masks: Iterable[int]) -> Fused | None:
+#: How a linear layer is computed, as in nodes.cpp.
+_LEGALIZED, _ROUNDS, _ANY_SIZE, _CASTS_AGAIN, _CHOOSES = 1, 2, 4, 8, 16
+_AGAIN: Final = {True: 0, False: _CASTS_AGAIN, "auto": _CASTS_AGAIN | _CHOOSES}
+
+
+def fused(
+    op: str,
+    dtype: Any,
+    device_types: frozenset[str],
+    masks: Iterable[int],
+    keep_weight_casts: bool | str = True,
+) -> Fused | None:
     """Returns `linear` in ``dtype`` for tensors on these devices, or the casts of another op's inputs together.
 
     ``masks`` are the positions of possible masks among the inputs. None without compiled nodes.
@@ -86,5 +98,39 @@ def fused(op: str, dtype: Any, device_types: frozenset[str], masks: Iterable[int
         return None
     devices = sum([nodes.device_bit(torch.device(each)) for each in device_types])
     if op == "linear":
-        return functools.partial(nodes.linear, dtype, devices)
+        return functools.partial(nodes.linear, dtype, devices, _AGAIN[keep_weight_casts])
     return functools.partial(nodes.casts, dtype, devices, sum([1 << each for each in masks]))
+
+
+def legalized(op: str, dtype: Any, device_types: frozenset[str], mode: str) -> Fused | None:
+    """Returns `linear` or attention, legalized as the option ``legalize`` says, for bfloat16 on the CPU.
+
+    It takes a call's arguments. None without compiled nodes, and for others.
+    """
+    nodes, rounds = nodes_in_use().module, mode != "fast"
+    if nodes is None or dtype is not torch.bfloat16 or "cpu" not in device_types:
+        return None
+    if op == "scaled_dot_product_attention":
+        return functools.partial(_attention, nodes.attention, rounds)
+    how = _LEGALIZED + _ROUNDS * rounds + _ANY_SIZE * (mode == "always")
+    linear = functools.partial(nodes.linear, dtype, nodes.device_bit(torch.device("cpu")), how)
+    return linear if op == "linear" else None
+
+
+def _attention(  # noqa: PLR0917  # as the op's, with its mask or what stands for a missing one
+    compute: Fused,
+    rounds: bool,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    /,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    **named: Any,
+) -> Any:
+    has_mask = named.pop("attn_mask", None) is not None or not (mask is None or type(mask) is type)
+    scale, has_groups = named.pop("scale", None), named.pop("enable_gqa", False)
+    if has_mask or dropout_p or has_groups or named or type(scale) not in (float, NoneType):
+        return None
+    return compute(rounds, bool(is_causal), scale, query, key, value)
