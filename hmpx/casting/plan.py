@@ -18,7 +18,7 @@ from ..compute import PRODUCTS, Lacking
 from ..errors import OptionError, shown
 from ..number_formats import OVERFLOWS, ROUNDING_MODES
 from ..ops import Numbers, Parameters
-from ..policy import INPUT, LEGALIZE_MODES, RELATIVE, CastPolicy, Decision, parse_format
+from ..policy import INPUT, LEGALIZE_MODES, CastPolicy, Decision, parse_format
 from ..tensors import LOW_DTYPES, promoted
 
 if TYPE_CHECKING:
@@ -288,14 +288,6 @@ class CallPlan:
         """Whether a call whose inputs share a dtype computes in it and returns it, like torch's."""
         is_widest = self.decision.cast_policy is CastPolicy.WIDEST and not self.site.statistics
         return is_widest and self.returns_input_dtype and self.decision.accumulate_dtype is None
-
-    @property
-    def is_retried(self) -> bool:
-        """Whether a call that fails on cast inputs is retried in fp32; not if it draws random numbers."""
-        if not self.device_types:  # it is only observed
-            return False
-        is_cast = self.is_low or self.decision.cast_policy in RELATIVE
-        return is_cast and self.target is None and not self.facts.is_random
 
     @property
     def rounds_late(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import has_torch_function, has_torch_function_variadic
 
 from ..compute import LEAST_ELEMENTS, Fused
+from ..policy import RELATIVE
 from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS, Kwargs
 from ..torch_internals import transforms
 from ..torch_state import switch  # its gate, as it is at each call
@@ -226,7 +227,9 @@ def source_of(plan: CallPlan, *, is_fused: bool = False, has_nodes: bool = False
     if names:
         body += f"if {names[-1]} is not missing:\n    return call(({listed}*rest), kwargs)\n"
     body += f"return call({arguments}, kwargs)"
-    if plan.is_retried:
+    is_cast = plan.is_low or plan.decision.cast_policy in RELATIVE
+    # A call that fails on cast inputs is tried again in fp32, unless it draws random numbers, or is only observed.
+    if is_cast and plan.device_types and plan.target is None and not plan.facts.is_random:
         body = _TRY.format(body=_indented(body, 4), names=listed)
     return _WRAPPER.format(
         parameters=_PARAMETERS,

@@ -79,7 +79,14 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         Later.INDUCTOR_SUBGRAPHS: _lower_originals("PointwiseSubgraphLowering"),
     }
     patches: dict[str, Callable[[Draft], Iterable[Patch]]] = {Later.TRACER: tracing_patches}
-    if _rounds_in_graphs(policy, device_types, legalize):
+    dtype = policy.low_precision_type
+    # Products in graphs are legalized, without measuring, and all run on a CPU.
+    if (
+        CAN_KEEP_CASTS
+        and device_types == {"cpu"}
+        and dtype in LOW_PRECISION
+        and (legalize == "always" or (legalize == "auto" and reported("cpu", dtype) is False))
+    ):
         patches[Later.INDUCTOR_CPP] = _keeping_casts
     if keep_weight_casts is not True:
         is_choosy = keep_weight_casts == "auto"
@@ -293,14 +300,6 @@ def _told(value: Any) -> str:
 
 
 # --- settings ----------------------------------------------------------------------------------
-
-
-def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: str) -> bool:
-    """Whether products in graphs are legalized, without measuring, and all run on a CPU."""
-    dtype = policy.low_precision_type
-    if not CAN_KEEP_CASTS or device_types != {"cpu"} or dtype not in LOW_PRECISION:
-        return False
-    return legalize == "always" or (legalize == "auto" and reported("cpu", dtype) is False)
 
 
 def _keeping_casts(draft: Draft) -> Iterator[Patch]:

@@ -64,7 +64,12 @@ def _found(lists: list[Listed], *more: list[Listed], most: int = MOST_SHOWN) -> 
     shipped = [each for each in lists if each.op_list.is_shipped]
     own = [each for each in lists if not each.op_list.is_shipped]
     conflicts = chain.from_iterable(map(_conflicting_lines, (own, shipped, *more)))
-    found = map(list, (_absent_names(op_lists), _idle_lines(together), conflicts))
+    absent = [  # of other libraries, which don't seem to have them
+        f"{entry.where}: {why}"
+        for name, entry in chain.from_iterable(map(_own_lines, op_lists))
+        if ops.is_foreign(name) and (why := ops.missing(name) or ops.lacking(name))
+    ]
+    found = map(list, (absent, _idle_lines(together), conflicts))
     absent, idle, conflicting = [gathered(each, len(each), most) for each in found]
     unknown, repeated = unknown_names(op_lists, most), repeated_lines(op_lists, most)
     return [unknown, absent, repeated, idle, conflicting]
@@ -109,13 +114,6 @@ def _own_lines(op_list: OpList) -> Iterator[tuple[str, Entry]]:
         for name, entry in op_list.ops.items():
             if not entry.where.startswith(SHIPPED):
                 yield name, entry
-
-
-def _absent_names(op_lists: Iterable[OpList]) -> Iterator[str]:
-    """Yields messages for lines that name functions which other libraries don't seem to have."""
-    for name, entry in chain.from_iterable(map(_own_lines, op_lists)):
-        if ops.is_foreign(name) and (why := ops.missing(name) or ops.lacking(name)):
-            yield f"{entry.where}: {why}"
 
 
 def _idle_lines(lists: Iterable[Listed]) -> Iterator[str]:
