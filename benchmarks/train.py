@@ -3,7 +3,8 @@
     python benchmarks/train.py [--save] [--models gpt ...] [--sizes small] [--compile]
 
 A step is zero_grad, forward, loss, backward and AdamW's step, on one batch. Every candidate has the
-same first weights, and a process of its own; the processes take turns, so that no two run at a time.
+same first weights, and a process of its own; the processes take turns, so that no two run at a time. Subnormal numbers
+are flushed to zero.
 
 fp32            the program as it is
 autocast        its forward and loss inside torch.autocast(bfloat16)
@@ -41,6 +42,7 @@ class Training:
 
     def __init__(self, candidate: str, model: str, size: str, options: argparse.Namespace) -> None:
         self._device = options.device
+        torch.set_flush_denormal(True)  # AdamW's moments become subnormal, which CPUs take long for
         candidates.convert(candidate, self._device)
         module = models.build(
             model,

@@ -103,10 +103,11 @@ class Steps:
             OptionError: ``loss_fn`` does not take the batch.
         """
         function: Any = self.loss_fn
-        if _fits(function, (output,), {}):
-            return function(output, batch=batch) if _has_batch(function) else function(output)
+        has_batch = _has_batch(function)
+        if not has_batch and _fits(function, (output,), {}):
+            return function(output)
         try:
-            return function(output, batch)
+            return function(output, batch=batch) if has_batch else function(output, batch)
         except raised_here(Exception) as error:
             is_torchs = str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
             is_of_types = isinstance(error, (TypeError, AttributeError))
@@ -131,11 +132,13 @@ def _fits(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
 
 
 def _has_batch(function: Any) -> bool:
-    """Whether a function has a parameter named ``batch``."""
+    """Whether a function takes an argument by the name ``batch``, after others."""
     try:
-        return "batch" in inspect.signature(getattr(function, "forward", function)).parameters
+        found = inspect.signature(getattr(function, "forward", function)).parameters
     except raised_here(TypeError, ValueError):
         return False
+    kind = found["batch"].kind if "batch" in [*found][1:] else None
+    return kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def _name(function: Any) -> str:

@@ -167,13 +167,24 @@ def test_a_batch_is_given_to_a_loss_that_names_it() -> None:
         seen.append(batch)
         return output.sum()
 
+    def keyword(output: Tensor, *, batch: Any) -> Tensor:
+        return optional(output, batch)
+
+    def later(output: Tensor, weight: float = 1.0, batch: Any = None) -> Tensor:
+        return optional(output, batch) * weight
+
+    def swapped(batch: Tensor, output: Any) -> Tensor:
+        return optional(batch, output)
+
     def other(output: Tensor, target: Any = None) -> Tensor:
         seen.append(target)
         return output.sum()
 
-    hmpx.compare(model(), BATCH, **{**STEP, "loss_fn": optional}, **CPU)
-    assert seen
-    assert all(each is BATCH for each in seen)
+    for loss_fn in (optional, keyword, later, swapped):
+        seen.clear()
+        hmpx.compare(model(), BATCH, **{**STEP, "loss_fn": loss_fn}, **CPU)
+        assert seen
+        assert all(each is BATCH for each in seen), loss_fn
     seen.clear()
     hmpx.compare(model(), BATCH, **{**STEP, "loss_fn": other}, **CPU)
     assert set(seen) == {None}
@@ -202,6 +213,37 @@ def test_plan_takes_a_training_batch() -> None:
     )
     assert found.gradient_bytes == alone.gradient_bytes > 0
     assert found.saved_bytes == alone.saved_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
+@pytest.mark.parametrize("tool", ["compare", "plan", "tune"])
+def test_a_loss_with_parameters_is_as_before(tool: str, device: str) -> None:
+    """Its gradients, its running statistics and its attributes."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.calls = nn.BatchNorm1d(3), 0
+
+        def forward(self, output: Tensor, batch: Any) -> Tensor:
+            self.calls += 1
+            return F.cross_entropy(self.norm(output), batch[1])
+
+    loss_fn, net = Weighted(), nn.Linear(16, 3)
+    x, y = torch.randn(8, 16), torch.arange(8) % 3
+    given: dict[str, Any] = {"forward_step": lambda model, batch: model(batch[0])}
+    before = {name: each.clone() for name, each in loss_fn.state_dict().items()}
+    if tool == "plan":
+        hmpx.plan(net, (x, y), device, loss_fn=loss_fn, **given)
+    elif tool == "compare":
+        hmpx.compare(net, (x, y), loss_fn=loss_fn, **given, **CPU)
+    else:
+        options: dict[str, Any] = {"metric": "loss", "tolerance": 0.5, "progress": False}
+        hmpx.tune(net, [(x, y)], loss_fn=loss_fn, **options, **given, **CPU)
+    assert loss_fn.calls == 0
+    assert all(each.grad is None for each in loss_fn.parameters())
+    for name, each in loss_fn.state_dict().items():
+        assert torch.equal(each, before[name]), name
 
 
 @pytest.mark.parametrize("tool", ["compare", "plan", "tune"])

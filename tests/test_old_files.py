@@ -1,98 +1,126 @@
-"""Files that an earlier hmpx wrote are read: reports, traces, journals, baselines, contracts, policies.
+"""Files that earlier versions wrote still load: reports, traces, journals, policies and contracts.
 
-`write` made those in tests/golden/files, once: what it writes today is not compared with them.
+`python -m tests.test_old_files DIRECTORY` writes new ones, with the hmpx that is imported then.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hmpx
 from hmpx.reports import read_json
 
-FILES = Path(__file__).parent / "golden" / "files"
+OLD = Path(__file__).parent / "old"
+
+CPU: Any = {"device_types": {"cpu"}, "legalize": "never"}
 
 
-class Cancelling(nn.Module):
-    """A layer of ones, and a sum that cancels."""
+class Model(nn.Module):
+    """A product, and a sum that cancels."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4, bias=False)
-        nn.init.ones_(self.linear.weight)
+        self.linear = nn.Linear(8, 4)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.arange(32.0).view(4, 8).sin())
+            self.linear.bias.fill_(0.125)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.linear(x) + 256) - 256
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) + 256.0) - 256.0
 
 
-def x() -> torch.Tensor:
-    return torch.arange(8.0).view(2, 4) / 8
+X = torch.arange(16.0).view(2, 8).cos()
 
 
 def tuned(journal: Path) -> hmpx.Tuned:
-    """A search in one thread; its fingerprints of tensors are exact sums."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return hmpx.tune(Cancelling(), x(), device_types={"cpu"}, journal=journal, progress=False)
-    finally:
-        torch.set_num_threads(threads)
+    options: Any = {"device_types": {"cpu"}, "progress": False, "journal": journal}
+    return hmpx.tune(Model(), [X, X + 1], **options)
 
 
-def write(folder: Path) -> None:
-    """Writes one file of each kind."""
-    model, given = Cancelling(), x()
-    with hmpx.trace(folder / "run.hmpx"):
-        model(given)
-    with hmpx.convert(device_types={"cpu"}, legalize="always"):
-        with hmpx.record() as recorded:
-            model(given).sum().backward()
-        with hmpx.trace(folder / "converted.hmpx"):
-            model(given)
-    recorded.report().to_json(folder / "report.json")
-    tuned(folder / "journal.jsonl").write(folder / "lists")
-    (folder / "lists" / "report.html").unlink()
+def write(directory: Path) -> None:
+    """Writes a file of each kind."""
+    with hmpx.convert(**CPU), hmpx.record() as rec:
+        Model()(X).softmax(-1).sum().backward()
+    rec.to_json(directory / "report.json")
+    for name, low in (("fp32", []), ("bf16", ["linear"])):
+        policy = {"lists": "none", "low": low}
+        with hmpx.convert(policy=policy, **CPU), hmpx.trace(directory / f"{name}.hmpx"):
+            Model()(X).sum().backward()
+    tuned(directory / "journal.jsonl")
 
 
 def test_reports() -> None:
-    report = read_json(FILES / "report.json")
-    calls = {(row.op, row.phase): row.calls for row in report.rows}
-    assert calls["linear", "forward"] == calls["linear", "backward"] == 1
-    [forward] = [row for row in report.rows if (row.op, row.phase) == ("linear", "forward")]
-    assert forward.output_dtypes == ("bfloat16",)
-    assert report.about["hmpx"] == "0.1.0"
-    assert report.to_html()
+    rows = read_json(OLD / "report.json").rows
+    assert {(row.op, row.module, row.phase) for row in rows} >= {
+        ("linear", "linear", "forward"),
+        ("linear", "linear", "backward"),
+        ("softmax", "", "forward"),
+    }
+    assert {row.location.rpartition("/")[2].partition(":")[0] for row in rows} == {
+        "test_old_files.py"
+    }
 
 
 def test_traces() -> None:
-    found = hmpx.diff_runs(FILES / "run.hmpx", FILES / "converted.hmpx")
-    assert [(row.op, row.phase) for row in found.rows][:1] == [("linear", "forward")]
+    found = hmpx.diff_runs(OLD / "fp32.hmpx", OLD / "bf16.hmpx")
+    assert found.first is None
+    row = next(row for row in found.rows if row.op == "linear" and row.phase == "forward")
+    assert (row.module, row.types, row.verdict) == ("linear", ("float32", "bfloat16"), "rounding")
+    assert 0 < row.error < 0.01
+    assert "test_old_files.py:" in row.location
 
 
-@pytest.mark.skipif(
-    not torch.__version__.startswith("2.13.0+cpu"), reason="a journal is of one version of torch"
-)
 def test_journals(tmp_path: Path) -> None:
-    """A search is continued: nothing is evaluated again, and nothing is written."""
+    """A search of that version goes on, though torch is another."""
+    first, *lines = (OLD / "journal.jsonl").read_text("utf-8").splitlines()
+    header = {**json.loads(first), "torch": torch.__version__}
+    header |= {"threads": torch.get_num_threads(), "hmpx": hmpx.__version__}
     journal = tmp_path / "journal.jsonl"
-    shutil.copy(FILES / "journal.jsonl", journal)
+    journal.write_text("\n".join([json.dumps(header), *lines, ""]), "utf-8")
     best = tuned(journal)
     assert best.keep_fp32 == {"add", "sub"}
-    assert journal.read_bytes() == (FILES / "journal.jsonl").read_bytes()
+    assert journal.read_text("utf-8").count("\n") == 1 + len(lines), "nothing ran again"
 
 
-def test_lists() -> None:
-    with hmpx.convert(lists=FILES / "lists") as session:
-        assert session.options.legalize == "always"
-        assert session.policy["add"].cast_policy is hmpx.CastPolicy.FP32
+def test_policies_whose_mode_was_a_phase() -> None:
+    section = {"phase": "eval", "fp32": ["matmul"]}
+    with pytest.warns(DeprecationWarning, match="'phase: eval' is now 'mode: eval'"):
+        policy = hmpx.load_policy(policy={"low": ["matmul"], "sections": [section]})
+    new = {"mode": "eval", "fp32": ["matmul"]}
+    assert policy == hmpx.load_policy(policy={"low": ["matmul"], "sections": [new]})
 
 
-def test_what_journals_hold_is_json() -> None:
-    lines = (FILES / "journal.jsonl").read_text("utf-8").splitlines()
-    assert {"key", "value"} == {key for line in lines[1:] for key in json.loads(line)}
+def test_contracts_whose_mode_was_a_phase() -> None:
+    line = {"op": "exp", "phase": "train", "compute": "float32"}
+    with pytest.warns(DeprecationWarning, match="'phase: train' is now 'mode: train'"):
+        contract = hmpx.expect({"expect": [line]}, mode="collect")
+    with contract:
+        torch.ones(2, dtype=torch.bfloat16).exp()
+    assert [each.op for each in contract.breaches] == ["no call met this line"]
+
+
+def test_fields_under_their_old_names() -> None:
+    """They warn at the user's line."""
+    found = hmpx.compare(Model(), X, **CPU)
+    row: Any = found.rows[0]
+    for old, new in (
+        ("site", "location"),
+        ("rel", "error"),
+        ("propagated_rel", "propagated_error"),
+    ):
+        with pytest.warns(
+            DeprecationWarning, match=rf"ComparedSite\.{old} is now \.{new}"
+        ) as warned:
+            assert getattr(row, old) == getattr(row, new)
+        assert warned[0].filename == __file__
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -95,7 +95,8 @@ def plan(
     real = () if small else reached_by(model).modules  # whose values don't change
     but = [tensor for module in real for _, tensor in named_tensors(module)]
     with contextlib.ExitStack() as stack:
-        place.given = stack.enter_context(unchanged(model, inputs, forward_step, but=but)).tensors
+        reached = unchanged(model, inputs, forward_step, loss_fn, but=but)
+        place.given = stack.enter_context(reached).tensors
         stack.enter_context(unconverted())
         stack.enter_context(uncompiled())
         stack.enter_context(torch.inference_mode(False))
@@ -170,7 +171,9 @@ def _program(
     is_training = learns if training is None else bool(training)
     for module in modules:
         module.train(is_training)
-    steps = replace(steps, model=model)
+    loss_fn = steps.loss_fn
+    loss_fn = place.model(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+    steps = replace(steps, model=model, loss_fn=loss_fn)
     return _Program(steps, modules, place.inputs(inputs), make_optimizer, is_training, place)
 
 

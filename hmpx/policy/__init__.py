@@ -23,7 +23,7 @@ from .decisions import (
 )
 from .faults import check_files
 from .lists import directory, of_libraries, read_list, set_names
-from .loading import load_policy, made_policy, with_options_of_lists
+from .loading import load_policy, made_policy, options_of_lists, reading_options
 from .op_lists import (
     FILE_NAMES,
     LEGALIZE_MODES,

@@ -58,7 +58,11 @@ def read_options(path: str) -> dict[str, Any]:
     name = short(path)
     reader = _PolicyReader(name, Path(path).parent)
     node = nodes.of_yaml(files.read_text(path, files.OPTIONS), name)
-    found = {} if node is None else reader.mapping(node, _OPTION_KEYS, "the options of lists")
+    if node is None:
+        raise PolicyFileError(
+            f"{name}: is empty; delete it, or say how the lists are meant: legalize: auto"
+        )
+    found = reader.mapping(node, _OPTION_KEYS, "the options of lists")
     reader.check()
     return found
 

@@ -264,10 +264,12 @@ def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) ->
         elif file_name is not None:
             found[kind.name] = read_list(folder / file_name, kind.name)
     if not found:
-        names = set_names()
+        names, path = set_names(), os.path.join(name, "policy.yaml")  # noqa: PTH118  # any text
+        is_there = os.path.isfile(path)  # noqa: PTH113  # any text
+        hint = f"; give policy={shown(path)}" if is_there else suggestion(name, names)
         raise OptionError(
             f"lists={shown(name)} is neither a shipped set ({', '.join(names)}) nor a directory "
-            f"with {' or '.join(FILE_NAMES.values())}{suggestion(name, names)}"
+            f"with {' or '.join(FILE_NAMES.values())}{hint}"
         )
     for kind in () if shipped else KINDS.values():
         if kind.stand_in and kind.name not in found:

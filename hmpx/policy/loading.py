@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ from .op_lists import (
 from .policy import Policy
 from .sections import Section
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 #: Types that users pass as the first list by mistake -> the remedy.
 _MISPLACED: Final = (
     (nn.Module, "leave the model out: it is torch that is converted, for all models"),
@@ -47,6 +49,35 @@ _VALUES: Final = {
 }
 
 
+def options_of_lists(lists: object) -> dict[str, Any]:
+    """Returns the arguments of `convert` that the `OPTIONS_NAME` of a directory of lists holds, if there is one.
+
+    Raises:
+        PolicyFileError: It can't be read.
+    """
+    if lists is None or shipped_set(folder := arguments.path("lists", lists)):
+        return {}
+    path = os.path.join(folder, OPTIONS_NAME)  # noqa: PTH118  # any text
+    if not os.path.lexists(path):
+        return {}
+    from . import files  # yaml
+
+    return files.read_options(path)
+
+
+def reading_options(function: _F) -> _F:
+    """Has `options_of_lists` give the arguments that a call of ``function`` does not."""
+    taken = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def reading(*args: Any, **given: Any) -> Any:
+        said = options_of_lists(given.get("lists"))
+        return function(*args, **{name: said[name] for name in said if name in taken} | given)
+
+    return reading  # type: ignore[return-value]
+
+
+@reading_options
 def load_policy(
     bf16_file_path: str | os.PathLike[str] = "",
     fp32_file_path: str | os.PathLike[str] = "",
@@ -81,7 +112,7 @@ def load_policy(
 
 def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
     """Returns the policy for the arguments of `load_policy`, and whether its file asks for logging."""
-    policy, is_verbose = _made_policy(with_options_of_lists(given))
+    policy, is_verbose = _made_policy(given)
     excluded = arguments.texts("exclude", given["exclude"], "a list of names of modules")
     if excluded:
         stars = from_lines([("*", "exclude")], "fp32")
@@ -90,21 +121,6 @@ def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
         sections = (section, *policy.sections)
         policy = Policy(policy.decisions, policy.low_precision_type, sections)
     return policy, is_verbose
-
-
-def with_options_of_lists(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of `convert`; those that have their default are as the directory of lists says."""
-    found = dict(given)
-    if given["lists"] is None or shipped_set(lists := arguments.path("lists", given["lists"])):
-        return found
-    path = Path(lists) / OPTIONS_NAME
-    if path.is_file():
-        from . import files  # yaml
-
-        unset = (None, False, "auto", "nearest", torch.bfloat16)
-        said = files.read_options(str(path))
-        found |= {name: said[name] for name in said if name in given and given[name] in unset}
-    return found
 
 
 def _made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
@@ -116,8 +132,18 @@ def _made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
     bf16_path = arguments.path("bf16_file_path", bf16_path)
     if policy is None and is_policy_file(bf16_path):  # it may be passed as the list
         bf16_path, policy = "", bf16_path
-    if policy is not None and not isinstance(policy, Policy):
-        policy = _read_source(policy)
+    if policy is not None and not isinstance(policy, (Policy, PolicySource)):
+        from . import files  # yaml
+
+        if isinstance(policy, Mapping):
+            policy = files.from_mapping(policy)
+        elif isinstance(policy, str) or hasattr(type(policy), "__fspath__"):
+            policy = files.read_policy_file(arguments.path("policy", policy))
+        else:
+            raise OptionError(
+                "policy must be an hmpx.Policy, the path of a policy file, or a dict, not "
+                f"{shown(policy)}"
+            )
     paths = {"bf16_file_path": bf16_path} | {
         name: arguments.path(name, given[name]) for name in ("fp32_file_path", "fp16_file_path")
     }
@@ -147,20 +173,6 @@ def _made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
         by_kind, lists = {}, "o2"
     lists = DEFAULT_SET if lists is None else lists
     return _from_lists(by_kind, lists, low_dtype, strict=strict), False
-
-
-def _read_source(policy: object) -> PolicySource:
-    if isinstance(policy, PolicySource):
-        return policy
-    from . import files  # yaml
-
-    if isinstance(policy, Mapping):
-        return files.from_mapping(policy)
-    if isinstance(policy, str) or hasattr(type(policy), "__fspath__"):
-        return files.read_policy_file(arguments.path("policy", policy))
-    raise OptionError(
-        f"policy must be an hmpx.Policy, the path of a policy file, or a dict, not {shown(policy)}"
-    )
 
 
 def _from_lists(

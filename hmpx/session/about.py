@@ -40,6 +40,7 @@ def about_run(policy: Policy | None = None) -> dict[str, str]:
     if policy is None and session is not None:
         policy = session.policy
         found["device types"] = ", ".join(sorted(session.device_types))
+        found["legalize"] = session.options.legalize
     if policy is not None:
         found["policy"] = policy_line(policy)
         found["digest of the policy"] = policy.fingerprint()[:12]

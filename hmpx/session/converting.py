@@ -26,7 +26,8 @@ from ..policy import (
     Policy,
     PolicySource,
     made_policy,
-    with_options_of_lists,
+    options_of_lists,
+    reading_options,
 )
 from ..registry import exclusive
 from ..tensors import default_device_types, is_present, parse_device_types
@@ -81,6 +82,7 @@ def _restore(
         switch_to(session)
 
 
+@reading_options
 @restoring
 @exclusive
 @without_collections
@@ -207,25 +209,20 @@ def _checked(given: Mapping[str, Any]) -> tuple[Policy, frozenset[str], Options,
             "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, "
             f"not {3 + len(given['_too_many'])}; pass the others by name: opt_level=..."
         )
-    given = with_options_of_lists(given)
     verbose = _verbosity(given["verbose"], given["isVerbose"])
     options = Options.checked(given)
     found_types = parse_device_types(given["device_types"])
     made, is_logged = made_policy(given)
-    _check_effect(options, made)
-    return made, found_types, options, verbose or is_logged
-
-
-def _check_effect(options: Options, policy: Policy) -> None:
-    """Checks that options of number formats apply to some op; rules may give ops a format."""
-    unset = Options()
+    unset = Options()  # rules may give ops a format
     of_formats = [each.name for each in fields(Options) if each.metadata["is_of_formats"]]
-    given = [name for name in of_formats if getattr(options, name) != getattr(unset, name)]
-    if given and not policy.formats() and not all_rules():
-        raise OptionError(
-            f"{given[0]} has no effect: no op runs in a number format; name one as low_precision_type "
-            f"or on an op's line, register the rule that does before, or leave {given[0]} out"
-        )
+    has_effect = made.formats() or all_rules()
+    for name in of_formats:
+        if getattr(options, name) != getattr(unset, name) and not has_effect:
+            raise OptionError(
+                f"{name} has no effect: no op runs in a number format; name one as low_precision_type "
+                f"or on an op's line, register the rule that does before, or leave {name} out"
+            )
+    return made, found_types, options, verbose or is_logged
 
 
 #: Other names of arguments -> those of `convert`.
@@ -264,6 +261,7 @@ def _verbosity(verbose: object, of_hmp: object) -> bool | str:
 def checked_policy(**options: Any) -> Policy:
     """Returns the policy of a conversion with these arguments of `convert`; changes nothing."""
     check_names(convert, options)
+    options = options_of_lists(options.get("lists")) | options
     known = inspect.signature(convert).parameters
     given = {name: options.get(name, each.default) for name, each in known.items()}
     return _checked({**given, "_too_many": (), "_unknown": {}})[0]

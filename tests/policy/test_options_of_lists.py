@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,46 @@ def test_arguments_override_them(lists: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("low_precision_type", torch.bfloat16),
+        ("legalize", "auto"),
+        ("keep_weight_casts", "auto"),
+        ("device_types", None),
+    ],
+)
+def test_so_does_an_argument_that_has_its_default(name: str, given: Any, lists: Path) -> None:
+    def converted() -> Any:
+        with hmpx.convert(lists=lists, **{name: given}) as session:
+            found = {"low_precision_type": session.policy.low_precision_type}
+            found |= dataclasses.asdict(session.options)
+            return (found | {"device_types": session.device_types})[name]
+
+    expected = converted()
+    written(lists, "device_types: [meta]\nlegalize: always\nlow_precision_type: float16\n")
+    with (lists / "options.yaml").open("a") as file:
+        file.write("keep_weight_casts: false\n")
+    assert converted() == expected
+
+
+@pytest.mark.parametrize("how", ["folder", "link"])
+def test_what_is_no_file_is_an_error(how: str, lists: Path) -> None:
+    path = lists / "options.yaml"
+    path.mkdir() if how == "folder" else path.symlink_to("nowhere")
+    with pytest.raises(hmpx.PolicyFileError, match=r"options.yaml"):
+        hmpx.convert(lists=lists)
+    assert not hmpx.is_converted()
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("legalise: always\n", "options.yaml:1: unknown key 'legalise' of the options of lists; did you mean"),
         ("\nlow_precision_type: bf61\n", "options.yaml:2: low_precision_type"),
         ("device_types: [gpuu]\n", "options.yaml:1: device_types"),
         ("rounding: nearst\n", "options.yaml:1: rounding must be one of"),
-        ("legalize: allways\n", "options.yaml:1: legalize must be one of"),
+        ("legalize: fats\n", "options.yaml:1: legalize must be one of"),
+        ("# nothing\n", "options.yaml: is empty; delete it, or say how the lists are meant"),
         ("- always\n", "options.yaml:1: the options of lists must be a mapping of keys to values"),
     ],
 )  # fmt: skip

@@ -108,6 +108,18 @@ def test_lists_by_module(tmp_path: Path) -> None:
     text = policy.read_text()
     assert "# 3:add: effect" in text
     assert hmpx.load_policy(policy).fingerprint() == best.policy.fingerprint()
+    with pytest.raises(hmpx.OptionError, match=r"; give policy='.*policy.yaml'$"):
+        hmpx.load_policy(lists=tmp_path)
+
+    # Beside a result of another kind `convert` would read a part of each: nothing is written or deleted.
+    by_op = tune(nn.Sequential(*layers), inputs())
+    for first, second, name in ((by_op, best, "bf16.txt"), (best, by_op, "policy.yaml")):
+        folder = tmp_path / f"with {name}"
+        first.write(folder)
+        before = {each.name: each.read_bytes() for each in folder.iterdir()}
+        with pytest.raises(hmpx.OptionError, match=f"holds {name} of another result, which conv"):
+            second.write(folder)
+        assert {each.name: each.read_bytes() for each in folder.iterdir()} == before
 
 
 # --- metrics -----------------------------------------------------------------------------------------
