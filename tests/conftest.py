@@ -77,6 +77,7 @@ SAMPLED = {
     "test_kept_values": 2,
     "test_layers_in_inference": 4,
     "test_layers_in_training": 4,
+    "test_legalized_nodes": 3,
     "test_legalized_ops": 6,
     "test_lint": 2,
     "test_module_paths": 5,

@@ -137,7 +137,8 @@ class Legalization:
     def _takes_uncast(self, args: Args) -> bool:
         """Whether a call takes uncast inputs, which saves a layer the cast of its weight."""
         if not self._rounds_inputs:
-            return True
+            # Under transforms the cast decides whether an addend stays fp32.
+            return not (self._plan.facts.addends and transforms() is not None)
         if len(args) < 2 or traced():  # avoids guards on sizes
             return False
         x, weight = args[:2]

@@ -79,7 +79,7 @@ def forget_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has plans and kernels of all formats made anew: they are kept by the class that runs them."""
     monkeypatch.setattr(
         rounding_routes,
-        "Rounding",
+        "FormatRounding",
         type("Rounding", (rounding_routes.FormatRounding,), {"__slots__": ()}),
     )
 
