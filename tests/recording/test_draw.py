@@ -13,8 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import hmpx
-from hmpx import compute
-from hmpx import Drawing, OptionError
+from hmpx import Drawing, OptionError, compute
 from hmpx.recording import Node
 
 
