@@ -252,12 +252,8 @@ class Legalization:
                 return layer
         if not is_cast and rounds:
             args, kwargs = cast_args(self._plan, args, kwargs)
-        elif not is_cast and self._op == "linear" and not how and inputs.first.dim() > 2:
-            # Else torch's function depends on gradients.
-            if args:
-                args = (args[0].contiguous(), *args[1:])
-            else:
-                kwargs = {**kwargs, "input": kwargs["input"].contiguous()}
+        elif not is_cast and self._is_linear and args and not how and args[0].dim() > 2:
+            args = (args[0].contiguous(), *args[1:])  # else torch's function depends on gradients
         if transforms() is not None and self._plan.facts.addends:
             floating = floating_inputs(self._plan, args, kwargs)
             if len({t.dtype for t in floating}) > 1 and any(map(is_mapped, floating)):

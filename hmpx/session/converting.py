@@ -124,9 +124,9 @@ def convert(
         low_precision_type: ``torch.bfloat16``, ``torch.float16``, or a number format of `hmpx.formats` or
             its name, such as ``"float8_e4m3fn"``, which is emulated in float32.
         lists: Name of a shipped set, or a directory with ``bf16.txt``, ``fp32.txt``, ``widest.txt``; an
-            ``options.yaml`` there, as `hmpx.tune` writes it, holds ``low_precision_type``, ``device_types``,
-            ``legalize`` and other options, for those that are not given here. None: ``"hmpx"``. Others: ``"lean"``, ``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``,
-            ``"o2"``.
+            ``options.yaml`` there, which `hmpx.tune` writes, sets ``low_precision_type``, ``device_types``,
+            ``legalize`` and other options, unless the call does. None: ``"hmpx"``. Others: ``"lean"``,
+            ``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``, ``"o2"``.
         policy: Replaces all the lists above: a `Policy`, the path of a policy file (YAML, or a
             ``gaudi_config.json``), or a dict like such a file.
         exclude: Names of modules, as in ``model.named_modules()``, whose ops run in float32: ``["head"]``. A

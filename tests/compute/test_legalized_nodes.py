@@ -85,13 +85,8 @@ def test_bits_of_linear(name: str, legalize: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("legalize", ["auto", "fast"])
 @pytest.mark.parametrize("name", ATTENTIVE)
 def test_bits_of_attention(name: str, legalize: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_nodes, "X", X)
     monkeypatch.setattr(test_nodes, "make_net", make_attentive_net)
-    with legalized(with_nodes=False, legalize=legalize):
-        expected = CASES[name]()
-    with legalized(legalize=legalize):
-        actual = CASES[name]()
-    assert_equal_bits(actual, expected)
+    test_bits_of_linear(name, legalize, monkeypatch)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -499,6 +499,17 @@ def test_however_a_call_gives_its_arguments(name: str, legalize: str) -> None:
         assert torch.equal(result, results[0])
 
 
+@pytest.mark.usefixtures("lacks_low_precision")
+@pytest.mark.parametrize("legalize", ["auto", "always", "fast"])
+def test_a_missing_input_fails_as_torch_has_it_fail(legalize: str) -> None:
+    weight = torch.ones(2, 3, 4)
+    with pytest.raises(TypeError) as expected:
+        F.linear(weight=weight)  # type: ignore[call-arg]
+    with low("linear", legalize=legalize), pytest.raises(TypeError) as actual:
+        F.linear(weight=weight)  # type: ignore[call-arg]
+    assert str(actual.value) == str(expected.value)
+
+
 @pytest.mark.parametrize("legalize", ["always", "never"])
 @pytest.mark.parametrize("op", VIEWS)
 def test_views_of_low_precision_tensors_stay_views(op: str, legalize: str) -> None:
