@@ -29,6 +29,7 @@ from .op_lists import (
     LEGALIZE_MODES,
     LIST_KINDS,
     OPTIONS_NAME,
+    POLICY_NAME,
     PolicySource,
     is_policy_file,
 )

@@ -16,7 +16,7 @@ from ..errors import OpListError, OptionError, short, shown, suggestion
 from ..places import DIRECTORY
 from ..torch_internals import torch_version
 from .decisions import LINE_OPTIONS, OF_ALL_LINES, SHIPPED, CastPolicy, LowType
-from .op_lists import FILE_NAMES, KINDS, Entry, OpList
+from .op_lists import FILE_NAMES, KINDS, POLICY_NAME, Entry, OpList
 
 _CONDITION: Final = re.compile(
     r"torch\s*(?P<sign><|>=)\s*(?P<major>\d{1,4})\.(?P<minor>\d{1,4})", re.ASCII
@@ -264,7 +264,7 @@ def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) ->
         elif file_name is not None:
             found[kind.name] = read_list(folder / file_name, kind.name)
     if not found:
-        names, path = set_names(), os.path.join(name, "policy.yaml")  # noqa: PTH118  # any text
+        names, path = set_names(), os.path.join(name, POLICY_NAME)  # noqa: PTH118  # any text
         is_there = os.path.isfile(path)  # noqa: PTH113  # any text
         hint = f"; give policy={shown(path)}" if is_there else suggestion(name, names)
         raise OptionError(

@@ -63,6 +63,9 @@ LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
 #: In a directory of lists: the arguments of `convert` with which they were measured.
 OPTIONS_NAME: Final = "options.yaml"
 
+#: The policy file that `hmpx.tune` writes where modules differ.
+POLICY_NAME: Final = "policy.yaml"
+
 #: Endings of the names of policy files.
 POLICY_SUFFIXES: Final = (".yaml", ".yml", ".json")
 

@@ -15,7 +15,7 @@ import yaml
 
 from ..errors import OptionError, brief, cut, lined, short
 from ..files import make_directory
-from ..policy import FILE_NAMES, OPTIONS_NAME, Policy, of_libraries
+from ..policy import FILE_NAMES, OPTIONS_NAME, POLICY_NAME, Policy, of_libraries
 from ..reports import ReportTable, page, paragraphs, section, written
 from ..tensors import long_name
 from ..version import __version__
@@ -34,9 +34,6 @@ from .candidates import (
     policy_source,
     shares,
 )
-
-#: The file of a result in which modules differ.
-_POLICY_NAME: Final = "policy.yaml"
 
 #: The metric of a command, which only passes or fails.
 CHECK: Final = "check"
@@ -164,7 +161,7 @@ class Tuned:
             "report.html": self.to_html(),
         }
         folder = make_directory(directory)
-        others = {*FILE_NAMES.values(), OPTIONS_NAME, _POLICY_NAME} - files.keys()
+        others = {*FILE_NAMES.values(), OPTIONS_NAME, POLICY_NAME} - files.keys()
         if found := sorted(name for name in others if (folder / name).exists()):
             raise OptionError(
                 f"{short(os.fspath(folder))} holds {found[0]} of another result, which convert would read; give "
@@ -369,8 +366,8 @@ def _files(tuned: Tuned) -> dict[str, str]:
             _comment(f"{bare(name)}{' follows' * is_following(name)}: {_why(tuned, name)}")
             for name in sorted(tuned.kept)
         ]
-        head = _head(tuned, policy=_POLICY_NAME, **tuned.conversion)
-        return {_POLICY_NAME: "\n".join([head, *reasons, yaml.safe_dump(source, sort_keys=False)])}
+        head = _head(tuned, policy=POLICY_NAME, **tuned.conversion)
+        return {POLICY_NAME: "\n".join([head, *reasons, yaml.safe_dump(source, sort_keys=False)])}
     called = {op for op, _ in types}
     followed = {op for (op, _), each in types.items() if each == FOLLOWS}
     options = {name: _plain(value) for name, value in tuned.conversion.items()}

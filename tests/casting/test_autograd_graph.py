@@ -1,4 +1,7 @@
-"""Where the casts are in the autograd graph: HMP's users looked for ``ToCopyBackward0`` nodes."""
+"""Where the casts are in the autograd graph: HMP's users looked for ``ToCopyBackward0`` nodes.
+
+Compiled nodes contain the casts of a linear layer: tests/compute/test_nodes.py.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from torch import Tensor
 
 import hmpx
 from hmpx import Policy
+from hmpx.compute import nodes as nodes_of_linear
 
 CAST = "ToCopyBackward0"
 NAMESPACE = "torch::autograd::"  # of AccumulateGrad; torchviz leaves it out
@@ -27,6 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:distutils Version classes:Deprec
 def no_numbers_from_elsewhere() -> None:
     """Makes the tensors of a test the same in every order of tests."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def without_compiled_nodes(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves casts to torch, which has a node for each."""
+    monkeypatch.setattr(nodes_of_linear, "nodes_in_use", nodes_of_linear.Nodes)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
