@@ -25,6 +25,7 @@ from hmpx.casting import retiring
 from hmpx.compute.legalize import capability
 from hmpx.ops.sites import NAMESPACES
 from hmpx.patches import early_names, kept_values
+from hmpx.session import switching
 
 from . import fake_cuda
 from .samples import is_drawn
@@ -276,9 +277,17 @@ def torch_is_left_untouched() -> Iterator[None]:
 
 
 @pytest.fixture
-def fresh_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares no wrappers with other tests: wrappers know for good which devices are fast."""
+def fresh_wrappers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shares no wrappers with other tests: wrappers know for good which devices are fast.
+
+    Nor the last session left, which has some, nor regions in graphs, for which wrappers look closer at each call.
+    """
     monkeypatch.setattr(retiring, "_shared", {})
+    monkeypatch.setattr(hmpx.torch_state.switch, "_has_traced_regions", False)
+    monkeypatch.setattr(hmpx.torch_state.switch, "_looks_closer", False)
+    switching.forget_left()
+    yield
+    switching.forget_left()
 
 
 #: The wrappers of tests in which every device is fast, which they share.

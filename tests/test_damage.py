@@ -18,6 +18,7 @@ import hmpx
 from hmpx import checking, files, reports
 from hmpx.errors import HmpxError
 from hmpx.files import Kind
+from hmpx.policy.files import read_options
 from hmpx.tuning.runner import Journal
 
 from .reports.samples import row, waste
@@ -47,6 +48,7 @@ _GAUDI = json.dumps(
     {"use_habana_mixed_precision": True, "hmp_opt_level": "O1", "hmp_bf16_ops": ["mm", "bmm"],
      "hmp_fp32_ops": ["exp"], "hmp_is_verbose": False, "model_type": "bert"}, indent=1
 ).encode()  # fmt: skip
+_OPTIONS = b"low_precision_type: float16\nlegalize: fast\ndevice_types: [cpu, cuda]\n"
 _CONTRACT = b"""\
 expect:
 - {op: softmax, compute: float32}
@@ -124,6 +126,7 @@ GOOD: dict[tuple[Kind, str], tuple[Any, Callable[[str], object]]] = {
     (files.OP_LIST, ".txt"): (_LIST, lambda path: str(hmpx.load_policy(path))),
     (files.POLICY, ".yaml"): (_POLICY, lambda path: str(hmpx.load_policy(policy=path))),
     (files.POLICY, ".json"): (_GAUDI, lambda path: str(hmpx.load_policy(policy=path))),
+    (files.OPTIONS, ".yaml"): (_OPTIONS, read_options),
     (files.CONTRACT, ".yaml"): (_CONTRACT, hmpx.expect),
     (files.BASELINE, ".keys"): (_BASELINE, lambda path: files.read_text(path, files.BASELINE)),
     (files.SOURCE, ".py"): (_SOURCE, _read_source),

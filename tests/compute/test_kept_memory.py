@@ -126,7 +126,13 @@ def peak(block: str, way: str, region: contextlib.AbstractContextManager[object]
 
 @functools.cache
 def peak_under_autocast(block: str, way: str) -> int:
-    return peak(block, way, torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
+    """Returns `peak`; on some CPUs oneDNN has no bf16 kernel for an LSTM, which then stops: that of fp32."""
+    try:
+        return peak(block, way, torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
+    except RuntimeError as error:
+        if "could not create a primitive descriptor" not in str(error):
+            raise
+        return peak(block, way, contextlib.nullcontext())
 
 
 @pytest.mark.sampled(4)

@@ -164,7 +164,7 @@ def test_hmp_script_learns(tmp_path: Path) -> None:
 
 def test_graph(tmp_path: Path) -> None:
     """Seven casts under hmpx, none in fp32, and a picture of each graph."""
-    output = run_example("graph.py", "--out", "pictures", cwd=tmp_path)
+    output = run_anew(str(EXAMPLES / "graph.py"), "--out", "pictures", cwd=tmp_path)
     assert re.search(r"^fp32: 0 casts ", output, re.M)
     assert re.search(r"^hmpx: 7 casts ", output, re.M)
     assert re.findall(r"^  (.+ -> .+)$", output, re.M) == [

@@ -73,6 +73,7 @@ def test_a_model_has_the_casts_that_the_policy_asks_for(legalize: str) -> None:
     assert drawing.classes["fc"] == "Linear"
 
 
+@pytest.mark.usefixtures("fresh_wrappers")
 def test_a_result_is_drawn_with_the_names_of_a_model() -> None:
     """Afterwards: modules are those of the parameters around an op."""
     model = Small()
