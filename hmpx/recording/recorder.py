@@ -17,7 +17,7 @@ from ..number_formats import is_format
 from ..observers import OpCall, Values
 from ..reports import Row, Waste, add_up, added, added_waste
 from ..tensors import LOW_DTYPES, floating_in, node_of, promoted, tensors_in
-from ..torch_internals import disable_modes, is_jit_tracing, is_noted_in_graph
+from ..torch_internals import DispatchMode, disable_modes, is_jit_tracing, is_noted_in_graph
 from ..torch_state import without_casts
 from .casts import Casts
 from .signatures import Shape, Signature, rebuilt, shapes, signature, tensors_of
@@ -313,15 +313,32 @@ def _flops(entry: RecordedCalls) -> Flops:
     return Flops(found.forward * times, found.backward * times)
 
 
+class _FlopCounter(DispatchMode):
+    """Counts by torch's formulas; torch's own counter would import torch.compile, which takes seconds."""
+
+    supports_higher_order_operators = False
+    total = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.utils.flop_counter import flop_registry  # slow to import
+
+        kwargs = kwargs or {}
+        formula = flop_registry.get(op._overloadpacket)
+        if formula is None:
+            with self:
+                result = op.decompose(*args, **kwargs)
+            return op(*args, **kwargs) if result is NotImplemented else result
+        result = op(*args, **kwargs)
+        self.total += formula(*args, **kwargs, out_val=result)
+        return result
+
+
 @functools.lru_cache(maxsize=10_000)
 def _flops_of(function: Callable[..., Any], found: Signature) -> Flops:
     """Returns the operations of a call of torch's ``function``; zero if they depend on values.
 
-    Repeats the call on tensors without memory, under torch's counter. So legalized and emulated calls count as
-    the program made them.
+    Repeats the call on tensors without memory. So legalized and emulated calls count as the program made them.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # slow to import
-
     made: list[Tensor] = []
 
     def make(shape: Shape) -> Tensor:
@@ -337,16 +354,16 @@ def _flops_of(function: Callable[..., Any], found: Signature) -> Flops:
         for name in ("device", "out", "generator"):
             kwargs.pop(name, None)
         try:
-            with FlopCounterMode(display=False) as counter:
+            with _FlopCounter() as counter:
                 result = function(*args, **kwargs)
-            forward = counter.get_total_flops()
+            forward = counter.total
             learning = [tensor for tensor in made if tensor.requires_grad]
             results = [each for each in floating_in([result]) if each.requires_grad]
             if not (forward and learning and results):
                 return Flops(forward)
             gradients = [torch.empty_like(each) for each in results]
-            with FlopCounterMode(display=False) as counter:
+            with _FlopCounter() as counter:
                 torch.autograd.grad(results, learning, gradients, allow_unused=True)
-            return Flops(forward, counter.get_total_flops())
+            return Flops(forward, counter.total)
         except raised_here(RuntimeError, TypeError, ValueError):
             return Flops()  # its shapes depend on values, or it has no kernel without memory

@@ -32,6 +32,9 @@ disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_
     "dispatch modes and tensors in graphs"
 )
 
+with disable_modes():
+    """Its first use imports modules: a child that is forked meanwhile, by another thread, would wait for ever."""
+
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[misc,valid-type]
     """Base of hmpx's dispatch modes."""

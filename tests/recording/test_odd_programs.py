@@ -85,8 +85,9 @@ def backend(graph, inputs):
     return graph.forward
 x = torch.ones(2, 8)
 with hmpx.convert(device_types={"cpu"}, legalize="never"):
-    with hmpx.record():
-        pass
+    with hmpx.record() as rec:
+        x @ x.t()
+    assert [row.flops for row in rec.rows] == [2 * 2 * 8 * 2]
     assert "torch._dynamo" not in sys.modules
     with hmpx.record() as rec:
         compiled = torch.compile(lambda x: torch.mm(x, x.t()).softmax(-1), backend=backend)
