@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hmpx.reports import Written
+
 ROOT = Path(__file__).resolve().parent.parent
 
 TEMPLATE = ROOT / "scripts" / "api_page.md"
@@ -198,7 +200,11 @@ def _methods(cls: type) -> Iterator[str]:
     members = [*_members(cls)]
     if members:
         yield "Members:\n"
+    if issubclass(cls, Written):
+        yield "- `to_json`, `to_html`, `to_csv`, `to_dataframe`: see [Results](#results)."
     for name, value in members:
+        if value is getattr(Written, name, None):
+            continue
         own = value.fget if isinstance(value, property) else value
         said = " ".join((inspect.getdoc(own) or "").partition("\n\n")[0].split())
         shown = name if isinstance(value, property) else signature(name, value, width=10**6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..later import shown_later
-from .findings import RULES, Finding, as_github, as_json, as_sarif
+from .findings import RULES, Finding, as_github, as_json, as_sarif, findings_page
 from .lint_rules import siblings
 from .linting import Lint, lint
 
@@ -33,6 +33,7 @@ __all__ = [
     "as_sarif",
     "differences",
     "expect",
+    "findings_page",
     "is_contract",
     "lint",
     "read",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import linecache
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ..errors import fielded
 from ..places import located
+from ..reports import Column, ReportTable, clean, exponential, page, paragraphs, table_section
+from ..reports import count as count_of
 from ..version import __version__
 
 #: Code -> its name, and what it finds.
@@ -108,6 +111,51 @@ def is_ignored(finding: Finding) -> bool:
 def as_json(findings: Iterable[Finding]) -> str:
     """Returns a JSON list of objects with the fields of `Finding`."""
     return json.dumps([asdict(each) for each in findings], indent=2)
+
+
+def findings_page(findings: Sequence[Finding], about: Mapping[str, str]) -> str:
+    """Returns a page: the findings, and what the codes among them mean."""
+    count = len(findings)
+    codes = dict.fromkeys(each.code for each in findings)
+    meanings = [f"{code} {RULES[code][0]}: {RULES[code][1]}" for code in codes]
+    note = (
+        "Effect: the relative error of the call, or the share of values or bytes that it costs. With the remedy: the "
+        "same, where it was tried. A line of the program is left out by # hmpx: ignore[CODE] on it."
+    )
+    verdict = f"{count} finding{'s' * (count != 1)}" if count else "no findings"
+    parts = [
+        paragraphs([verdict], "verdict"),
+        paragraphs(meanings),
+        table_section(
+            "findings", "Findings, the largest effect of a code first", paragraphs([note], "note")
+        ),
+    ]
+    tables = {"findings": _table(findings)}
+    return page(
+        "hmpx lint", "Calls that lose precision or time", "\n".join(parts), about, tables=tables
+    )
+
+
+def _table(findings: Sequence[Finding]) -> ReportTable:
+    def texts(title: str, values: Iterable[str]) -> Column:
+        return Column(title, [*map(clean, values)], is_number=False)
+
+    tried = [math.nan if each.remedied is None else each.remedied for each in findings]
+    return ReportTable(
+        [
+            texts("code", [f"{each.code} {each.name}" for each in findings]),
+            texts("op", [each.op for each in findings]),
+            texts("module", [each.module for each in findings]),
+            texts("line", [located(each.location) for each in findings]),
+            texts("evidence", [each.evidence for each in findings]),
+            texts("remedy", [each.remedy for each in findings]),
+            Column("calls", [each.calls for each in findings], count_of),
+            Column("effect", [each.effect for each in findings], exponential),
+            Column(
+                "with the remedy", tried, lambda each: "" if math.isnan(each) else exponential(each)
+            ),
+        ]
+    )
 
 
 def as_github(findings: Iterable[Finding]) -> str:

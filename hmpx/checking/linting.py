@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +20,12 @@ from ..comparing import Origins, contents, is_readable, may_read
 from ..errors import OptionError, to_the_end
 from ..observers import Attached, OpCall, Values
 from ..patches import SCALERS
-from ..session import observable, restoring
+from ..reports import ReportTable, Written
+from ..session import about_run, observable, restoring
 from ..tensors import LOW_DTYPES, node_of, short_name
 from ..torch_internals import uncompiled, unseen
 from ..torch_state import named_tensors, spot, without_casts
-from .findings import RULES, Finding, is_ignored
+from .findings import RULES, Finding, findings_page, is_ignored
 from .integers import IntegerCasts
 from .lint_rules import findings_of
 from .lint_trace import LintedCall, Trace
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Lint:
+class Lint(Written):
     """A context manager returned by `lint`; iterates over its findings.
+
+    Attributes:
+        about: What it was measured with: command, date, device, versions, policy.
 
     Example:
         >>> with hmpx.lint() as findings:
@@ -45,6 +49,7 @@ class Lint:
 
     def __init__(self, every: int, select: frozenset[str]) -> None:
         """Is called by `lint` only."""
+        self.about: Mapping[str, str] = {}
         self._every, self._select = every, select
         self._found: dict[tuple[str, ...], Finding] = {}
         self._origins, self._trace = Origins(), Trace()
@@ -69,6 +74,19 @@ class Lint:
     def __len__(self) -> int:
         return len(self.findings)
 
+    def _data(self) -> Mapping[str, Any]:
+        return {
+            "hmpx_lint": 1,
+            "about": self.about,
+            "findings": [asdict(each) for each in self.findings],
+        }
+
+    def _table(self) -> ReportTable:
+        return ReportTable.of_fields([each.name for each in fields(Finding)], self.findings)
+
+    def _page(self) -> str:
+        return findings_page(self.findings, self.about)
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.findings)) or "no findings"
 
@@ -81,6 +99,7 @@ class Lint:
     def __enter__(self) -> Lint:
         if self._block is not None:
             raise OptionError("this lint was entered before; make a new one with hmpx.lint()")
+        self.about = about_run()
         self._attached = Attached(self._check_call, every_op=True, values=True, kernels=True)
         SCALERS.clear()
         with contextlib.ExitStack() as block:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Final
 
-from .. import checking, files
+from .. import checking, files, reports
 from ..errors import short
 from . import output, scripts
 
@@ -35,6 +36,7 @@ Runs SCRIPT without converting torch, and measures each finding in float64.
 --baseline FILE  known findings, which are not shown
 --write-baseline  write the findings to --baseline instead of showing them
 --output-format text|json|sarif|github=text  default: text
+--html FILE  write a page that needs no network
 -m  run a module, as python -m does
 program ...
 ---
@@ -61,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the program under `hmpx.lint`; status 1 if there are findings."""
     if options.write_baseline and not options.baseline:
         options.parser.error("--write-baseline needs --baseline FILE")
+    output.check_writable("--html", options.html)
     known = _known(options)
     codes = {
         name: [*filter(None, getattr(options, name).split(","))] for name in ("select", "ignore")
@@ -83,9 +86,11 @@ def run(options: argparse.Namespace) -> int:
         return output.show(
             [f"wrote {output.counted(len(lines), 'finding')} to {short(options.baseline)}"]
         )
+    page = checking.findings_page(found, checked.about)
+    wrote = [*output.written(options, html=functools.partial(reports.written, page))]
     lines = [_FORMATS[options.output_format](found)]
     if options.output_format == "text":
-        lines.append(output.counted(len(found), "finding"))
+        lines += [output.counted(len(found), "finding"), *wrote]
     return output.show(filter(None, lines), status=1 if found or failed else 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
@@ -34,7 +33,6 @@ from ..reports import (
     table_section,
     without_start,
     wrapped,
-    written,
 )
 from ..tensors import LOW_DTYPES
 from .measures import EXPONENTS, Limits, limits
@@ -86,15 +84,6 @@ class Comparison(Written):
         """Returns the rows of largest effect."""
         return self.rows[:number]
 
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the rows as CSV, and writes them to ``path`` if given.
-
-        Raises:
-            OptionError: The file can't be written.
-        """
-        names = [each.name for each in fields(ComparedSite) if each.name != "exponents"]
-        return written(ReportTable.of_fields(names, self.rows, " to ").to_csv(), path)
-
     __repr__ = brief
 
     def __str__(self) -> str:
@@ -108,6 +97,10 @@ class Comparison(Written):
 
     def _data(self) -> Mapping[str, Any]:
         return {"hmpx_comparison": SCHEMA, **asdict(self)}
+
+    def _table(self) -> ReportTable:
+        names = [each.name for each in fields(ComparedSite) if each.name != "exponents"]
+        return ReportTable.of_fields(names, self.rows, " to ")
 
     def _page(self) -> str:
         target = "outputs, relative to their norm" if math.isnan(self.loss) else "loss"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 from ..errors import OptionError, brief, shown
@@ -155,6 +155,9 @@ class Bench(Written):
     def _data(self) -> Mapping[str, Any]:
         variants = {each.name: asdict(each) for each in self.variants}
         return {"hmpx_bench": SCHEMA, **asdict(self), "variants": variants}
+
+    def _table(self) -> ReportTable:
+        return ReportTable.of_fields([each.name for each in fields(Measured)], self.variants)
 
     def _page(self) -> str:
         return page("hmpx bench", "A step in each precision", self._repr_html_(), self.about)

@@ -333,6 +333,9 @@ class Plan(Written):
             "runs": {each.name: _of_run(each) for each in self.runs},
         }
 
+    def _table(self) -> ReportTable:
+        return _memory_table(self)
+
     def _page(self) -> str:
         parts = [
             paragraphs((_headline(self), _verdict(self)), "verdict"),

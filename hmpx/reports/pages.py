@@ -30,9 +30,12 @@ def written(found: str, path: str | os.PathLike[str] | None) -> str:
 
 
 class Written:
-    """Base of results that are written as JSON and as a page; a subclass has `_data` and `_page`."""
+    """Base of results that are written to files; a subclass has `_data`, `_table` and `_page`."""
 
     def _data(self) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def _table(self) -> ReportTable:
         raise NotImplementedError
 
     def _page(self) -> str:
@@ -56,6 +59,24 @@ class Written:
             OptionError: The file can't be written.
         """
         return written(self._page(), path)
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the rows as CSV, and writes them to ``path`` if given.
+
+        Text that a spreadsheet would evaluate, such as a module named ``=1+1``, gets a leading ``'``.
+
+        Raises:
+            OptionError: The file can't be written.
+        """
+        return written(self._table().to_csv(), path)
+
+    def to_dataframe(self) -> Any:
+        """Returns the rows as a `pandas.DataFrame`; several dtypes in a row become one string.
+
+        Raises:
+            OptionError: pandas isn't installed.
+        """
+        return self._table().to_dataframe()
 
 
 # --- pages ------------------------------------------------------------------------------------------

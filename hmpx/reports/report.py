@@ -11,7 +11,7 @@ from .. import files
 from ..errors import brief, raised_here, short
 from . import report_page, text
 from .groups import Groups, grouped
-from .pages import Written, written
+from .pages import Written
 from .rows import Row, Totals, Waste, added, added_waste, totals
 from .table import ReportTable
 
@@ -38,24 +38,6 @@ class Views(Written):
     def by_site(self) -> Groups:
         """Groups the calls by program line and op."""
         return grouped(self.report().rows, ("location", "op"))
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the rows as CSV, and writes them to ``path`` if given.
-
-        Text that a spreadsheet would evaluate, such as a module named ``=1+1``, gets a leading ``'``.
-
-        Raises:
-            OptionError: The file can't be written.
-        """
-        return written(self._table().to_csv(), path)
-
-    def to_dataframe(self) -> Any:
-        """Returns the rows as a `pandas.DataFrame`; several dtypes in a row become one string.
-
-        Raises:
-            OptionError: pandas isn't installed.
-        """
-        return self._table().to_dataframe()
 
     def _table(self) -> ReportTable:
         return ReportTable.of_fields([each.name for each in fields(Row)], self.report().rows)

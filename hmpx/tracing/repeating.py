@@ -21,7 +21,7 @@ from ..inputs import Steps
 from ..observers import Attached, CallTensors, OpCall
 from ..patching import Patch, apply, undo
 from ..renames import renamed
-from ..session import is_converted, observable, restoring
+from ..session import about_run, is_converted, observable, restoring
 from ..tensors import CAST, LOW_DTYPES, copied, map_all, tensors_in, tensors_of
 from ..torch_internals import BATCH_CHECK, uncompiled
 from ..torch_state import state_of_random_numbers, unchanged
@@ -179,6 +179,7 @@ class _Repeats:
             dict(self._skipped),
             self._count,
             is_converted(),
+            about_run(),
         )
 
     def observe(self, call: OpCall, tensors: CallTensors | None) -> None:

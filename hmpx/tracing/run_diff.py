@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from ..errors import brief
@@ -144,6 +144,9 @@ class RunDiff(Written):
 
     def _data(self) -> Mapping[str, Any]:
         return {"hmpx_run_diff": 2, **asdict(self)}
+
+    def _table(self) -> ReportTable:
+        return ReportTable.of_fields([each.name for each in fields(RunDiffRow)], self.rows, " and ")
 
     def _page(self) -> str:
         numbered = [*enumerate(self.rows)]

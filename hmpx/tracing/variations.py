@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ..errors import lined
+from ..errors import brief, lined
 from ..places import located
-from ..reports import ReportTable
+from ..reports import ReportTable, Written, page, paragraphs, table_section
 
 _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -104,8 +104,8 @@ class Variation:
 BY_ROW: Final = "row by row"
 
 
-@dataclass(frozen=True)
-class Invariance:
+@dataclass(frozen=True, repr=False)
+class Invariance(Written):
     """A report of `invariance`. Printed, it is a verdict and a table, in the order of the calls.
 
     Attributes:
@@ -114,6 +114,7 @@ class Invariance:
         skipped: Why calls were not repeated with other batches -> how many.
         calls: Number of calls.
         is_converted: Whether torch was converted.
+        about: What it was measured with: command, date, device, versions, policy.
 
     Example:
         >>> model = torch.nn.Linear(4, 2, dtype=torch.float64)
@@ -126,6 +127,7 @@ class Invariance:
     skipped: Mapping[str, int]
     calls: int
     is_converted: bool = False
+    about: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def first(self) -> Variation | None:
@@ -159,7 +161,36 @@ class Invariance:
         titles = ("op", "module", "line", "calls", "differs", "remedy")
         return ReportTable.of(titles, rows, numbers=["calls"])
 
+    def _data(self) -> Mapping[str, Any]:
+        return {"hmpx_invariance": 1, **asdict(self)}
+
+    def _table(self) -> ReportTable:
+        return self.table
+
+    def _page(self) -> str:
+        note = (
+            "Differs: what changed when the call ran again with other batches, on other threads or twice. Remedy: "
+            "what removes the difference, and the call's time with it, in multiples of its own."
+        )
+        parts = [
+            paragraphs(self._verdict(), "verdict"),
+            table_section("calls", "Calls that differ, in their order", paragraphs([note], "note")),
+        ]
+        return page(
+            "hmpx invariance",
+            "Calls whose bits depend on the batch, on threads or on the run",
+            "\n".join(parts),
+            self.about,
+            tables={"calls": self.table},
+        )
+
+    __repr__ = brief
+
     def __str__(self) -> str:
+        table = self.table
+        return lined([*self._verdict(), *(table.lines(sys.maxsize) if len(table) else [])])
+
+    def _verdict(self) -> list[str]:
         lines = [f"{self.calls:,} calls repeated: none differs by rounding"]
         if self.first is not None:
             by_kind = Counter(kind for each in self.variations for kind in each.found)
@@ -171,6 +202,6 @@ class Invariance:
                 f"rounding, at {len(self.variations)} places ({kinds})",
                 f"first: {where}: {self.first.says}",
             ]
-        lines += [f"not repeated with other batches: {n}, {why}" for why, n in self.skipped.items()]
-        table = self.table
-        return lined([*lines, *(table.lines(sys.maxsize) if len(table) else [])])
+        return lines + [
+            f"not repeated with other batches: {n}, {why}" for why, n in self.skipped.items()
+        ]

@@ -30,9 +30,22 @@ def recorded(**options: Any) -> Any:
     return rec.report()
 
 
+def linted(**options: Any) -> Any:
+    with hmpx.convert(**CPU, **options), hmpx.lint() as findings:
+        torch.arange(1000).to(torch.bfloat16)
+    return findings
+
+
+def repeated(**options: Any) -> Any:
+    with hmpx.convert(**CPU, **options):
+        return hmpx.invariance(model(), X)
+
+
 #: Tool -> a result of it, under the conversion with these options.
 TOOLS = {
     "record": recorded,
+    "lint": linted,
+    "invariance": repeated,
     "compare": lambda **options: hmpx.compare(model(), X, **CPU, **options),
     "plan": lambda **options: hmpx.plan(model, X, device="cpu", **options),
     "bench": lambda **options: hmpx.bench(model, X, variants=[], runs=1, run_s=0.0, device="cpu", **options),
