@@ -9,15 +9,16 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 from torch.overrides import has_torch_function
 
 from .. import compute
+from ..errors import raised_here
 from ..policy import CastPolicy, Decision, LowType, Rule
 from ..tensors import LOW_DTYPES, Args, Kwargs
-from ..torch_state import is_off, switch
+from ..torch_state import is_off, is_outside, switch
 from .calls import call_of, cast_where_on, is_overridden, narrower, override, retry_in_fp32
 from .inputs import widener
 from .judging import MOST_VERDICTS, CachedRules
@@ -157,6 +158,26 @@ def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any
 
 # --- ops that rules decide ---------------------------------------------------------------------
 
+
+def _falling_back(
+    complete: Callable[..., Any], original: Callable[..., Any], plan: CallPlan, control: Control
+) -> Callable[..., Any]:
+    """Makes ``complete`` compute in fp32 where torch stops: the module that is converted gave it a low result."""
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return complete(*args, **kwargs)
+        except raised_here(Exception) as error:
+            again = retry_in_fp32(original, plan, control, error, args, kwargs)
+            if again is None:
+                raise
+        return again()
+
+    return outside
+
+
+_OUTSIDE: Final = Decision(CastPolicy.PASS, reason="outside of the module given as within=")
+
 #: Creates the wrapper for a decision; None if no call would be cast.
 Maker = Callable[[Decision], Callable[..., Any] | None]
 
@@ -168,7 +189,7 @@ def make_choosing_wrapper(
     low_dtype: LowType,
     make: Maker,
 ) -> Callable[..., Any]:
-    """Returns a wrapper of ``original`` whose calls are decided by ``rules``."""
+    """Returns a wrapper of ``original`` whose calls are decided by ``rules``, and by where they are made."""
     # Also keyed by the reason, which the log shows and equality ignores.
     followed: dict[tuple[Decision, str], Callable[..., Any]] = {}
 
@@ -185,8 +206,14 @@ def make_choosing_wrapper(
         return found
 
     by_lists, control = follow(None), Control()
+    outside = None
+    if plan.options.within is not None:
+        uncast = dataclasses.replace(plan, decision=_OUTSIDE)
+        outside = _falling_back(follow(_OUTSIDE), original, uncast, control)
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if outside is not None and is_outside():
+            return args, kwargs
         if choose(args, kwargs) is not by_lists:
             return args, kwargs  # cast after the rule decided again, by the present dtypes
         return cast_where_on(plan, args, kwargs)
@@ -200,6 +227,8 @@ def make_choosing_wrapper(
             return override(original, plan.site.name, cast, args, kwargs)
         if switch._looks_closer and is_off():
             return by_lists(*args, **kwargs)
+        if outside is not None and is_outside():
+            return outside(*args, **kwargs)
         if kwargs:
             return choose(args, kwargs)(*args, **kwargs)
         return choose(args, kwargs)(*args)

@@ -6,14 +6,15 @@ Derives everything that calls need, once.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .. import arguments, compute, number_formats, ops
+from .. import arguments, compute, number_formats, ops, torch_state
 from ..compute import PRODUCTS, Lacking
 from ..errors import OptionError, shown
 from ..number_formats import OVERFLOWS, ROUNDING_MODES
@@ -58,6 +59,14 @@ def _rounded_gradients(name: str, value: object) -> bool | Format:
     )
 
 
+def _module(name: str, value: object) -> weakref.ref[nn.Module] | None:
+    if value is None:
+        return None
+    if not isinstance(value, nn.Module):
+        raise OptionError(f"{name} must be a torch.nn.Module, not {shown(value)}")
+    return weakref.ref(torch_state.unwrapped(value))
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How ops compute. Each field is an argument of `convert`, which documents it."""
@@ -96,6 +105,7 @@ class Options:
         is_of_formats=True,
         metavar="yes|FORMAT",
     )
+    within: weakref.ref[nn.Module] | None = _option(None, _module)  # noqa: RUF009
 
     @classmethod
     def checked(cls, given: Mapping[str, object]) -> Options:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from .. import patches
 from ..patching import Patch
+from ..torch_internals import leave_uncompiled
 from .plan import CallPlan
 
 #: Dotted name of a slot -> the wrapper in it, and the wrapped function.
@@ -58,6 +59,7 @@ def named_after(
     wrapper.__wrapped__ = original  # type: ignore[attr-defined]
     wrapper.__hmpx_site__ = site  # type: ignore[attr-defined]
     wrapper.__hmpx_control__ = control  # type: ignore[attr-defined]
+    leave_uncompiled(wrapper)
     return wrapper
 
 

@@ -73,12 +73,12 @@ def _state() -> bytes | None:
         why = "the policy holds a function of the main module" if _MAIN in state else ""
     except raised_here(Exception) as error:  # a format's functions may raise anything
         state, why = b"", str(error)
+    remedy = "define number formats in a module of their own"
+    if current is not None and current.options.within is not None:
+        why, remedy = "convert(within=...) names a module of this one", "convert there, too"
     if not why:
         return state
-    _LOGGER.warning(
-        "started processes are not converted: %s; define number formats in a module of their own",
-        why,
-    )
+    _LOGGER.warning("started processes are not converted: %s; %s", why, remedy)
     return pickle.dumps((stand_in, None))
 
 

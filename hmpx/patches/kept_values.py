@@ -27,7 +27,7 @@ from ..patching import Draft, ItemPatch, Patch, entries
 from ..places import is_ours
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, short_name
 from ..torch_internals import BUFFER_HOOKS, device_constructors, rebuild_tensor
-from ..torch_state import has_casts, in_force, without_casts
+from ..torch_state import has_casts, in_force, is_outside, without_casts
 from .compiled import unwrapped
 from .values import named_after
 
@@ -181,7 +181,7 @@ def _kept(value: Any, what: str) -> Any:
     if is_ours(name):
         _add(value)
     is_carried = keeper.f_code in _CARRYING or (name[:6] == "torch." and name[:9] != "torch.nn.")
-    if is_carried or not has_casts(value.device.type):
+    if is_carried or not has_casts(value.device.type) or is_outside():
         return value
     if _is_asked_for(value):
         _ask()

@@ -24,7 +24,7 @@ from .. import torch_state
 from ..compute import held, widen
 from ..patching import Draft, Patch
 from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, is_low, widened, with_items
-from ..torch_internals import NAMING_GETTERS, device_constructors, leave_to_callees
+from ..torch_internals import NAMING_GETTERS, device_constructors, leave_uncompiled
 from ..torch_state import in_force, is_off, without_low_casts
 from .compiled import unwrapped
 
@@ -52,7 +52,7 @@ def value_patches(draft: Draft) -> Iterator[Patch]:
     yield draft.around(BackwardHook, "__init__", _collect)
     numpy_patch = draft.around(Tensor, "numpy", _numpy)
     for each in (numpy_patch.value, _numpy):  # graphs of their own would call them for their arrays
-        leave_to_callees(each)
+        leave_uncompiled(each, with_callees=False)
     yield numpy_patch
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "from_dlpack"):

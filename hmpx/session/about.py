@@ -41,6 +41,8 @@ def about_run(policy: Policy | None = None) -> dict[str, str]:
         policy = session.policy
         found["device types"] = ", ".join(sorted(session.device_types))
         found["legalize"] = session.options.legalize
+        if session.options.within is not None:
+            found["within"] = type(session.options.within()).__name__
     if policy is not None:
         found["policy"] = policy_line(policy)
         found["digest of the policy"] = policy.fingerprint()[:12]

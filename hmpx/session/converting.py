@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import torch
+from torch import nn
 
 from .. import torch_internals, torch_state
 from ..casting import Options, all_rules
@@ -105,6 +106,7 @@ def convert(
     rounding: str = "nearest",
     overflow: str | None = None,
     round_gradients: bool | str | Format = False,
+    within: nn.Module | None = None,
     **_unknown: NoReturn,  # get an error with the nearest name
 ) -> Session:
     """Patches torch so that every op casts its inputs as the op lists say.
@@ -149,6 +151,8 @@ def convert(
             ``"saturate"`` gives the largest; None follows the format's standard.
         round_gradients: Whether gradients of ops in a number format are rounded to it as well; or a
             format or its name for all of them, such as ``"float8_e5m2"``.
+        within: A module: only calls inside of its forward are cast, those that a checkpoint repeats included, so
+            that a library converts its own model only. It must be alive. None: all calls.
 
     Returns:
         The session in force: ``.revert()`` undoes it, and so does leaving a ``with`` block on it.
@@ -275,6 +279,7 @@ def _named(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:
     """Raises OptionError, with the nearest name, for arguments that neither ``function`` nor `convert` has."""
     taken = _named(convert)
+    del taken["within"]  # they convert all of their model
     for name in options:
         if name not in taken:
             names = {**_named(function), **taken}
@@ -391,14 +396,15 @@ def is_converted() -> bool:
 def casts_enabled() -> bool:
     """Whether ops cast here and now: torch is converted, and casts are not switched off.
 
-    `disable_casts`, or a disabled region of torch.autocast, switches them off.
+    `disable_casts`, or a disabled region of torch.autocast, switches them off; outside of ``convert(within=model)``
+    they are off, too.
 
     Example:
         >>> with hmpx.convert(), hmpx.disable_casts():
         ...     hmpx.casts_enabled()
         False
     """
-    return current() is not None and not torch_state.is_off()
+    return current() is not None and not (torch_state.is_off() or torch_state.is_outside())
 
 
 def refuse_where_off(tool: str) -> None:

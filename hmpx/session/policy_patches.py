@@ -122,7 +122,7 @@ def _made(
             return casting.make_wrapper_where_lacking(function, plan)
         return casting.make_wrapper(function, decided)
 
-    if asked and not site.in_place:
+    if (asked or plan.options.within) and not site.in_place:
         low_type = conversion.policy.low_precision_type
         return casting.make_choosing_wrapper(function, plan, asked, low_type, make)
     is_observed = _is_observed(function, site, plan.decision, observers)

@@ -293,6 +293,7 @@ def _draft_steps(
         # Otherwise modules are tracked from the first request on.
         notes_modules=bool(conversion.observers)
         or is_historical
+        or options.within is not None
         or any(section.is_placed for section in policy.sections)
         or any(rule.names_modules() for rule in rules),
         observers=conversion.observers,
@@ -334,7 +335,8 @@ def _draft_steps(
             options.legalize,
             options.keep_weight_casts,
             session.add,
-            is_cached=not may_have_history,  # graphs name the model whose amaxes they count
+            # Graphs name the model whose amaxes they count, or inside of which they are cast.
+            is_cached=not may_have_history and options.within is None,
         )
     )
     return dataclasses.replace(installed, applied=tuple(applied)), others.said

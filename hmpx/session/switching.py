@@ -210,7 +210,8 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
     decides = None if session is None else session._decides(installation.rules)
     device_types = frozenset() if session is None else session.device_types
     torch_state.reserve_marks(device_types | {torch_state.TO_LOW})
-    draft.put(*torch_state.conversion_patches(epoch, decides, device_types))
+    within = None if session is None else session.options.within
+    draft.put(*torch_state.conversion_patches(epoch, decides, device_types, within))
     this = sys.modules[__name__]
     draft.put(Patch(this, "_current", session), Patch(this, "_left", old if may_return else None))
     if replaced.wrappers and not is_quick:

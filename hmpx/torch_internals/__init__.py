@@ -34,7 +34,7 @@ from .compiler import (
     is_dynamo_frame,
     is_in_subgraph,
     later_parts,
-    leave_to_callees,
+    leave_uncompiled,
     needed_of_later,
     of_later,
     run_when_traced,

@@ -168,19 +168,16 @@ def add_guard(builder: Any, guard: Any, holds: Callable[[Any], bool], meaning: s
     builder.guard_manager.root.add_lambda_guard(holds, [meaning], *stack)
 
 
-def leave_to_callees(function: Any) -> None:
-    """Makes torch.compile start its graphs in the callees of ``function``, as for Module's own functions.
+def leave_uncompiled(function: Any, *, with_callees: bool = True) -> None:
+    """Makes torch.compile start no graph in ``function``; inside of one it traces through it.
 
-    For code that all modules share: torch.compile compiles one code object only a few times. Inside a
-    graph, it traces through ``function``.
+    Nor in its callees, as in torch's own functions in C++. Without them for code that all modules share, like
+    Module's own: torch.compile compiles one code object only a few times.
     """
-    code, eval_frame = function.__code__, _eval_frame
-    if hasattr(eval_frame, "skip_code"):
-        eval_frame.skip_code(code)
-    elif hasattr(eval_frame, "set_code_exec_strategy"):
-        action = eval_frame._FrameAction
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        eval_frame.set_code_exec_strategy(code, strategy)
+    if _eval_frame is not None:
+        skip, default = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
+        strategy = _eval_frame._FrameExecStrategy(skip, skip if with_callees else default)
+        _eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 _eval_frame = rely_on("torch.compile in the middle of calls", instead=(None,))

@@ -29,10 +29,11 @@ from .model_state import (
     state_of_random_numbers,
     unchanged,
 )
-from .module_names import class_name, named_modules, named_tensors
+from .module_names import class_name, named_modules, named_tensors, unwrapped
 from .module_path import (
     asked_by,
     forget_modules,
+    is_outside,
     keeps_place,
     module_patches,
     place,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections.abc import Iterator
+
+from torch import nn
 
 from ..patching import Patch
 from ..places import PACKAGE
@@ -27,6 +30,9 @@ decides: object | None = None
 
 #: The device types whose tensors the current conversion casts.
 covered: frozenset[str] = frozenset()
+
+#: The module inside of which it casts; None for everywhere.
+within: weakref.ref[nn.Module] | None = None
 
 
 def is_covered(device_type: str) -> bool:
@@ -53,13 +59,17 @@ def conversion() -> tuple[object, object] | None:
 
 
 def conversion_patches(
-    new_epoch: object | None, now_decides: object | None, device_types: frozenset[str]
+    new_epoch: object | None,
+    now_decides: object | None,
+    device_types: frozenset[str],
+    module: weakref.ref[nn.Module] | None,
 ) -> Iterator[Patch]:
     """Yields the patches of this module that put a conversion in force."""
     this = sys.modules[__name__]
     yield Patch(this, "epoch", new_epoch)
     yield Patch(this, "decides", now_decides)
     yield Patch(this, "covered", device_types)
+    yield Patch(this, "within", module)
 
 
 # Below the dispatcher (in a decomposition, a meta function, a kernel written in Python) dtypes are

@@ -21,16 +21,19 @@ from torch import nn
 
 from ..patching import Draft, ItemPatch, Patch
 from ..places import Place, is_ours, with_callers
+from ..tensors import LOW_DTYPES, tensors_of, widened
 from ..torch_internals import (
     FX_MODULE_CALL,
     FX_TRACING,
     MODULE_HOOKS,
     Later,
     has_fake_tensors,
-    leave_to_callees,
+    leave_uncompiled,
     needed_of_later,
+    run_when_traced,
     tracing_context,
 )
+from . import conversions
 from .module_names import names_change, place_in, serial_of, unwrapped, without_optimized
 
 #: The name under which torch.export puts a model into its own module, and its name in graphs.
@@ -194,6 +197,15 @@ class _Running(threading.local):
         modules = _running_modules()
         return serial_of(unwrapped(modules[0])) if modules else 0
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether the module that alone is converted is not running; False without one."""
+        within = conversions.within
+        if within is None:
+            return False
+        module = within()
+        return not any(each is module for each in without_optimized(_running_modules()))
+
 
 _running: Final = _Running()
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -242,6 +254,41 @@ def spot() -> tuple[nn.Module | None, str]:
     return (unwrapped(modules[0]), place().path) if modules else (None, "")
 
 
+@run_when_traced
+def is_outside() -> bool:
+    """Whether the current conversion casts only inside of a module, and that is not running.
+
+    In a graph it has to run around the graph: then its result is the program's, which is upcast.
+    """
+    if conversions.within is None:
+        return False
+    if may_be_compiled() and is_compiled():
+        translators = _translators()
+        if translators and not torch.compiler.is_exporting():
+            _guard_on(_source_of(_running, translators[0].output), "is_outside")
+    return _running.is_outside
+
+
+def _result_of(
+    module: nn.Module, result: Any, args: Any, kwargs: Any, around: Sequence[nn.Module]
+) -> Any:
+    """Returns the result of a module's call, in fp32 where the module alone is converted.
+
+    Unless it computes in low precision itself.
+    """
+    within = None if conversions.within is None else conversions.within()
+    if within is None or unwrapped(module) is not within or any(each is within for each in around):
+        return result
+    wide = widened(result)
+    if wide is result:
+        return result
+    own = (*args, *kwargs.values(), *module.parameters())
+    return result if any(each.dtype in LOW_DTYPES for each in tensors_of(own)) else wide
+
+
+leave_uncompiled(_result_of)
+
+
 def running_module() -> nn.Module | None:
     """Returns the innermost running module, once the patches are installed."""
     return _running.modules[-1] if _running.modules else None
@@ -269,10 +316,11 @@ def module_patches(draft: Draft, first_call_ended: Callable[[nn.Module], None]) 
         running.append(self)
         running.place = None
         try:
-            return call(self, *args, **kwargs)
+            result = call(self, *args, **kwargs)
         finally:
             running.pop()
             running.place = outer
+        return _result_of(self, result, args, kwargs, running)
 
     def call_outermost(module: nn.Module, running: _Modules, args: Any, kwargs: Any) -> Any:
         nonlocal has_ended
@@ -285,6 +333,8 @@ def module_patches(draft: Draft, first_call_ended: Callable[[nn.Module], None]) 
         running.place = None
         try:
             result = call(module, *args, **kwargs)
+            running.pop()
+            result = _result_of(module, result, args, kwargs, running)
         finally:
             running.clear()
             running.place = None
@@ -303,16 +353,18 @@ def module_patches(draft: Draft, first_call_ended: Callable[[nn.Module], None]) 
         running = _running.modules
         outer = running.place
         stand_in: Any = self
-        running.append(stand_in.get_base() if hasattr(type(self), "get_base") else self)
+        module = stand_in.get_base() if hasattr(type(self), "get_base") else self
+        running.append(module)
         running.place = None
         try:
-            return call(self, *args, **kwargs)
+            result = call(self, *args, **kwargs)
         finally:
             running.pop()
             running.place = outer
+        return _result_of(module, result, args, kwargs, running)
 
-    leave_to_callees(wrapper)
-    leave_to_callees(call_outermost)
+    leave_uncompiled(wrapper, with_callees=False)
+    leave_uncompiled(call_outermost, with_callees=False)
     yield Patch(sys.modules[__name__], "_noting", object())
     yield Patch(nn.Module, "__call__", wrapper)
     # make_fx and torch.export patch this too, on top, and call this one; some of the modules that it

@@ -136,7 +136,7 @@ def _conversion(
         held = [*_held(model, "parameters"), *tensors_of(inputs)]
         types = frozenset(each.device.type for each in held)
         types = types or parse_device_types(None)
-    options = Options() if current is None else current.options
+    options = Options() if current is None else replace(current.options, within=None)
     if legalize is None and current is None and types == {"cpu"}:
         legalize = "always"  # "auto" depends on timings that differ between processes
     if legalize is not None:

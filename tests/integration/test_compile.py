@@ -388,3 +388,40 @@ assert "torch._inductor.compile_fx" not in sys.modules
 def test_a_conversion_imports_no_inductor() -> None:
     """Which `torch._dynamo.reset` does on a machine with CUDA, though nothing was compiled."""
     subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=300)
+
+
+class Breaking(nn.Module):
+    """Calls a block that breaks the graph, then a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def block(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.first(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.softmax(self.block(x), -1))  # type: ignore[no-any-return]
+
+
+def test_after_a_graph_break_no_wrapper_is_compiled_by_itself(fresh_dynamo: None) -> None:
+    """torch.compile warned of torch's functions in them; in torch they are builtins, and not compiled."""
+    from torch._dynamo.utils import counters
+
+    model, x = nn.Sequential(Breaking(), nn.Linear(8, 8)), torch.randn(4, 8)
+
+    def frames() -> int:
+        counters.clear()
+        torch._dynamo.reset()
+        with torch.no_grad():  # else torch itself warns, of gradients of results
+            torch.compile(model, backend="eager")(x)
+        return int(counters["frames"]["total"])
+
+    plain = frames()
+    with hmpx.convert(device_types={"cpu"}, legalize="never"):
+        expected = model(x)
+        assert frames() == plain
+        with torch.no_grad():
+            assert torch.equal(torch.compile(model, backend="eager")(x), expected)
