@@ -46,18 +46,13 @@ class PlannedDevice:
     """The place of a plan's tensors."""
 
     def __init__(self, device_type: str, *, is_small: bool) -> None:
-        self.device_type = device_type
-        self.is_small = is_small  # Tensors are real, on the CPU
+        self.device_type = "cpu" if is_small else device_type
+        self.is_small = is_small  # Tensors are real
         self.given: list[Tensor] = []  # that a given model holds
         # torch has that device here; otherwise fake tensors replace it
-        self.is_there = device_type == "cpu" or (is_present(device_type) and not is_small)
+        self.is_there = self.device_type == "cpu" or is_present(device_type)
         self._corrections = _Corrections()
         self._mode = None if is_small else fake_mode()
-
-    @property
-    def decided_by(self) -> str:
-        """The device type for decisions."""
-        return "cpu" if self.is_small else self.device_type
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -79,7 +74,7 @@ class PlannedDevice:
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
         """Puts new tensors on the device, without values."""
-        with torch.device("cpu" if self.is_small else self.device_type), self.without_values():
+        with torch.device(self.device_type), self.without_values():
             yield
 
     @contextlib.contextmanager

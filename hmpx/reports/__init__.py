@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .cells import (
+    NOTHING,
     clean,
     count,
     exponential,
