@@ -123,7 +123,10 @@ def bench(
             "detach it before the benchmark"
         )
     conditions = _conditions(device, clock, seed, conversion)
-    with _threads(threads), contextlib.ExitStack() as on_exit:
+    with contextlib.ExitStack() as on_exit:
+        on_exit.callback(torch.set_num_threads, torch.get_num_threads())
+        if threads is not None:
+            torch.set_num_threads(threads)
         runners = _runners(make, inputs, names, conditions, on_exit)
         finished = _finished(runners, runs, warmup, run_s, say)
         measured = _summarized(runners)
@@ -186,16 +189,6 @@ def _conditions(
         raise OptionError(f"clock='cpu' does not measure {device_type}; use clock='wall'")
     low_dtype = low if isinstance(low, torch.dtype) else None
     return Conditions(device_type, low_dtype, conversion, _CLOCKS[clock], seed)
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # --- variants ------------------------------------------------------------------------------------
@@ -282,7 +275,7 @@ def _finished(
     """
     for runner in runners:
         say(f"{runner.variant.label}: warming up")
-        _tried(runner, lambda each=runner: each.warm_up(warmup, run_s))  # type: ignore[misc]
+        _tried(runner, runner.warm_up, warmup, run_s)
     _check_alike(runners)
     try:
         for turn in range(runs):
@@ -303,11 +296,11 @@ def _finished(
     return runs
 
 
-def _tried(runner: Runner, part: Callable[[], None]) -> None:
+def _tried(runner: Runner, part: Callable[..., None], *args: Any) -> None:
     if runner.error is not None:
         return
     try:
-        part()
+        part(*args)
     except raised_here(*_FAILURES) as error:
         runner.error = error
     if runner.variant.name != BASE:

@@ -49,26 +49,25 @@ class PlannedDevice:
         self.device_type = "cpu" if is_small else device_type
         self.is_small = is_small  # Tensors are real
         self.given: list[Tensor] = []  # that a given model holds
-        # torch has that device here; otherwise fake tensors replace it
-        self.is_there = self.device_type == "cpu" or is_present(device_type)
+        self._is_absent = self.device_type != "cpu" and not is_present(self.device_type)
+        self._device = torch.device("cpu")
+        if self.device_type != "cpu":
+            self._device = HERE if self._is_absent else torch.device(self.device_type, 0)
         self._corrections = _Corrections()
-        self._mode = None if is_small else fake_mode()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Puts tensors made in the block in this place."""
-        if self.is_small:
-            yield
-            return
         with contextlib.ExitStack() as stack:
-            if not self.is_there:
+            if self._is_absent:  # fake tensors on the CPU replace those of the device
                 stack.enter_context(standing_in(self.device_type))
                 stack.callback(undo, apply(_stand_ins(self.device_type)))
-            stack.enter_context(quiet())
-            stack.enter_context(replacing_parameters())
-            stack.enter_context(planning())
-            stack.enter_context(self._mode)  # type: ignore[arg-type]
-            stack.enter_context(self._corrections)
+            if not self.is_small:
+                stack.enter_context(quiet())
+                stack.enter_context(replacing_parameters())
+                stack.enter_context(planning())
+                stack.enter_context(fake_mode())
+                stack.enter_context(self._corrections)
             yield
 
     @contextlib.contextmanager
@@ -101,8 +100,11 @@ class PlannedDevice:
             return model
         memo: dict[int, Any] = {id(each): each for each in reached_by(model).generators}
         for tensor in (*own, *self.given):
-            if (placed := self._placed(tensor)) is not tensor:
-                memo[id(tensor)] = _like(placed, tensor)
+            placed = self._placed(tensor)
+            if placed is not tensor and isinstance(tensor, nn.Parameter):
+                placed = nn.Parameter(placed.detach(), requires_grad=tensor.requires_grad)
+            if placed is not tensor:
+                memo[id(tensor)] = placed
         try:
             return copy.deepcopy(model, memo)
         except raised_here(Exception) as error:  # of the model's own attributes
@@ -117,24 +119,15 @@ class PlannedDevice:
         is_placed = isinstance(tensor, FakeTensor) and tensor.device.type == self.device_type
         if is_placed or tensor.layout is not torch.strided or tensor.is_nested:
             return tensor
-        device = torch.device(self.device_type, 0) if self.is_there else HERE
-        if self.device_type == "cpu":
-            device = torch.device("cpu")
         with torch.no_grad():
             found = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
             )
-        if not isinstance(tensor, FakeTensor):
-            self._corrections.values.keep(found, tensor)
-        elif (values := self._corrections.values.of(tensor)) is not None:
-            self._corrections.values.keep(found, values)
+        known = self._corrections.values
+        values = known.of(tensor) if isinstance(tensor, FakeTensor) else tensor
+        if values is not None:
+            known.keep(found, values)
         return found.requires_grad_(tensor.requires_grad)
-
-
-def _like(placed: Tensor, tensor: Tensor) -> Tensor:
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(placed.detach(), requires_grad=tensor.requires_grad)
-    return placed
 
 
 # --- corrections ------------------------------------------------------------------------------------
@@ -168,20 +161,20 @@ class _Corrections(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is VALUE_OP and (known := self.values.of(args[0])) is not None:
-            with disable_modes():
-                return known.item()
-        if func is VALUE_OP and self.answers:
-            dtype = args[0].dtype
-            return False if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        if func is VALUE_OP:
+            if (known := self.values.of(args[0])) is not None:
+                with disable_modes():
+                    return known.item()
+            if self.answers:
+                dtype = args[0].dtype
+                return False if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
+        result = func(*args, **(kwargs or {}))
         self.values.follow(func, args, kwargs or {}, result)
-        position = _NORMS.get(func)
-        if position is not None:
-            weight = args[position] if len(args) > position else None
-            if weight is not None and weight.dtype is not args[0].dtype:
-                first, *statistics = result
-                return (first, *(_as(each, weight.dtype) for each in statistics))
+        position = _NORMS.get(func, len(args))
+        weight = args[position] if position < len(args) else None
+        if weight is not None and weight.dtype is not args[0].dtype:
+            first, *statistics = result
+            return (first, *(_as(each, weight.dtype) for each in statistics))
         return result
 
 
@@ -212,22 +205,22 @@ class _Values:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Any, Tensor]] = {}
+        # Memory -> view of it -> values: autograd makes new tensors of the same view.
+        self._known: weakref.WeakKeyDictionary[Any, dict[Any, Tensor | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Returns a real tensor with the values of a fake one; None if unknown."""
-        memory, values = self._known.get(_view(tensor), (None, None))
-        return values if memory is not None and memory() is not None else None
+        return self._known.get(storage_of(tensor), {}).get(_view(tensor))
 
     def keep(self, tensor: Tensor, values: Tensor) -> None:
         """Stores the values of a tensor made from a real one."""
         if values.dtype in _WHOLE and values.numel() <= _MOST and not values.is_meta:
             self._note(tensor, values.detach().cpu().clone())
 
-    def _note(self, tensor: Tensor, values: Tensor) -> None:
-        place = _view(tensor)
-        memory = weakref.ref(storage_of(tensor), lambda _: self._known.pop(place, None))
-        self._known[place] = memory, values
+    def _note(self, tensor: Tensor, values: Tensor | None) -> None:
+        self._known.setdefault(storage_of(tensor), {})[_view(tensor)] = values
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Computes a call's values, if its result and all its inputs may have any."""
@@ -241,10 +234,9 @@ class _Values:
             with disable_modes(), torch.no_grad():
                 values = func(*real_args, **real_kwargs)
         except raised_here(_Unknown, RuntimeError, TypeError, ValueError):
-            self._known.pop(_view(result), None)
-            return
-        if isinstance(values, Tensor) and values.shape == result.shape:
-            self._note(result, values)
+            values = None
+        is_whole = isinstance(values, Tensor) and values.shape == result.shape
+        self._note(result, values if is_whole else None)
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -258,11 +250,7 @@ class _Values:
 
 
 def _view(tensor: Tensor) -> Any:
-    """Returns an identifier of a view of some memory: autograd makes new tensors of the same view."""
-    return (
-        storage_of(tensor)._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
-        tensor.dtype,
-    )  # fmt: skip
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 # --- stand-ins -----------------------------------------------------------------------------------
@@ -272,13 +260,10 @@ def _stand_ins(device_type: str) -> list[Patch]:
     """Returns patches for an absent device type, which fake tensors on the CPU replace."""
     to, cuda = Tensor.to, Tensor.cuda
 
-    def placed(value: Any) -> Any:
-        return value if isinstance(value, Tensor) else here(value, device_type)
-
     def placing(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if has_fake_tensors():
-            args = tuple(map(placed, args))
-            kwargs = {name: placed(each) for name, each in kwargs.items()}
+            args = tuple([here(each, device_type) for each in args])
+            kwargs = {name: here(each, device_type) for name, each in kwargs.items()}
         return to(self, *args, **kwargs)
 
     def moving(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -322,33 +307,21 @@ def _attention(  # noqa: PLR0917  # torch's own
         return _plain_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    width = query.shape[-1]
-    scale = width**-0.5 if scale is None else scale
-    missing = -width % 8
-    if missing:
-        query, key, value = (F.pad(each, (0, missing)) for each in (query, key, value))
     if attn_mask is None and query.dtype in LOW_DTYPES:
-        result = FLASH_ATTENTION(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    else:
-        if key.shape[1] != query.shape[1]:
-            times = query.shape[1] // key.shape[1]
-            key, value = (each.repeat_interleave(times, 1) for each in (key, value))
-        bias = None if attn_mask is None else _bias(attn_mask, query, key)
-        learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        result = MASKED_ATTENTION(
-            query, key, value, bias, learns, dropout_p, is_causal, scale=scale
-        )[0]
-    return result[..., :width] if missing else result  # type: ignore[no-any-return]
-
-
-def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Returns the term added to scores, in the query's dtype, for all heads: a view."""
-    if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
-    columns = mask.shape[-1]
-    if columns % 8:  # rows are aligned
-        mask = F.pad(mask, (0, -columns % 8))[..., :columns]
-    return mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+        return FLASH_ATTENTION(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if key.shape[1] != query.shape[1]:
+        times = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(times, 1) for each in (key, value))
+    if attn_mask is not None:  # a term added to scores, for all heads
+        if attn_mask.dtype is torch.bool:
+            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = zeros.masked_fill(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    result = MASKED_ATTENTION(
+        query, key, value, attn_mask, learns, dropout_p, is_causal, scale=scale
+    )
+    return result[0]  # type: ignore[no-any-return]
 
 
 def _stands_in(tensor: Tensor) -> bool:

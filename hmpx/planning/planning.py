@@ -107,12 +107,12 @@ def plan(
         stack.enter_context(place.entered())
         program = _Program(steps, inputs, make_optimizer, training, place)
         options = _options(place, conversion)
-        runs, groups = _runs(program, options)
+        runs = _runs(program, options)
         frozen, notes = _frozen(program, options)
     if small:
         notes += ("run on real tensors, on the CPU, in a small size",)
     model = program.steps.model
-    learns = any(each.learns for group in groups for each in group)
+    learns = any(each.learns for group in program.groups for each in group)
     if program.is_training and not learns:
         notes += ("no gradient comes from what the model returns, so that this is a forward",)
     return Plan(
@@ -124,7 +124,7 @@ def plan(
         runs=runs,
         frozen_bytes=frozen,
         notes=notes,
-        groups=groups,
+        groups=program.groups,
         about=about_run(checked_policy(**conversion)),
     )
 
@@ -166,9 +166,7 @@ def _options(place: PlannedDevice, conversion: Mapping[str, Any]) -> dict[str, A
     return {**native, **conversion, "device_types": {place.device_type}}
 
 
-def _runs(
-    program: _Program, options: Mapping[str, Any]
-) -> tuple[tuple[Run, ...], tuple[ShardGroup, ...]]:
+def _runs(program: _Program, options: Mapping[str, Any]) -> tuple[Run, ...]:
     types = options["device_types"]
     autocast = {
         "lists": "autocast-cpu" if types == {"cpu"} else "autocast-cuda",
@@ -178,12 +176,11 @@ def _runs(
     }
     if (low := options.get("low_precision_type")) in (torch.bfloat16, torch.float16):
         autocast["low_precision_type"] = low
-    runs = [program.run("float32", None)[0], program.run("autocast", autocast)[0]]
-    found, groups = program.run("hmpx", options)
-    runs.append(found)
-    if found.memory.weight_cast_bytes:
-        runs.append(program.run("casts not kept", {**options, "keep_weight_casts": False})[0])
-    return tuple(runs), groups
+    planned = {"float32": None, "autocast": autocast, "hmpx": options}
+    runs = [program.run(name, conversion) for name, conversion in planned.items()]
+    if runs[-1].memory.weight_cast_bytes:
+        runs.append(program.run("casts not kept", {**options, "keep_weight_casts": False}))
+    return tuple(runs)
 
 
 def _frozen(program: _Program, options: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
@@ -236,6 +233,7 @@ class _Program:
         self.inputs = place.inputs(inputs)
         self.make_optimizer = make_optimizer
         self.place = place
+        self.groups: tuple[ShardGroup, ...] = ()  # of parameters, as the last step left them
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -243,13 +241,8 @@ class _Program:
         found = {id(each): each for module in self.modules for each in stored_parameters(module)}
         return list(found.values())
 
-    def run(
-        self, name: str, conversion: Mapping[str, Any] | None
-    ) -> tuple[Run, tuple[ShardGroup, ...]]:
+    def run(self, name: str, conversion: Mapping[str, Any] | None) -> Run:
         """Runs a step: converted with the given arguments of `convert`, or in float32.
-
-        Returns:
-            Its costs, and the groups of parameters.
 
         Raises:
             PlanError: The model needs values.
@@ -263,8 +256,8 @@ class _Program:
             stack.enter_context(ledger.noting())
             for module in self.modules:
                 ledger.note_module(module)
-            groups = groups_of(self.modules, self._step())
-        return Run(name, ledger.memory(), Report(recorder.rows())), groups
+            self.groups = groups_of(self.modules, self._step())
+        return Run(name, ledger.memory(), Report(recorder.rows()))
 
     def _step(self) -> Any:
         try:

@@ -10,12 +10,12 @@ from typing import Any, Final
 from .. import arguments
 from ..errors import OptionError, brief, fielded, shown
 from ..reports import (
-    CHART_WIDTH,
     KINDS,
     Memory,
     Report,
     ReportTable,
     Written,
+    bars,
     chart_section,
     clean,
     count,
@@ -25,9 +25,6 @@ from ..reports import (
     share,
     short_dtype,
     size,
-    svg_chart,
-    svg_text,
-    svg_title,
     wrapped,
 )
 from .ranks import STRATEGIES, PerRank, ShardGroup, per_rank
@@ -194,7 +191,12 @@ class Plan(Written):
     __repr__ = brief
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        lines = [*wrapped(_headline(self)), _verdict(self), "", *_memory_table(self).lines()]
+        said = [line for each in _remedies(self) for line in wrapped(each)]
+        groups = self.report.by_op()
+        lines += ["", *said] if said else []
+        lines += ["", *groups.lines(_MOST_GROUPS, ".report.by_op()")] if groups else []
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         remedies = "".join(f"<li>{html.escape(each)}</li>" for each in _remedies(self))
@@ -218,11 +220,14 @@ class Plan(Written):
     def _page(self) -> str:
         peaks = {run.name: run.memory.peak.kinds for run in self.runs}
         kinds = [(kind, [each.get(kind, 0) for each in peaks.values()]) for kind in KINDS]
+        keys = {f"kind{index}": kind for index, kind in enumerate(KINDS)}
+        marks = [card * 10**9 for card in _cards(self.runs)]
+        picture = bars(peaks, keys, marks, "memory at the peak, by kind")
         parts = [
             paragraphs((_headline(self), _verdict(self)), "verdict"),
             paragraphs(_remedies(self)),
             section("memory", "Memory of tensors", _memory_table(self).to_html()),
-            chart_section("peak", "At the peak, by kind", _KEYS, _peak_chart(self)),
+            chart_section("peak", "At the peak, by kind", keys, picture),
             _table("kind", peaks, kinds).to_html(),
             section("ranks", "Each of several processes", _ranks_table(self).to_html()),
             section("ops", "By op", self.report.by_op().html_table()),
@@ -279,24 +284,6 @@ def _remedies(plan: Plan) -> Iterator[str]:
     yield from plan.notes
 
 
-def _lines(plan: Plan) -> Iterator[str]:
-    yield from wrapped(_headline(plan))
-    yield _verdict(plan)
-    yield ""
-    yield str(_memory_table(plan))
-    said = list(_remedies(plan))
-    if said:
-        yield ""
-    for each in said:
-        yield from wrapped(each)
-    groups = plan.report.by_op()
-    if groups:
-        yield ""
-        yield str(groups.table(_MOST_GROUPS))
-        if len(groups) > _MOST_GROUPS:
-            yield f"... and {count(len(groups) - _MOST_GROUPS)} more; .report.by_op() has all"
-
-
 # --- tables --------------------------------------------------------------------------------------
 
 #: Attribute of `Memory`, `PerRank` or both -> its name in tables.
@@ -348,7 +335,10 @@ def _memory_table(plan: Plan) -> ReportTable:
         [run.name for run in plan.runs],
         _figures(memories),
         ("  in", [each.peak.phase or "-" for each in memories]),
-        *[(f"fits on {card} GB", [_fits(each, card) for each in peaks]) for card in _cards(peaks)],
+        *[
+            (f"fits on {card} GB", [_fits(each, card) for each in peaks])
+            for card in _cards(plan.runs)
+        ],
         ("FLOPs in low", [share(each.low_flops, each.flops) for each in totals]),
         ("bytes in low", [share(each.low_bytes, each.bytes) for each in totals]),
     )
@@ -358,9 +348,11 @@ def _memory_table(plan: Plan) -> ReportTable:
 _CARDS: Final = (24, 40, 80)
 
 
-def _cards(peaks: Sequence[int]) -> tuple[int, ...]:
+def _cards(runs: Iterable[Run]) -> tuple[int, ...]:
     """Returns the cards of interest: none for a small model."""
-    return _CARDS if max(peaks, default=0) > _CARDS[0] * 1e8 else ()
+    return (
+        _CARDS if max((run.memory.peak_bytes for run in runs), default=0) > _CARDS[0] * 1e8 else ()
+    )
 
 
 def _fits(peak: int, card: int) -> str:
@@ -377,34 +369,3 @@ def _ranks_table(plan: Plan) -> ReportTable:
         rows.append((str(world_size), *map(size, sums), fits[0] if fits else "no"))
     titles = ("processes", "FSDP2, each", "DDP, each", "FSDP2 fits on")
     return ReportTable.of(titles, rows, numbers=titles)
-
-
-_KEYS: Final = {f"kind{index}": kind for index, kind in enumerate(KINDS)}
-
-
-def _peak_chart(plan: Plan) -> str:
-    """Returns a bar for each run, of its memory at the peak by kind, and lines for common cards."""
-    most = max(run.memory.peak_bytes for run in plan.runs)
-    if not most:
-        return ""
-    left, row = 120, 34
-    scale = (CHART_WIDTH - left - 80) / most
-    bottom = row * len(plan.runs)
-    parts = []
-    for index, run in enumerate(plan.runs):
-        x, y = float(left), row * index + 4
-        parts.append(svg_text(left - 8, y + 18, run.name, "end"))
-        for key, kind in _KEYS.items():
-            count = run.memory.peak.kinds.get(kind, 0)
-            parts.append(
-                f'<rect class="{key}" x="{x:.1f}" y="{y}" width="{count * scale:.1f}" height="26">'
-                f"{svg_title(f'{run.name}: {kind} {size(count)}')}</rect>"
-            )
-            x += count * scale
-        parts.append(svg_text(x + 6, y + 18, size(run.memory.peak_bytes)))
-    for card in _cards([most]):
-        if card * 10**9 <= most:
-            x = left + card * 10**9 * scale
-            parts.append(f'<line class="unit" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>')
-            parts.append(svg_text(x, bottom + 14, f"{card} GB", "middle"))
-    return svg_chart(bottom + 20, "memory at the peak, by kind", parts)

@@ -19,6 +19,7 @@ from .groups import Group, Groups, grouped
 from .pages import (
     CHART_WIDTH,
     Written,
+    bars,
     by_depth,
     chart_section,
     page,
