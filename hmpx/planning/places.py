@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, raised_here, said_by
 from ..patching import Patch, apply, undo, unpatched
-from ..tensors import ELIGIBLE, LOW_DTYPES, is_present, map_all, stored_parameters
+from ..tensors import ELIGIBLE, LOW_DTYPES, is_present, stored_parameters
 from ..torch_internals import (
     BATCH_NORM_OP,
     FLASH_ATTENTION,
@@ -87,20 +87,16 @@ class PlannedDevice:
 
     # --- moving tensors ----------------------------------------------------------------------------
 
-    def inputs(self, value: Any) -> Any:
-        """Returns inputs with all their tensors in this place."""
-        return map_all(value, self._placed)
-
     def model(self, model: nn.Module) -> nn.Module:
         """Returns a model with its own and given tensors in this place: itself if they are, else a copy."""
         if self.is_small:
             return model
         own = [*stored_parameters(model), *model.buffers()]
-        if all(self._placed(each) is each for each in own):
+        if all(self.placed(each) is each for each in own):
             return model
         memo: dict[int, Any] = {id(each): each for each in reached_by(model).generators}
         for tensor in (*own, *self.given):
-            placed = self._placed(tensor)
+            placed = self.placed(tensor)
             if placed is not tensor and isinstance(tensor, nn.Parameter):
                 placed = nn.Parameter(placed.detach(), requires_grad=tensor.requires_grad)
             if placed is not tensor:
@@ -113,7 +109,8 @@ class PlannedDevice:
                 f"{said_by(error)}; give a function that builds it: hmpx.plan(lambda: Model(), ...)"
             ) from error
 
-    def _placed(self, tensor: Tensor) -> Tensor:
+    def placed(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor like another one in this place, itself if it is there; with its values, if they are known."""
         if self.is_small:
             return tensor
         is_placed = isinstance(tensor, FakeTensor) and tensor.device.type == self.device_type

@@ -21,7 +21,7 @@ from ..recording import Ledger, Recorder, raised_at
 from ..renames import renamed
 from ..reports import Report
 from ..session import about_run, check_names, checked_policy, convert, restoring, unconverted
-from ..tensors import default_device_types, floats_of, parse_device_type, stored_parameters
+from ..tensors import default_device_types, floats_of, map_all, parse_device_type, stored_parameters
 from ..torch_internals import (
     DisableAutocast,
     differs_in_devices,
@@ -230,7 +230,7 @@ class _Program:
         loss_fn = steps.loss_fn
         loss_fn = place.model(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
         self.steps = replace(steps, model=model, loss_fn=loss_fn)
-        self.inputs = place.inputs(inputs)
+        self.inputs = map_all(inputs, place.placed)
         self.make_optimizer = make_optimizer
         self.place = place
         self.groups: tuple[ShardGroup, ...] = ()  # of parameters, as the last step left them

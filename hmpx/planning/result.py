@@ -55,7 +55,7 @@ class Plan(Written):
     """The planned cost of a training step, or of a forward.
 
     Printing it shows the low-precision share, a table of memory with float32, torch.autocast and hmpx side
-    by side, remedies, and the decisions by op.
+    by side, for large models also which cards hold it in how many processes, remedies, and the decisions by op.
 
     Attributes:
         model: Name of the model's class.
@@ -194,14 +194,17 @@ class Plan(Written):
         lines = [*wrapped(_headline(self)), _verdict(self), "", *_memory_table(self).lines()]
         said = [line for each in _remedies(self) for line in wrapped(each)]
         groups = self.report.by_op()
+        lines += ["", *_ranks_table(self).lines()] if _cards(self.runs) else []
         lines += ["", *said] if said else []
         lines += ["", *groups.lines(_MOST_GROUPS, ".report.by_op()")] if groups else []
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         remedies = "".join(f"<li>{html.escape(each)}</li>" for each in _remedies(self))
-        said = f"<p><strong>{html.escape(_headline(self))}</strong></p><p>{_verdict(self)}</p>"
-        return f"<div>{said}{_memory_table(self).to_html()}<ul>{remedies}</ul></div>"
+        headline = f"<p><strong>{html.escape(_headline(self))}</strong></p>"
+        said = headline + paragraphs([_verdict(self)])
+        ranks = _ranks_table(self).to_html() if _cards(self.runs) else ""
+        return f"<div>{said}{_memory_table(self).to_html()}{ranks}<ul>{remedies}</ul></div>"
 
     def _data(self) -> Mapping[str, Any]:
         return {
@@ -350,9 +353,8 @@ _CARDS: Final = (24, 40, 80)
 
 def _cards(runs: Iterable[Run]) -> tuple[int, ...]:
     """Returns the cards of interest: none for a small model."""
-    return (
-        _CARDS if max((run.memory.peak_bytes for run in runs), default=0) > _CARDS[0] * 1e8 else ()
-    )
+    most = max((run.memory.peak_bytes for run in runs), default=0)
+    return _CARDS if most > _CARDS[0] * 1e8 else ()
 
 
 def _fits(peak: int, card: int) -> str:
@@ -361,11 +363,13 @@ def _fits(peak: int, card: int) -> str:
 
 
 def _ranks_table(plan: Plan) -> ReportTable:
-    """Returns the sums of memory in each of several processes; inputs are those of one."""
+    """Returns the memory of each of several processes, and the smallest card that holds it; inputs are those of one."""
     rows = []
     for world_size in (2, 4, 8, 16, 32, 64):
         sums = [plan.per_rank(world_size, each).bytes for each in STRATEGIES]
-        fits = [f"{card} GB" for card in _CARDS if sums[0] <= card * 10**9]
-        rows.append((str(world_size), *map(size, sums), fits[0] if fits else "no"))
-    titles = ("processes", "FSDP2, each", "DDP, each", "FSDP2 fits on")
+        fits = [
+            next((f"{card} GB" for card in _CARDS if each <= card * 10**9), "no") for each in sums
+        ]
+        rows.append((str(world_size), *map(size, sums), *fits))
+    titles = ("processes", "FSDP2, each", "DDP, each", "FSDP2 fits on", "DDP fits on")
     return ReportTable.of(titles, rows, numbers=titles)
