@@ -304,21 +304,33 @@ def _attention(  # noqa: PLR0917  # torch's own
         return _plain_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    width = query.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    missing = -width % 8
+    if missing:
+        query, key, value = (F.pad(each, (0, missing)) for each in (query, key, value))
     if attn_mask is None and query.dtype in LOW_DTYPES:
-        return FLASH_ATTENTION(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-    if key.shape[1] != query.shape[1]:
-        times = query.shape[1] // key.shape[1]
-        key, value = (each.repeat_interleave(times, 1) for each in (key, value))
-    if attn_mask is not None:  # a term added to scores, for all heads
-        if attn_mask.dtype is torch.bool:
-            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = zeros.masked_fill(~attn_mask, float("-inf"))
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    result = MASKED_ATTENTION(
-        query, key, value, attn_mask, learns, dropout_p, is_causal, scale=scale
-    )
-    return result[0]  # type: ignore[no-any-return]
+        result = FLASH_ATTENTION(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    else:
+        if key.shape[1] != query.shape[1]:
+            times = query.shape[1] // key.shape[1]
+            key, value = (each.repeat_interleave(times, 1) for each in (key, value))
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        result = MASKED_ATTENTION(
+            query, key, value, bias, learns, dropout_p, is_causal, scale=scale
+        )[0]
+    return result[..., :width] if missing else result  # type: ignore[no-any-return]
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Returns the term added to scores, in the query's dtype, for all heads: a view."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+    columns = mask.shape[-1]
+    if columns % 8:  # rows are aligned
+        mask = F.pad(mask, (0, -columns % 8))[..., :columns]
+    return mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
 
 
 def _stands_in(tensor: Tensor) -> bool:
