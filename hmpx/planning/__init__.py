@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..later import shown_later
 from .planning import plan
-from .result import PerRank, Plan, Run
+from .ranks import PerRank
+from .result import Plan, Run
 from .runner import VARIANTS
 
 if TYPE_CHECKING:

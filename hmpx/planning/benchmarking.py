@@ -27,7 +27,7 @@ from ..places import located
 from ..recording import raised_at
 from ..tensors import default_device_types, is_present, parse_device_type
 from .measured import Bench, Measured, Quartiles
-from .runner import BASE, DEFAULT, VARIANTS, Conditions, Randomness, Runner, made
+from .runner import BASE, DEFAULT, VARIANTS, Conditions, Runner
 
 #: Options of `hmpx.convert` that `bench` sets itself.
 _DECIDED: Final = {"legalize": "variants", "device_types": "device"}
@@ -122,12 +122,12 @@ def bench(
             "an observer such as hmpx.record() or hmpx.watch() is attached, which slows only hmpx's variants; "
             "detach it before the benchmark"
         )
-    conditions = _conditions(device, clock, conversion)
-    with _threads(threads), contextlib.ExitStack() as on_exit:
-        runners = []
-        for runner in _runners(make, inputs, names, conditions, seed):
-            on_exit.callback(runner.close)
-            runners.append(runner)
+    conditions = _conditions(device, clock, seed, conversion)
+    with contextlib.ExitStack() as on_exit:
+        on_exit.callback(torch.set_num_threads, torch.get_num_threads())
+        if threads is not None:
+            torch.set_num_threads(threads)
+        runners = _runners(make, inputs, names, conditions, on_exit)
         finished = _finished(runners, runs, warmup, run_s, say)
         measured = _summarized(runners)
         is_interrupted = finished < runs
@@ -165,7 +165,9 @@ def _known(variants: object) -> list[str]:
     return [BASE, *dict.fromkeys(name for name in names if name != BASE)]
 
 
-def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -> Conditions:
+def _conditions(
+    device: str | None, clock: str, seed: int, conversion: Mapping[str, Any]
+) -> Conditions:
     if device is None:
         (device_type,) = default_device_types()
     else:
@@ -186,17 +188,7 @@ def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -
     if clock == "cpu" and device_type != "cpu":
         raise OptionError(f"clock='cpu' does not measure {device_type}; use clock='wall'")
     low_dtype = low if isinstance(low, torch.dtype) else None
-    return Conditions(device_type, low_dtype, conversion, _CLOCKS[clock])
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return Conditions(device_type, low_dtype, conversion, _CLOCKS[clock], seed)
 
 
 # --- variants ------------------------------------------------------------------------------------
@@ -207,26 +199,25 @@ def _runners(
     inputs: Any,
     names: Sequence[str] | None,
     conditions: Conditions,
-    seed: int,
-) -> Iterator[Runner]:
+    on_exit: contextlib.ExitStack,
+) -> list[Runner]:
+    """Returns the variants, each with its step made; of the default ones those that can run."""
     runners: list[Runner] = []
     for name in DEFAULT if names is None else names:
         variant = VARIANTS[name]
-        is_asked = names is not None
+        lack = ""
         if variant.is_autocast and conditions.low_dtype is None:
-            if is_asked:
-                raise BenchError("torch.autocast supports only bfloat16 and float16; leave it out")
+            lack = "torch.autocast supports only bfloat16 and float16; leave it out"
+        elif variant.store is not None and runners and runners[0].model is None:
+            lack = "to freeze weights, bench needs the model: make() must return the model instead of a step"
+        if lack and names is not None:
+            raise BenchError(lack)
+        if lack:
             continue
-        if variant.store is not None and runners and runners[0].model is None:
-            if is_asked:
-                raise BenchError(
-                    "to freeze weights, bench needs the model: make() must return the model instead of a step"
-                )
-            continue
-        randomness = Randomness(seed)
+        runner = Runner(variant, conditions)
+        on_exit.callback(runner.close)
         try:
-            with randomness.in_force():
-                step, model, given = made(make, inputs, [each.model for each in runners])
+            runner.make(make, inputs, [each.model for each in runners])
         except HmpxError:
             raise
         except raised_here(*_FAILURES) as error:
@@ -236,8 +227,8 @@ def _runners(
             raise BenchError(
                 "make() converts torch, which bench does itself: leave out hmpx.convert()"
             )
-        runners.append(Runner(variant, conditions, randomness, step, model, given))
-        yield runners[-1]
+        runners.append(runner)
+    return runners
 
 
 def _notes(measured: Sequence[Measured], conditions: Conditions) -> Iterator[str]:
@@ -284,7 +275,7 @@ def _finished(
     """
     for runner in runners:
         say(f"{runner.variant.label}: warming up")
-        _tried(runner, lambda each=runner: each.warm_up(warmup, run_s))  # type: ignore[misc]
+        _tried(runner, runner.warm_up, warmup, run_s)
     _check_alike(runners)
     try:
         for turn in range(runs):
@@ -305,11 +296,11 @@ def _finished(
     return runs
 
 
-def _tried(runner: Runner, part: Callable[[], None]) -> None:
+def _tried(runner: Runner, part: Callable[..., None], *args: Any) -> None:
     if runner.error is not None:
         return
     try:
-        part()
+        part(*args)
     except raised_here(*_FAILURES) as error:
         runner.error = error
     if runner.variant.name != BASE:
@@ -357,8 +348,8 @@ def _summarized(runners: Sequence[Runner]) -> tuple[Measured, ...]:
 def _measured(runner: Runner, base: Runner, common: int) -> Measured:
     name, label = runner.variant.name, runner.variant.label
     if runner.error is not None:
-        said, where = said_by(runner.error), _place_of(runner.error)
-        return Measured(name, label, error=said, error_location=where)
+        where = located(raised_at(runner.error))
+        return Measured(name, label, error=said_by(runner.error), error_location=where)
     ratios = [own / other for own, other in zip(runner.run_times, base.run_times, strict=True)]
     loss, of_base = (each.losses[common - 1] if common else None for each in (runner, base))
     numbers = enumerate(runner.losses[:common], 1)
@@ -386,11 +377,8 @@ def _relative_error(
 
     Infinities and NaN in the same places, as in a mask, count as equal.
     """
-    if (
-        not found
-        or not expected
-        or [each.shape for each in found] != [each.shape for each in expected]
-    ):
+    shapes = [[each.shape for each in several or ()] for several in (found, expected)]
+    if not found or not expected or shapes[0] != shapes[1]:
         return None
     difference = whole = 0.0
     for a, b in zip(found, expected, strict=True):
@@ -405,10 +393,5 @@ def _relative_error(
 
 def _told(error: BaseException) -> str:
     """Returns an error's class, its message, and the user's line that raised it, if known."""
-    where = _place_of(error)
+    where = located(raised_at(error))
     return f"{said_by(error)}, at {where}" if where else said_by(error)
-
-
-def _place_of(error: BaseException) -> str:
-    where = raised_at(error)
-    return located(where) if where else ""

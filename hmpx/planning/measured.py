@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 from ..errors import OptionError, brief, shown
-from ..reports import Column, ReportTable, Written, clean, page, paragraphs, size, wrapped
+from ..reports import NOTHING, Column, ReportTable, Written, clean, page, paragraphs, size, wrapped
 from .runner import BASE
 
 #: The version of the JSON that `Bench.to_json` writes.
@@ -165,8 +165,6 @@ class Bench(Written):
 
 # --- text ----------------------------------------------------------------------------------------
 
-_NOTHING: Final = "-"
-
 
 def _headline(bench: Bench) -> str:
     runs = "1 run" if bench.runs == 1 else f"{bench.runs} runs"
@@ -186,51 +184,42 @@ def _sentences(bench: Bench) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Measured]) -> ReportTable:
+    others = [None if each.name == BASE else each for each in rows]
     columns = [
         Column("", [each.label for each in rows], is_number=False),
-        Column("of fp32", [*map(_ratio, rows)]),
-        Column("quartiles", [*map(_range, rows)]),
-        Column("a step", [*map(_time, rows)]),
+        Column("of fp32", rows, _ratio),
+        Column("quartiles", [each and each.ratio for each in others], _range),
+        Column("a step", [each.step_s for each in rows], _time),
     ]
     if any(each.loss is not None for each in rows):
         title = f"loss at {max(each.loss_step for each in rows)}"
-        columns.append(Column(title, [_number(each.loss, ".5g") for each in rows]))
-        differences = [_number(each.loss_difference, "+.1e") for each in rows]
-        columns.append(Column("- fp32's", [_NOTHING, *differences[1:]]))
+        columns.append(Column(title, [each.loss for each in rows], "{:.5g}".format))
+        differences = [each and each.loss_difference for each in others]
+        columns.append(Column("- fp32's", differences, "{:+.1e}".format))
     if any(each.output_error is not None for each in rows):
-        errors = [_number(each.output_error, ".1e") for each in rows]
-        columns.append(Column("error", [_NOTHING, *errors[1:]]))
-    memories = [each.memory_bytes for each in rows]
-    if any(each is not None for each in memories):
-        cells = [_NOTHING if each is None else size(each) for each in memories]
-        columns.append(Column("memory", cells))
+        errors = [each and each.output_error for each in others]
+        columns.append(Column("error", errors, "{:.1e}".format))
+    if any(each.memory_bytes is not None for each in rows):
+        columns.append(Column("memory", [each.memory_bytes for each in rows], size))
     return ReportTable(columns)
 
 
 def _ratio(row: Measured) -> str:
     if row.error is not None:
         return "failed"
-    return _NOTHING if row.ratio is None else f"{row.ratio.median:.2f}"
+    return NOTHING if row.ratio is None else f"{row.ratio.median:.2f}"
 
 
-def _range(row: Measured) -> str:
-    if row.ratio is None or row.name == BASE:
-        return _NOTHING
-    return f"{row.ratio.low:.2f}-{row.ratio.high:.2f}"
+def _range(ratio: Quartiles) -> str:
+    return f"{ratio.low:.2f}-{ratio.high:.2f}"
 
 
-def _time(row: Measured) -> str:
+def _time(step_s: Quartiles) -> str:
     """Returns a time with three digits, or with all digits before the point."""
-    if row.step_s is None:
-        return _NOTHING
     units = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
-    scaled = [(row.step_s.median * factor, unit) for unit, factor in units]
+    scaled = [(step_s.median * factor, unit) for unit, factor in units]
     value, unit = next((each for each in scaled if each[0] >= 0.9995), scaled[-1])
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return _NOTHING if value is None else format(value, form)
 
 
 # --- verdict -------------------------------------------------------------------------------------

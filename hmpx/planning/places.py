@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, raised_here, said_by
 from ..patching import Patch, apply, undo, unpatched
-from ..tensors import ELIGIBLE, LOW_DTYPES, is_present, map_all, stored_parameters
+from ..tensors import ELIGIBLE, LOW_DTYPES, is_present, stored_parameters
 from ..torch_internals import (
     BATCH_NORM_OP,
     FLASH_ATTENTION,
@@ -46,40 +46,34 @@ class PlannedDevice:
     """The place of a plan's tensors."""
 
     def __init__(self, device_type: str, *, is_small: bool) -> None:
-        self.device_type = device_type
-        self.is_small = is_small  # Tensors are real, on the CPU
+        self.device_type = "cpu" if is_small else device_type
+        self.is_small = is_small  # Tensors are real
         self.given: list[Tensor] = []  # that a given model holds
-        # torch has that device here; otherwise fake tensors replace it
-        self.is_there = device_type == "cpu" or (is_present(device_type) and not is_small)
+        self._is_absent = self.device_type != "cpu" and not is_present(self.device_type)
+        self._device = torch.device("cpu")
+        if self.device_type != "cpu":
+            self._device = HERE if self._is_absent else torch.device(self.device_type, 0)
         self._corrections = _Corrections()
-        self._mode = None if is_small else fake_mode()
-
-    @property
-    def decided_by(self) -> str:
-        """The device type for decisions."""
-        return "cpu" if self.is_small else self.device_type
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Puts tensors made in the block in this place."""
-        if self.is_small:
-            yield
-            return
         with contextlib.ExitStack() as stack:
-            if not self.is_there:
+            if self._is_absent:  # fake tensors on the CPU replace those of the device
                 stack.enter_context(standing_in(self.device_type))
                 stack.callback(undo, apply(_stand_ins(self.device_type)))
-            stack.enter_context(quiet())
-            stack.enter_context(replacing_parameters())
-            stack.enter_context(planning())
-            stack.enter_context(self._mode)  # type: ignore[arg-type]
-            stack.enter_context(self._corrections)
+            if not self.is_small:
+                stack.enter_context(quiet())
+                stack.enter_context(replacing_parameters())
+                stack.enter_context(planning())
+                stack.enter_context(fake_mode())
+                stack.enter_context(self._corrections)
             yield
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
         """Puts new tensors on the device, without values."""
-        with torch.device("cpu" if self.is_small else self.device_type), self.without_values():
+        with torch.device(self.device_type), self.without_values():
             yield
 
     @contextlib.contextmanager
@@ -93,21 +87,20 @@ class PlannedDevice:
 
     # --- moving tensors ----------------------------------------------------------------------------
 
-    def inputs(self, value: Any) -> Any:
-        """Returns inputs with all their tensors in this place."""
-        return map_all(value, self._placed)
-
     def model(self, model: nn.Module) -> nn.Module:
         """Returns a model with its own and given tensors in this place: itself if they are, else a copy."""
         if self.is_small:
             return model
         own = [*stored_parameters(model), *model.buffers()]
-        if all(self._placed(each) is each for each in own):
+        if all(self.placed(each) is each for each in own):
             return model
         memo: dict[int, Any] = {id(each): each for each in reached_by(model).generators}
         for tensor in (*own, *self.given):
-            if (placed := self._placed(tensor)) is not tensor:
-                memo[id(tensor)] = _like(placed, tensor)
+            placed = self.placed(tensor)
+            if placed is not tensor and isinstance(tensor, nn.Parameter):
+                placed = nn.Parameter(placed.detach(), requires_grad=tensor.requires_grad)
+            if placed is not tensor:
+                memo[id(tensor)] = placed
         try:
             return copy.deepcopy(model, memo)
         except raised_here(Exception) as error:  # of the model's own attributes
@@ -116,30 +109,22 @@ class PlannedDevice:
                 f"{said_by(error)}; give a function that builds it: hmpx.plan(lambda: Model(), ...)"
             ) from error
 
-    def _placed(self, tensor: Tensor) -> Tensor:
+    def placed(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor like another one in this place, itself if it is there; with its values, if they are known."""
         if self.is_small:
             return tensor
         is_placed = isinstance(tensor, FakeTensor) and tensor.device.type == self.device_type
         if is_placed or tensor.layout is not torch.strided or tensor.is_nested:
             return tensor
-        device = torch.device(self.device_type, 0) if self.is_there else HERE
-        if self.device_type == "cpu":
-            device = torch.device("cpu")
         with torch.no_grad():
             found = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
             )
-        if not isinstance(tensor, FakeTensor):
-            self._corrections.values.keep(found, tensor)
-        elif (values := self._corrections.values.of(tensor)) is not None:
-            self._corrections.values.keep(found, values)
+        known = self._corrections.values
+        values = known.of(tensor) if isinstance(tensor, FakeTensor) else tensor
+        if values is not None:
+            known.keep(found, values)
         return found.requires_grad_(tensor.requires_grad)
-
-
-def _like(placed: Tensor, tensor: Tensor) -> Tensor:
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(placed.detach(), requires_grad=tensor.requires_grad)
-    return placed
 
 
 # --- corrections ------------------------------------------------------------------------------------
@@ -173,20 +158,20 @@ class _Corrections(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is VALUE_OP and (known := self.values.of(args[0])) is not None:
-            with disable_modes():
-                return known.item()
-        if func is VALUE_OP and self.answers:
-            dtype = args[0].dtype
-            return False if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        if func is VALUE_OP:
+            if (known := self.values.of(args[0])) is not None:
+                with disable_modes():
+                    return known.item()
+            if self.answers:
+                dtype = args[0].dtype
+                return False if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
+        result = func(*args, **(kwargs or {}))
         self.values.follow(func, args, kwargs or {}, result)
-        position = _NORMS.get(func)
-        if position is not None:
-            weight = args[position] if len(args) > position else None
-            if weight is not None and weight.dtype is not args[0].dtype:
-                first, *statistics = result
-                return (first, *(_as(each, weight.dtype) for each in statistics))
+        position = _NORMS.get(func, len(args))
+        weight = args[position] if position < len(args) else None
+        if weight is not None and weight.dtype is not args[0].dtype:
+            first, *statistics = result
+            return (first, *(_as(each, weight.dtype) for each in statistics))
         return result
 
 
@@ -217,22 +202,22 @@ class _Values:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Any, Tensor]] = {}
+        # Memory -> view of it -> values: autograd makes new tensors of the same view.
+        self._known: weakref.WeakKeyDictionary[Any, dict[Any, Tensor | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Returns a real tensor with the values of a fake one; None if unknown."""
-        memory, values = self._known.get(_view(tensor), (None, None))
-        return values if memory is not None and memory() is not None else None
+        return self._known.get(storage_of(tensor), {}).get(_view(tensor))
 
     def keep(self, tensor: Tensor, values: Tensor) -> None:
         """Stores the values of a tensor made from a real one."""
         if values.dtype in _WHOLE and values.numel() <= _MOST and not values.is_meta:
             self._note(tensor, values.detach().cpu().clone())
 
-    def _note(self, tensor: Tensor, values: Tensor) -> None:
-        place = _view(tensor)
-        memory = weakref.ref(storage_of(tensor), lambda _: self._known.pop(place, None))
-        self._known[place] = memory, values
+    def _note(self, tensor: Tensor, values: Tensor | None) -> None:
+        self._known.setdefault(storage_of(tensor), {})[_view(tensor)] = values
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Computes a call's values, if its result and all its inputs may have any."""
@@ -246,10 +231,9 @@ class _Values:
             with disable_modes(), torch.no_grad():
                 values = func(*real_args, **real_kwargs)
         except raised_here(_Unknown, RuntimeError, TypeError, ValueError):
-            self._known.pop(_view(result), None)
-            return
-        if isinstance(values, Tensor) and values.shape == result.shape:
-            self._note(result, values)
+            values = None
+        is_whole = isinstance(values, Tensor) and values.shape == result.shape
+        self._note(result, values if is_whole else None)
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -263,11 +247,7 @@ class _Values:
 
 
 def _view(tensor: Tensor) -> Any:
-    """Returns an identifier of a view of some memory: autograd makes new tensors of the same view."""
-    return (
-        storage_of(tensor)._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
-        tensor.dtype,
-    )  # fmt: skip
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 # --- stand-ins -----------------------------------------------------------------------------------
@@ -277,13 +257,10 @@ def _stand_ins(device_type: str) -> list[Patch]:
     """Returns patches for an absent device type, which fake tensors on the CPU replace."""
     to, cuda = Tensor.to, Tensor.cuda
 
-    def placed(value: Any) -> Any:
-        return value if isinstance(value, Tensor) else here(value, device_type)
-
     def placing(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if has_fake_tensors():
-            args = tuple(map(placed, args))
-            kwargs = {name: placed(each) for name, each in kwargs.items()}
+            args = tuple([here(each, device_type) for each in args])
+            kwargs = {name: here(each, device_type) for name, each in kwargs.items()}
         return to(self, *args, **kwargs)
 
     def moving(self: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from ..recording import Ledger, Recorder, raised_at
 from ..renames import renamed
 from ..reports import Report
 from ..session import about_run, check_names, checked_policy, convert, restoring, unconverted
-from ..tensors import default_device_types, floats_of, parse_device_type, stored_parameters
+from ..tensors import default_device_types, floats_of, map_all, parse_device_type, stored_parameters
 from ..torch_internals import (
     DisableAutocast,
     differs_in_devices,
@@ -30,7 +31,8 @@ from ..torch_internals import (
 )
 from ..torch_state import named_tensors, reached_by, unchanged
 from .places import PlannedDevice
-from .result import Plan, Run, ShardGroup, groups_of
+from .ranks import ShardGroup, groups_of
+from .result import Plan, Run
 
 #: Arguments of `convert` that `plan` rejects: it logs no calls, and has its own argument for the device.
 _REFUSED: Final = ("verbose", "isVerbose", "device_types")
@@ -88,7 +90,7 @@ def plan(
     """
     small = arguments.truth("small", small)
     device_type = _device_type(device)
-    name, make_optimizer = _parsed_optimizer(optimizer)
+    name, make_optimizer = _parsed_optimizer(optimizer, device_type)
     _check(model, training, conversion)
     steps = Steps("plan", model, forward_step, loss_fn)
     place = PlannedDevice(device_type, is_small=small)
@@ -103,14 +105,14 @@ def plan(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(DisableAutocast())
         stack.enter_context(place.entered())
-        program = _program(steps, inputs, make_optimizer, training, place)
+        program = _Program(steps, inputs, make_optimizer, training, place)
         options = _options(place, conversion)
-        runs, groups = _runs(program, options)
+        runs = _runs(program, options)
         frozen, notes = _frozen(program, options)
     if small:
         notes += ("run on real tensors, on the CPU, in a small size",)
     model = program.steps.model
-    learns = any(each.learns for group in groups for each in group)
+    learns = any(each.learns for group in program.groups for each in group)
     if program.is_training and not learns:
         notes += ("no gradient comes from what the model returns, so that this is a forward",)
     return Plan(
@@ -122,7 +124,7 @@ def plan(
         runs=runs,
         frozen_bytes=frozen,
         notes=notes,
-        groups=groups,
+        groups=program.groups,
         about=about_run(checked_policy(**conversion)),
     )
 
@@ -151,32 +153,6 @@ def _device_type(device: str | torch.device | None) -> str:
     )
 
 
-def _program(
-    steps: Steps, inputs: Any, make_optimizer: Any, training: bool | None, place: PlannedDevice
-) -> _Program:
-    with place.making():
-        is_model = isinstance(steps.model, nn.Module)
-        model = steps.model if is_model else _called(steps.model, "model()")
-        inputs = _called(inputs, "inputs()") if is_factory(inputs) else inputs
-    if not callable(model):
-        raise OptionError(
-            f"model() must return a model, or another function of the inputs, not {shown(model)}"
-        )
-    if isinstance(model, nn.Module):
-        model = place.model(model)
-        modules: tuple[nn.Module, ...] = (model,)
-    else:
-        modules = reached_by(model).modules
-    learns = any(each.requires_grad for module in modules for each in module.parameters())
-    is_training = learns if training is None else bool(training)
-    for module in modules:
-        module.train(is_training)
-    loss_fn = steps.loss_fn
-    loss_fn = place.model(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-    steps = replace(steps, model=model, loss_fn=loss_fn)
-    return _Program(steps, modules, place.inputs(inputs), make_optimizer, is_training, place)
-
-
 def _called(function: Callable[[], Any], name: str) -> Any:
     try:
         return function()
@@ -185,29 +161,26 @@ def _called(function: Callable[[], Any], name: str) -> Any:
 
 
 def _options(place: PlannedDevice, conversion: Mapping[str, Any]) -> dict[str, Any]:
-    native = {} if place.decided_by == "cpu" and not place.is_small else {"legalize": "never"}
-    return {**native, **conversion, "device_types": {place.decided_by}}
+    is_native = place.is_small or place.device_type != "cpu"
+    native = {"legalize": "never"} if is_native else {}
+    return {**native, **conversion, "device_types": {place.device_type}}
 
 
-def _runs(
-    program: _Program, options: Mapping[str, Any]
-) -> tuple[tuple[Run, ...], tuple[ShardGroup, ...]]:
+def _runs(program: _Program, options: Mapping[str, Any]) -> tuple[Run, ...]:
     types = options["device_types"]
-    lists = "autocast-cpu" if types == {"cpu"} else "autocast-cuda"
     autocast = {
-        "lists": lists,
+        "lists": "autocast-cpu" if types == {"cpu"} else "autocast-cuda",
         "legalize": "never",
         "keep_weight_casts": True,
         "device_types": types,
     }
     if (low := options.get("low_precision_type")) in (torch.bfloat16, torch.float16):
         autocast["low_precision_type"] = low
-    runs = [program.run("float32", None)[0], program.run("autocast", autocast)[0]]
-    found, groups = program.run("hmpx", options)
-    runs.append(found)
-    if found.memory.weight_cast_bytes:
-        runs.append(program.run("casts not kept", {**options, "keep_weight_casts": False})[0])
-    return tuple(runs), groups
+    planned = {"float32": None, "autocast": autocast, "hmpx": options}
+    runs = [program.run(name, conversion) for name, conversion in planned.items()]
+    if runs[-1].memory.weight_cast_bytes:
+        runs.append(program.run("casts not kept", {**options, "keep_weight_casts": False}))
+    return tuple(runs)
 
 
 def _frozen(program: _Program, options: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
@@ -226,16 +199,41 @@ def _frozen(program: _Program, options: Mapping[str, Any]) -> tuple[int | None, 
 # --- a step ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Program:
     """A model, or a function that calls some, its outermost modules, and everything that a step needs."""
 
-    steps: Steps
-    modules: tuple[nn.Module, ...]
-    inputs: Any
-    make_optimizer: Callable[[list[nn.Parameter]], Any] | None
-    is_training: bool
-    place: PlannedDevice
+    def __init__(
+        self,
+        steps: Steps,
+        inputs: Any,
+        make_optimizer: OptimizerFactory | None,
+        training: bool | None,
+        place: PlannedDevice,
+    ) -> None:
+        with place.making():
+            is_model = isinstance(steps.model, nn.Module)
+            model = steps.model if is_model else _called(steps.model, "model()")
+            inputs = _called(inputs, "inputs()") if is_factory(inputs) else inputs
+        if not callable(model):
+            raise OptionError(
+                f"model() must return a model, or another function of the inputs, not {shown(model)}"
+            )
+        if isinstance(model, nn.Module):
+            model = place.model(model)
+            self.modules: tuple[nn.Module, ...] = (model,)
+        else:
+            self.modules = reached_by(model).modules
+        learns = any(each.requires_grad for module in self.modules for each in module.parameters())
+        self.is_training = learns if training is None else bool(training)
+        for module in self.modules:
+            module.train(self.is_training)
+        loss_fn = steps.loss_fn
+        loss_fn = place.model(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+        self.steps = replace(steps, model=model, loss_fn=loss_fn)
+        self.inputs = map_all(inputs, place.placed)
+        self.make_optimizer = make_optimizer
+        self.place = place
+        self.groups: tuple[ShardGroup, ...] = ()  # of parameters, as the last step left them
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -243,13 +241,8 @@ class _Program:
         found = {id(each): each for module in self.modules for each in stored_parameters(module)}
         return list(found.values())
 
-    def run(
-        self, name: str, conversion: Mapping[str, Any] | None
-    ) -> tuple[Run, tuple[ShardGroup, ...]]:
+    def run(self, name: str, conversion: Mapping[str, Any] | None) -> Run:
         """Runs a step: converted with the given arguments of `convert`, or in float32.
-
-        Returns:
-            Its costs, and the groups of parameters.
 
         Raises:
             PlanError: The model needs values.
@@ -263,8 +256,8 @@ class _Program:
             stack.enter_context(ledger.noting())
             for module in self.modules:
                 ledger.note_module(module)
-            groups = groups_of(self.modules, self._step())
-        return Run(name, ledger.memory(), Report(recorder.rows())), groups
+            self.groups = groups_of(self.modules, self._step())
+        return Run(name, ledger.memory(), Report(recorder.rows()))
 
     def _step(self) -> Any:
         try:
@@ -279,7 +272,7 @@ class _Program:
         learning = [each for each in self.parameters if each.requires_grad]
         if self.make_optimizer is None or not learning:
             return None
-        optimizer = _made(self.make_optimizer, learning, self.place.device_type)
+        optimizer = self.make_optimizer(learning)
         with self.place.without_values():
             try:
                 optimizer.step()
@@ -345,6 +338,8 @@ def _raise_explained(error: Exception, note: str) -> NoReturn:
 #: The ``optimizer`` argument of `plan`: None for no optimizer.
 Optimizer = str | type[torch.optim.Optimizer] | Callable[[Iterable[nn.Parameter]], Any] | None
 
+OptimizerFactory = Callable[[list[nn.Parameter]], Any]
+
 #: Devices on which torch's optimizers update all parameters at once by default.
 _AT_A_TIME: Final = ("cuda", "xpu", "mtia")
 
@@ -355,21 +350,32 @@ _NAMES: Final = {
 }
 
 
-def _parsed_optimizer(value: Any) -> tuple[str, Callable[[list[nn.Parameter]], Any] | None]:
-    """Returns an optimizer's name and its factory; None for no optimizer."""
+def _parsed_optimizer(value: Any, device_type: str) -> tuple[str, OptimizerFactory | None]:
+    """Returns an optimizer's name, and what makes one that updates parameters as on the device; None for none."""
     if value is None:
         return "no optimizer", None
     if isinstance(value, str):
-        return _named(value)
-    if not callable(value):
+        name, make = _named(value)
+    elif callable(value):
+        name, make = getattr(value, "__name__", type(value).__name__), value
+    else:
         raise OptionError(
             f'optimizer must be a name such as "AdamW", a class or a function of parameters, not '
             f"{shown(value)}"
         )
-    return getattr(value, "__name__", type(value).__name__), value
+
+    def made(parameters: list[nn.Parameter]) -> Any:
+        optimizer = make(parameters)
+        for group in optimizer.param_groups:
+            is_undecided = "foreach" in group and group["foreach"] is None
+            if is_undecided and not group.get("fused") and device_type in _AT_A_TIME:
+                group["foreach"] = True
+        return optimizer
+
+    return name, made
 
 
-def _named(text: str) -> tuple[str, Callable[[list[nn.Parameter]], Any]]:
+def _named(text: str) -> tuple[str, OptimizerFactory]:
     name, *options = text.split()
     found = _NAMES.get(name.lower())
     if found is None:
@@ -383,16 +389,4 @@ def _named(text: str) -> tuple[str, Callable[[list[nn.Parameter]], Any]]:
             f'optimizer {shown(text)}: options are given as in "SGD momentum=0.9"'
         ) from None
     said = ", ".join(f"{key}={value}" for key, value in arguments.items())
-    return f"{found.__name__} {said}".strip(), lambda parameters: found(parameters, **arguments)
-
-
-def _made(
-    make: Callable[[list[nn.Parameter]], Any], parameters: list[nn.Parameter], device_type: str
-) -> Any:
-    """Returns an optimizer that updates parameters as on the device."""
-    optimizer = make(parameters)
-    for group in optimizer.param_groups:
-        is_undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
-        if is_undecided and device_type in _AT_A_TIME:
-            group["foreach"] = True
-    return optimizer
+    return f"{found.__name__} {said}".strip(), functools.partial(found, **arguments)

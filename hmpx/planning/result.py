@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, NamedTuple
-
-from torch import Tensor, nn
+from typing import Any, Final
 
 from .. import arguments
 from ..errors import OptionError, brief, fielded, shown
 from ..reports import (
-    CHART_WIDTH,
     KINDS,
     Memory,
     Report,
     ReportTable,
-    Totals,
     Written,
+    bars,
     chart_section,
     clean,
     count,
@@ -29,127 +25,12 @@ from ..reports import (
     share,
     short_dtype,
     size,
-    svg_chart,
-    svg_text,
-    svg_title,
     wrapped,
 )
-from ..tensors import stored_parameters, tensors_of
-
-
-class _Size(NamedTuple):
-    """Shape of a tensor, and bytes of an element."""
-
-    sizes: tuple[int, ...]
-    itemsize: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Size:
-        return cls(tuple(tensor.shape), tensor.dtype.itemsize)
-
-    def shard(self, world_size: int) -> int:
-        first, *others = self.sizes or (1,)
-        return -(-first // world_size) * math.prod(others) * self.itemsize
-
-
-class ParameterSize(NamedTuple):
-    """The size of a parameter, whether it gets a gradient, and the sizes of its optimizer state."""
-
-    size: _Size
-    learns: bool
-    states: tuple[_Size, ...] = ()
-
-
-#: Parameters that FSDP2 gathers together: those of one block, or the rest.
-ShardGroup = tuple[ParameterSize, ...]
-
-
-@dataclass(frozen=True)
-class PerRank:
-    """The bytes of tensors in one of several processes.
-
-    Attributes:
-        parameter_bytes: Its parameters.
-        gradient_bytes: Their gradients.
-        optimizer_bytes: The optimizer state.
-        gathered_bytes: FSDP2: the whole parameters of the two largest groups, since the next one is
-            gathered while one is in use.
-        bucket_bytes: DDP: buckets from which gradients are sent.
-        saved_bytes: Tensors that autograd keeps for the backward, without casts of weights.
-        weight_cast_bytes: Casts of weights, which are kept whole even if parameters are sharded.
-    """
-
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    gathered_bytes: int
-    bucket_bytes: int
-    saved_bytes: int
-    weight_cast_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        """Their sum: a step's peak, apart from the temporary memory of single ops."""
-        return sum(vars(self).values())
-
-
-def per_rank(
-    groups: Sequence[ShardGroup],
-    strategy: str,
-    world_size: int,
-    saved_bytes: int,
-    weight_cast_bytes: int,
-) -> PerRank:
-    """Returns the bytes of the FSDP2 rank with the largest shards, or of each DDP rank."""
-    is_sharded = strategy == "fsdp2"
-    parts = world_size if is_sharded else 1
-    every = [each for group in groups for each in group]
-    whole = sorted(sum(each.size.shard(1) for each in group) for group in groups)
-    gradients = sum(each.size.shard(parts) for each in every if each.learns)
-    return PerRank(
-        parameter_bytes=sum(each.size.shard(parts) for each in every),
-        gradient_bytes=gradients,
-        optimizer_bytes=sum(
-            state.shard(parts if state.sizes == each.size.sizes else 1)
-            for each in every
-            for state in each.states
-        ),
-        gathered_bytes=sum(whole[-2:]) if is_sharded else 0,
-        bucket_bytes=0 if is_sharded else gradients,
-        saved_bytes=saved_bytes,
-        weight_cast_bytes=weight_cast_bytes,
-    )
-
-
-def groups_of(modules: Iterable[nn.Module], optimizer: object) -> tuple[ShardGroup, ...]:
-    """Groups the parameters: each item of a ``ModuleList`` is a group, and the rest is the last."""
-    states: Any = getattr(optimizer, "state", {})
-    seen: set[int] = set()
-    blocks: list[nn.Module] = []
-    modules = list(modules)
-    for module in modules:
-        for each in module.modules():
-            if isinstance(each, nn.ModuleList):
-                blocks += each
-    groups = []
-    every = [each for module in modules for each in stored_parameters(module)]
-    for parameters in (*map(stored_parameters, blocks), every):
-        group = []
-        for parameter in parameters:
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                sizes = tuple(map(_Size.of, tensors_of(dict(states.get(parameter, {})))))
-                group.append(ParameterSize(_Size.of(parameter), parameter.grad is not None, sizes))
-        groups.append(tuple(group))
-    return tuple([group for group in groups if group])
-
-
-# --- the result ------------------------------------------------------------------------------------
+from .ranks import STRATEGIES, PerRank, ShardGroup, per_rank
 
 #: The version of the JSON that `Plan.to_json` writes.
 SCHEMA: Final = 1
-
-_STRATEGIES: Final = ("fsdp2", "ddp")
 
 
 @dataclass(frozen=True)
@@ -174,7 +55,7 @@ class Plan(Written):
     """The planned cost of a training step, or of a forward.
 
     Printing it shows the low-precision share, a table of memory with float32, torch.autocast and hmpx side
-    by side, remedies, and the decisions by op.
+    by side, for large models also which cards hold it in how many processes, remedies, and the decisions by op.
 
     Attributes:
         model: Name of the model's class.
@@ -290,10 +171,8 @@ class Plan(Written):
             (5140, 10280)
         """
         world_size = arguments.whole("world_size", world_size, 1)
-        strategy = arguments.choice("strategy", strategy, _STRATEGIES)
-        memory = self.run(run).memory
-        kept = memory.saved_bytes, memory.weight_cast_bytes
-        return per_rank(self.groups, strategy, world_size, *kept)
+        strategy = arguments.choice("strategy", strategy, STRATEGIES)
+        return per_rank(self.groups, self.run(run).memory, strategy, world_size)
 
     def ranks(self, world_size: int) -> str:
         """Returns a table of each process's memory, with FSDP2 and with DDP.
@@ -306,18 +185,26 @@ class Plan(Written):
             >>> print(p.ranks(2).splitlines()[1])
             parameters          5.1 kB  10 kB
         """
-        ranks = [self.per_rank(world_size, each) for each in _STRATEGIES]
-        return str(_rank_table(world_size, ranks))
+        ranks = [self.per_rank(world_size, each) for each in STRATEGIES]
+        return str(_table(f"each of {world_size}", ("FSDP2", "DDP"), _figures(ranks)))
 
     __repr__ = brief
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        lines = [*wrapped(_headline(self)), _verdict(self), "", *_memory_table(self).lines()]
+        said = [line for each in _remedies(self) for line in wrapped(each)]
+        groups = self.report.by_op()
+        lines += ["", *_ranks_table(self).lines()] if _cards(self.runs) else []
+        lines += ["", *said] if said else []
+        lines += ["", *groups.lines(_MOST_GROUPS, ".report.by_op()")] if groups else []
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         remedies = "".join(f"<li>{html.escape(each)}</li>" for each in _remedies(self))
-        said = f"<p><strong>{html.escape(_headline(self))}</strong></p><p>{_verdict(self)}</p>"
-        return f"<div>{said}{_memory_table(self).to_html()}<ul>{remedies}</ul></div>"
+        headline = f"<p><strong>{html.escape(_headline(self))}</strong></p>"
+        said = headline + paragraphs([_verdict(self)])
+        ranks = _ranks_table(self).to_html() if _cards(self.runs) else ""
+        return f"<div>{said}{_memory_table(self).to_html()}{ranks}<ul>{remedies}</ul></div>"
 
     def _data(self) -> Mapping[str, Any]:
         return {
@@ -337,12 +224,17 @@ class Plan(Written):
         return _memory_table(self)
 
     def _page(self) -> str:
+        peaks = {run.name: run.memory.peak.kinds for run in self.runs}
+        kinds = [(kind, [each.get(kind, 0) for each in peaks.values()]) for kind in KINDS]
+        keys = {f"kind{index}": kind for index, kind in enumerate(KINDS)}
+        marks = [card * 10**9 for card in _cards(self.runs)]
+        picture = bars(peaks, keys, marks, "memory at the peak, by kind")
         parts = [
             paragraphs((_headline(self), _verdict(self)), "verdict"),
             paragraphs(_remedies(self)),
             section("memory", "Memory of tensors", _memory_table(self).to_html()),
-            chart_section("peak", "At the peak, by kind", _KEYS, _peak_chart(self)),
-            _peak_table(self).to_html(),
+            chart_section("peak", "At the peak, by kind", keys, picture),
+            _table("kind", peaks, kinds).to_html(),
             section("ranks", "Each of several processes", _ranks_table(self).to_html()),
             section("ops", "By op", self.report.by_op().html_table()),
             section("modules", "By module", self.report.by_module().html_table()),
@@ -351,15 +243,14 @@ class Plan(Written):
 
 
 def _of_run(run: Run) -> Mapping[str, Any]:
-    memory = asdict(run.memory)
-    for name in ("peak", "phases"):
-        del memory[name]
-    peak = run.memory.peak
+    memory = run.memory
+    figures = asdict(memory)
+    del figures["peak"], figures["phases"]
     return {
-        **memory,
-        "saved_bytes": run.memory.saved_bytes,
-        "peak_bytes": run.memory.peak_bytes,
-        "peak": {"phase": peak.phase, **peak.kinds},
+        **figures,
+        "saved_bytes": memory.saved_bytes,
+        "peak_bytes": memory.peak_bytes,
+        "peak": {"phase": memory.peak.phase, **memory.peak.kinds},
         **run.report.totals._asdict(),
     }
 
@@ -399,70 +290,63 @@ def _remedies(plan: Plan) -> Iterator[str]:
     yield from plan.notes
 
 
-def _lines(plan: Plan) -> Iterator[str]:
-    yield from wrapped(_headline(plan))
-    yield _verdict(plan)
-    yield ""
-    yield str(_memory_table(plan))
-    said = list(_remedies(plan))
-    if said:
-        yield ""
-    for each in said:
-        yield from wrapped(each)
-    groups = plan.report.by_op()
-    if groups:
-        yield ""
-        yield str(groups.table(_MOST_GROUPS))
-        if len(groups) > _MOST_GROUPS:
-            yield f"... and {count(len(groups) - _MOST_GROUPS)} more; .report.by_op() has all"
-
-
 # --- tables --------------------------------------------------------------------------------------
 
-#: Attribute of `Memory`, and of `PerRank`, -> its name in tables.
-_OF_RUN: Final = {
-    "parameter_bytes": "parameters",
-    "buffer_bytes": "buffers",
-    "gradient_bytes": "gradients",
-    "optimizer_bytes": "optimizer state",
-    "saved_bytes": "saved for backward",
-}
-_OF_RANK: Final = {
+#: Attribute of `Memory`, `PerRank` or both -> its name in tables.
+_FIGURES: Final = {
     "parameter_bytes": "parameters",
     "gathered_bytes": "gathered parameters",
+    "buffer_bytes": "buffers",
     "gradient_bytes": "gradients",
     "bucket_bytes": "buckets",
     "optimizer_bytes": "optimizer state",
     "saved_bytes": "saved for backward",
     "weight_cast_bytes": "weight casts kept",
+    "peak_bytes": "peak of tensors",
     "bytes": "sum",
 }
 
+#: A row of a table: its name, and bytes for each column.
+_Sizes = tuple[str, list[int]]
 
-def _rank_table(world_size: int, ranks: Sequence[PerRank]) -> ReportTable:
-    lines = [(name, [getattr(each, field) for each in ranks]) for field, name in _OF_RANK.items()]
-    return _sizes(f"each of {world_size}", ("FSDP2", "DDP"), lines)
+
+def _figures(found: Sequence[Any]) -> Iterator[_Sizes]:
+    """Yields the figures of memories or ranks; what autograd saves also by dtype, the largest first."""
+    for attribute, name in _FIGURES.items():
+        yield name, [getattr(each, attribute, 0) for each in found]
+        if attribute == "saved_bytes":
+            saved = [getattr(each, "saved", {}) for each in found]
+            dtypes = dict.fromkeys(dtype for each in saved for dtype in each)
+            rows = [(dtype, [each.get(dtype, 0) for each in saved]) for dtype in dtypes]
+            for dtype, sizes in sorted(rows, key=lambda row: -sum(row[1])):
+                yield f"  {clean(short_dtype(dtype))}", sizes
+
+
+def _table(
+    title: str, names: Iterable[str], sizes: Iterable[_Sizes], *others: tuple[str, list[str]]
+) -> ReportTable:
+    """Returns a table of sizes without rows of zeros, and then of other rows."""
+    shown = [(name, [size(n) if n else "-" for n in row]) for name, row in sizes if any(row)]
+    titles = [title, *names]
+    rows = [(name, *cells) for name, cells in [*shown, *others]]
+    return ReportTable.of(titles, rows, numbers=titles[1:])
 
 
 def _memory_table(plan: Plan) -> ReportTable:
     memories = [run.memory for run in plan.runs]
-    lines = [(name, [getattr(each, field) for each in memories]) for field, name in _OF_RUN.items()]
-    dtypes = dict.fromkeys(dtype for memory in memories for dtype in memory.saved)
-    saved = {dtype: [each.saved.get(dtype, 0) for each in memories] for dtype in dtypes}
-    for dtype, sizes in sorted(saved.items(), key=lambda each: -sum(each[1])):
-        lines.append((f"  {clean(short_dtype(dtype))}", sizes))
-    lines.append(("weight casts kept", [each.weight_cast_bytes for each in memories]))
-    lines.append(("peak of tensors", [each.peak_bytes for each in memories]))
     totals = [run.report.totals for run in plan.runs]
     peaks = [each.peak_bytes for each in memories]
-    return _sizes(
+    return _table(
         "memory of tensors",
         [run.name for run in plan.runs],
-        lines,
+        _figures(memories),
         ("  in", [each.peak.phase or "-" for each in memories]),
-        *[(f"fits on {card} GB", [_fits(each, card) for each in peaks]) for card in _cards(peaks)],
-        ("FLOPs in low", [_low_share(each, "flops") for each in totals]),
-        ("bytes in low", [_low_share(each, "bytes") for each in totals]),
+        *[
+            (f"fits on {card} GB", [_fits(each, card) for each in peaks])
+            for card in _cards(plan.runs)
+        ],
+        ("FLOPs in low", [share(each.low_flops, each.flops) for each in totals]),
+        ("bytes in low", [share(each.low_bytes, each.bytes) for each in totals]),
     )
 
 
@@ -470,9 +354,10 @@ def _memory_table(plan: Plan) -> ReportTable:
 _CARDS: Final = (24, 40, 80)
 
 
-def _cards(peaks: Sequence[int]) -> tuple[int, ...]:
+def _cards(runs: Iterable[Run]) -> tuple[int, ...]:
     """Returns the cards of interest: none for a small model."""
-    return _CARDS if max(peaks, default=0) > _CARDS[0] * 1e8 else ()
+    most = max((run.memory.peak_bytes for run in runs), default=0)
+    return _CARDS if most > _CARDS[0] * 1e8 else ()
 
 
 def _fits(peak: int, card: int) -> str:
@@ -481,63 +366,13 @@ def _fits(peak: int, card: int) -> str:
 
 
 def _ranks_table(plan: Plan) -> ReportTable:
-    """Returns the sums of memory in each of several processes; inputs are those of one."""
+    """Returns the memory of each of several processes, and the smallest card that holds it; inputs are those of one."""
     rows = []
     for world_size in (2, 4, 8, 16, 32, 64):
-        sums = [plan.per_rank(world_size, each).bytes for each in _STRATEGIES]
-        fits = [f"{card} GB" for card in _CARDS if sums[0] <= card * 10**9]
-        rows.append((str(world_size), *map(size, sums), fits[0] if fits else "no"))
-    titles = ("processes", "FSDP2, each", "DDP, each", "FSDP2 fits on")
+        sums = [plan.per_rank(world_size, each).bytes for each in STRATEGIES]
+        fits = [
+            next((f"{card} GB" for card in _CARDS if each <= card * 10**9), "no") for each in sums
+        ]
+        rows.append((str(world_size), *map(size, sums), *fits))
+    titles = ("processes", "FSDP2, each", "DDP, each", "FSDP2 fits on", "DDP fits on")
     return ReportTable.of(titles, rows, numbers=titles)
-
-
-_KEYS: Final = {f"kind{index}": kind for index, kind in enumerate(KINDS)}
-
-
-def _peak_chart(plan: Plan) -> str:
-    """Returns a bar for each run, of its memory at the peak by kind, and lines for common cards."""
-    most = max(run.memory.peak_bytes for run in plan.runs)
-    if not most:
-        return ""
-    left, row = 120, 34
-    scale = (CHART_WIDTH - left - 80) / most
-    bottom = row * len(plan.runs)
-    parts = []
-    for index, run in enumerate(plan.runs):
-        x, y = float(left), row * index + 4
-        parts.append(svg_text(left - 8, y + 18, run.name, "end"))
-        for key, kind in _KEYS.items():
-            count = run.memory.peak.kinds.get(kind, 0)
-            parts.append(
-                f'<rect class="{key}" x="{x:.1f}" y="{y}" width="{count * scale:.1f}" height="26">'
-                f"{svg_title(f'{run.name}: {kind} {size(count)}')}</rect>"
-            )
-            x += count * scale
-        parts.append(svg_text(x + 6, y + 18, size(run.memory.peak_bytes)))
-    for card in _cards([most]):
-        if card * 10**9 <= most:
-            x = left + card * 10**9 * scale
-            parts.append(f'<line class="unit" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>')
-            parts.append(svg_text(x, bottom + 14, f"{card} GB", "middle"))
-    return svg_chart(bottom + 20, "memory at the peak, by kind", parts)
-
-
-def _low_share(totals: Totals, name: str) -> str:
-    return share(getattr(totals, f"low_{name}"), getattr(totals, name))
-
-
-def _sizes(
-    title: str,
-    names: Sequence[str],
-    lines: Sequence[tuple[str, list[int]]],
-    *others: tuple[str, list[str]],
-) -> ReportTable:
-    shown = [(name, [size(n) if n else "-" for n in sizes]) for name, sizes in lines if any(sizes)]
-    rows = [(name, *cells) for name, cells in [*shown, *others]]
-    return ReportTable.of([title, *names], rows, numbers=names)
-
-
-def _peak_table(plan: Plan) -> ReportTable:
-    peaks = [run.memory.peak.kinds for run in plan.runs]
-    lines = [(kind, [peak.get(kind, 0) for peak in peaks]) for kind in KINDS]
-    return _sizes("kind", [run.name for run in plan.runs], lines)

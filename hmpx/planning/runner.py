@@ -63,12 +63,13 @@ DEFAULT: Final = (BASE, "autocast", "auto", "fast", "frozen")
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The device, torch.autocast's dtype (None for a number format), convert's options and the clock of all variants."""
+    """What all variants have in common."""
 
     device_type: str
-    low_dtype: torch.dtype | None
-    conversion: Mapping[str, Any]
-    clock: Callable[[], float] = time.perf_counter
+    low_dtype: torch.dtype | None  # That of torch.autocast; None for a number format
+    conversion: Mapping[str, Any]  # Options of convert
+    clock: Callable[[], float]
+    seed: int
 
 
 #: Most steps of a run.
@@ -81,8 +82,7 @@ class Runner:
 
     variant: Variant
     conditions: Conditions
-    randomness: Randomness
-    own_step: Callable[[], Any]
+    own_step: Callable[[], Any] = field(init=False)
     model: nn.Module | None = None
     inputs: Any = None
     run_times: list[float] = field(default_factory=list)  # Seconds per step of each run
@@ -95,14 +95,45 @@ class Runner:
     trained: list[Tensor] = field(default_factory=list)  # Parameters that warmup has stepped
     steps: int = 1  # Per run
     _returned: list[Tensor | float | None] = field(default_factory=list)
+    _random: RandomStates | None = None
     _frozen: freezing.Frozen | None = None
     _on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def __post_init__(self) -> None:
-        if self.model is not None:
-            if self.variant.name == BASE:  # other variants have copies, or models of their own
-                self._on_close.enter_context(unchanged(self.model, self.inputs))
-            self.model.eval()
+    def make(
+        self, make: Callable[[], Any], inputs: Any, taken: Collection[nn.Module | None]
+    ) -> None:
+        """Makes the step; a model is copied if it is in ``taken``.
+
+        Raises:
+            BenchError: ``make`` returns no step, or a model without inputs.
+        """
+        with self._own_random_numbers():
+            found = arguments.has_run("make", make())
+            if not isinstance(found, nn.Module):
+                if not callable(found):
+                    raise BenchError(
+                        "make() must return the step, a function without arguments, or a model; it returned "
+                        f"{shown(found)}"
+                    )
+                self.own_step = found
+                return
+            if inputs is None:
+                raise BenchError(
+                    f"make() returned a model, {type(found).__name__}: inputs must be what its forward is "
+                    "called with; for training, return a function that makes a step"
+                )
+            self.inputs = copied(inputs() if is_factory(inputs) else inputs)
+            self.model = model = copy.deepcopy(found) if found in taken else found
+        if self.variant.name == BASE:  # other variants have copies, or models of their own
+            self._on_close.enter_context(unchanged(model, self.inputs))
+        model.eval()
+        args, kwargs = arguments_of(self.inputs)
+
+        @torch.no_grad()
+        def forward() -> Any:
+            return model(*args, **kwargs)
+
+        self.own_step = forward
 
     def step(self) -> Any:
         """Makes a step."""
@@ -117,25 +148,27 @@ class Runner:
         with self._region(), _trained() as self.trained:
             for _ in range(steps):
                 self._noted(arguments.has_run("the step", self.step()))
-            self._synchronize()
-            start = time.perf_counter()  # wall time, since a waiting step uses no processor
-            self._noted(self.step())
-            self._synchronize()
-            elapsed_s = time.perf_counter() - start
-            self._read()
-        self.steps = min(_MOST_STEPS, max(1, math.ceil(run_s / max(elapsed_s, 1e-9))))
+            # wall time, since a waiting step uses no processor
+            step_s = self._seconds_per_step(1, time.perf_counter)
+        self.steps = min(_MOST_STEPS, max(1, math.ceil(run_s / max(step_s, 1e-9))))
 
     def run(self) -> None:
         """Makes one untimed step, since torch has just been changed, and then the timed ones."""
         with self._region():
             self._noted(arguments.has_run("the step", self.step()))
-            self._synchronize()
-            start = self.conditions.clock()
-            for _ in range(self.steps):
-                self._noted(self.step())  # at once: a loss keeps the step's activations alive
-            self._synchronize()
-            self.run_times.append((self.conditions.clock() - start) / self.steps)
-            self._read()
+            self.run_times.append(self._seconds_per_step(self.steps, self.conditions.clock))
+
+    def _seconds_per_step(self, steps: int, clock: Callable[[], float]) -> float:
+        self._synchronize()
+        start = clock()
+        for _ in range(steps):
+            self._noted(self.step())  # at once: a loss keeps the step's activations alive
+        self._synchronize()
+        elapsed_s = clock() - start
+        # Reading losses from the device synchronizes, so it is never done while steps are timed.
+        self.losses += [None if each is None else float(each) for each in self._returned]
+        self._returned.clear()
+        return elapsed_s / steps
 
     def measure_memory(self) -> None:
         """Makes one step to compile and fill caches, since torch has just been changed, then a measured one."""
@@ -173,11 +206,25 @@ class Runner:
                 stack.enter_context(
                     session.convert(legalize=legalize, device_types=types, **conversion)
                 )
-            stack.enter_context(self.randomness.in_force())
+            stack.enter_context(self._own_random_numbers())
             if store is not None and self._frozen is None:
                 assert self.model is not None
                 self._frozen = freezing.freeze(self.model, self.inputs, store=store)
             yield
+
+    @contextlib.contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Uses the variant's generator states inside the block, and restores the user's after it."""
+        outside = RandomStates(accelerators())
+        if self._random is None:
+            seed_all(self.conditions.seed)
+        else:
+            self._random.restore()
+        try:
+            yield
+        finally:
+            self._random = RandomStates(accelerators())
+            outside.restore()
 
     def _noted(self, returned: Any) -> None:
         loss: Any = returned.get("loss") if isinstance(returned, Mapping) else returned
@@ -190,39 +237,6 @@ class Runner:
             self._returned.append(None)
         if self.outputs is None and (loss is None or loss is not returned):
             self.outputs = [each.detach().clone() for each in floats_of(returned)]
-
-    def _read(self) -> None:
-        """Reads the losses from the device. That synchronizes, so it is never done while steps are timed."""
-        self.losses += [None if each is None else float(each) for each in self._returned]
-        self._returned.clear()
-
-
-def made(
-    make: Callable[[], Any], inputs: Any, taken: Collection[nn.Module | None]
-) -> tuple[Callable[[], Any], nn.Module | None, Any]:
-    """Returns a new step, and for a model, copied if it is in ``taken``, the model and its inputs."""
-    found = arguments.has_run("make", make())
-    if not isinstance(found, nn.Module):
-        if not callable(found):
-            raise BenchError(
-                "make() must return the step, a function without arguments, or a model; it returned "
-                f"{shown(found)}"
-            )
-        return found, None, None
-    if inputs is None:
-        raise BenchError(
-            f"make() returned a model, {type(found).__name__}: inputs must be what its forward is called "
-            "with; for training, return a function that makes a step"
-        )
-    given = copied(inputs() if is_factory(inputs) else inputs)
-    model = copy.deepcopy(found) if found in taken else found
-    args, kwargs = arguments_of(given)
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return model(*args, **kwargs)
-
-    return forward, model, given
 
 
 class _Noting(TorchFunctionMode):
@@ -238,18 +252,15 @@ class _Noting(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         returned = func(*args, **(kwargs or {}))
-        if not self.found:
-            low = [each.dtype for each in floats_of(returned) if each.dtype in LOW_DTYPES]
-            if low or session.is_converted():
-                self.found = _said(func, low)
+        low = [each.dtype for each in floats_of(returned) if each.dtype in LOW_DTYPES]
+        if not self.found and (low or session.is_converted()):
+            name = str(resolve_name(func) or getattr(func, "__name__", func)).rpartition(".")[2]
+            does = "runs under hmpx.convert()"
+            if low:
+                does = f"gives {str(low[0]).removeprefix('torch.')}"
+            where = user_location()
+            self.found = f"{name} {does}, at {located(where)}" if where else f"{name} {does}"
         return returned
-
-
-def _said(func: Callable[..., Any], low: list[torch.dtype]) -> str:
-    name = str(resolve_name(func) or getattr(func, "__name__", func)).rpartition(".")[2]
-    does = f"gives {str(low[0]).removeprefix('torch.')}" if low else "runs under hmpx.convert()"
-    where = user_location()
-    return f"{name} {does}, at {located(where)}" if where else f"{name} {does}"
 
 
 @contextlib.contextmanager
@@ -262,31 +273,6 @@ def _trained() -> Iterator[list[Tensor]]:
 
     with register_optimizer_step_post_hook(note):
         yield found
-
-
-# --- random numbers ------------------------------------------------------------------------------
-
-
-class Randomness:
-    """The states of all random generators of one variant."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._states: RandomStates | None = None
-
-    @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Uses the variant's generator states inside the block, and restores the user's after it."""
-        outside = RandomStates(accelerators())
-        if self._states is None:
-            seed_all(self._seed)
-        else:
-            self._states.restore()
-        try:
-            yield
-        finally:
-            self._states = RandomStates(accelerators())
-            outside.restore()
 
 
 # --- memory --------------------------------------------------------------------------------------

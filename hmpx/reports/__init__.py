@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .cells import (
+    NOTHING,
     clean,
     count,
     exponential,
@@ -18,6 +19,7 @@ from .groups import Group, Groups, grouped
 from .pages import (
     CHART_WIDTH,
     Written,
+    bars,
     by_depth,
     chart_section,
     page,

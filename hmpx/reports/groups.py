@@ -91,6 +91,12 @@ class Groups(list[Group]):
             + _sums([group.totals for group in shown], [group.totals for group in self], names)
         )
 
+    def lines(self, most: int, call: str) -> list[str]:
+        """Returns the table's lines, and how many more groups ``call`` gives."""
+        more = len(self) - most
+        rest = [f"... and {count(more)} more; {call} has all"] if more > 0 else []
+        return [*self.table(most).lines(), *rest]
+
     def html_table(self, most: int | None = 100) -> str:
         """Returns the table as HTML, without scripts or styles."""
         if not self:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from .. import files
-from .cells import clean, exponential, plain
+from .cells import clean, exponential, plain, size
 from .table import ReportTable
 
 
@@ -177,7 +177,7 @@ def _content_hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-# --- charts: errors along a model, for `compare` and `diff_runs`; the parts of others ---------------
+# --- charts: errors along a model, for `compare` and `diff_runs`; bars, for `plan`; parts -------------
 
 #: The width of a chart, in pixels.
 CHART_WIDTH: Final = 960
@@ -238,6 +238,44 @@ def by_depth(
 def _line(kind: str, left: float, y: float) -> str:
     """Returns a horizontal line to the right end."""
     return f'<line class="{kind}" x1="{left}" x2="{CHART_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+
+def bars(
+    rows: Mapping[str, Mapping[str, int]], keys: Mapping[str, str], marks: Iterable[int], label: str
+) -> str:
+    """Returns a chart with a bar for each row, of bytes by kind; ``""`` if all are zero.
+
+    Args:
+        rows: Name of a row -> kind -> bytes.
+        keys: CSS class -> kind, in the order of a bar's parts.
+        marks: Numbers of bytes; those within the bars are marked by a line.
+        label: What the chart shows.
+    """
+    sums = {name: sum(kinds.values()) for name, kinds in rows.items()}
+    most = max(sums.values(), default=0)
+    if not most:
+        return ""
+    left, height = 120, 34
+    scale = (CHART_WIDTH - left - 80) / most
+    bottom = height * len(rows)
+    parts = []
+    for index, (name, kinds) in enumerate(rows.items()):
+        x, y = float(left), height * index + 4
+        parts.append(svg_text(left - 8, y + 18, name, "end"))
+        for key, kind in keys.items():
+            count = kinds.get(kind, 0)
+            parts.append(
+                f'<rect class="{key}" x="{x:.1f}" y="{y}" width="{count * scale:.1f}" height="26">'
+                f"{svg_title(f'{name}: {kind} {size(count)}')}</rect>"
+            )
+            x += count * scale
+        parts.append(svg_text(x + 6, y + 18, size(sums[name])))
+    for mark in marks:
+        if mark <= most:
+            x = left + mark * scale
+            parts.append(f'<line class="unit" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>')
+            parts.append(svg_text(x, bottom + 14, size(mark), "middle"))
+    return svg_chart(bottom + 20, label, parts)
 
 
 def svg_text(x: float, y: float, said: str, anchor: str = "start") -> str:

@@ -30,7 +30,7 @@ class Column:
     Attributes:
         title: The title.
         values: The values, row by row.
-        show: Formats a value as text.
+        show: Formats a value as text; None is shown as ``"-"``.
         is_number: Whether its cells are right-aligned.
         cut: Shortens a cell to a number of terminal columns.
         least: The minimum width.
@@ -50,7 +50,7 @@ class Column:
     @property
     def cells(self) -> list[str]:
         """Its values as text."""
-        return [self.show(value) for value in self.values]
+        return [NOTHING if value is None else self.show(value) for value in self.values]
 
     def kind(self, cell: str) -> str:
         """Returns the CSS class of a cell."""

@@ -37,9 +37,7 @@ def lines(report: Report) -> Iterator[str]:
         yield from wrapped(said, "  ")
     yield from _more(len(kept) - MOST_FIXES, "hmpx.explain(op)")
     if report.rows:
-        groups = report.by_op()
-        yield from ("", *groups.table(MOST_GROUPS).lines())
-        yield from _more(len(groups) - MOST_GROUPS, "rec.by_op()")
+        yield from ("", *report.by_op().lines(MOST_GROUPS, "rec.by_op()"))
 
 
 def _more(number: int, call: str) -> Iterator[str]:

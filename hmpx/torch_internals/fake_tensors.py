@@ -184,7 +184,7 @@ def standing_in(device_type: str) -> Iterator[None]:
 
 def here(value: Any, device_type: str) -> Any:
     """Returns an argument for stand-ins: a device of this type becomes their device."""
-    if isinstance(value, (str, torch.device)) and not isinstance(value, torch.dtype):
+    if isinstance(value, (str, torch.device)):
         with passing_over(RuntimeError):
             return HERE if torch.device(value).type == device_type else value
     return value

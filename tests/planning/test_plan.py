@@ -362,8 +362,12 @@ def test_a_plan_says_on_which_cards_it_fits() -> None:
     assert row(few, "fits on 24 GB")[4:7] == ["yes,", str(percent), "%"]
     assert row(many, "fits on 24 GB")[4:] == ["no"] * 4
     assert row(many, "fits on 40 GB")[4] == "yes,"
+    of_two = next(line.split() for line in str(many).splitlines() if line.split()[:1] == ["2"])
+    assert of_two[5:] == ["24", "GB", "40", "GB"]  # with FSDP2, with DDP
+    assert many.per_rank(2).bytes < 24e9 < many.per_rank(2, "ddp").bytes < 40e9
     page = many.to_html()
     assert "Each of several processes" in page
+    assert ">DDP fits on</th>" in page
     assert ">24 GB</text>" in page  # a line in the chart, within the bars
     assert ">80 GB</text>" not in page
     assert "fits on" not in str(hmpx.plan(lambda: nn.Linear(8, 8), torch.ones(1, 8), device="cuda"))
