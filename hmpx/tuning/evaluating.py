@@ -59,7 +59,7 @@ class Task:
         policy = policy_of(assigned(self.candidates, kept, low_type), low_type)
         if self.request.measure is not None:
             return Outcome(self._measured(policy, inputs, tolerance))
-        expected = self.reference(inputs)
+        self.reference(inputs)
         watched = [each for each in self.candidates if each.may_follow]
         observed = _Observed()
         # The observer first, since wrappers are made once and include it.
@@ -73,7 +73,7 @@ class Task:
                 if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error):
                     raise
                 return Outcome(math.inf)  # the model branches on values that are off
-        errors = self._errors(found, expected, inputs)
+        errors = self._errors(found, inputs)
         return Outcome(
             metrics.limit(errors) if inputs == TUNING else max(errors),
             {each.name: observed.seen(each, self.spots) for each in watched},
@@ -112,7 +112,7 @@ class Task:
             found = self._outputs_of_threads(1)
         else:  # in a thread, whose OpenMP pool ends with it: a forked child would lack the pool's threads
             found = in_own_thread(functools.partial(self._outputs_of_threads, 2), "hmpx-tune")
-        noise = max(self._errors(found, expected, TUNING))
+        noise = max(self._errors(found, TUNING))
         if not self.request.tolerance > LEAST_OVER_NOISE * noise:
             raise OptionError(
                 f"tolerance {self.request.tolerance:g} is within the noise of fp32, whose error against "
@@ -145,30 +145,27 @@ class Task:
     def _converted(self, policy: Policy) -> contextlib.AbstractContextManager[object]:
         return session.restore(policy, self.request.device_types, self.request.options, False)
 
-    def _errors(self, found: list[Any], expected: list[Any], inputs: str) -> list[float]:
-        batches = self.request.batches[inputs]
+    def _errors(self, found: list[Any], inputs: str) -> list[float]:
+        expected, batches = self.reference(inputs), self.request.batches[inputs]
         with torch.no_grad(), disable_casts():
-            errors = [
-                self._error(low, high, batch)
-                for low, high, batch in zip(found, expected, batches, strict=True)
-            ]
+            errors = [self._error(*each) for each in zip(found, expected, batches, strict=True)]
         return [error if math.isfinite(error) else math.inf for error in errors]
 
     def _error(self, low: Any, high: Any, batch: Any) -> float:
-        metric = self.request.metric
+        metric, steps = self.request.metric, self.request.steps
         if metric == "relative_l2":
             return metrics.relative_l2(low, high)
         if metric == "kl":
             return metrics.kl(low, high)
         if callable(metric):
             return metrics.number("metric", metric, widened(low), widened(high))
-        found, expected = self._loss(low, batch), self._loss(high, batch)
+        if steps.loss_fn is None:
+            found, expected = float(metrics.loss_of(low)), float(metrics.loss_of(high))
+        else:
+            found, expected = [
+                metrics.number("loss_fn", steps.loss, widened(each), batch) for each in (low, high)
+            ]
         return metrics.ratio(abs(found - expected), abs(expected))
-
-    def _loss(self, output: Any, batch: Any) -> float:
-        if self.request.steps.loss_fn is None:
-            return float(metrics.loss_of(output))
-        return metrics.number("loss_fn", self.request.steps.loss, widened(output), batch)
 
     def _measured(self, policy: Policy, inputs: str, tolerance: float) -> float:
         """Returns the upper bound of a noisy measure's mean error, from paired samples."""
@@ -204,12 +201,11 @@ class _Observed:
     def __call__(self, call: OpCall) -> None:
         if not call.input_dtypes:
             return
-        counts = self._counts.setdefault((call.op, call.module), [0, 0, 0])
         is_first = relative(call.op) is CastPolicy.FIRST
         given = call.input_dtypes[:1] if is_first else call.input_dtypes
-        dtype = call.dtype
-        if dtype is None:  # it was left alone: it computes in its inputs' dtype
-            dtype = promoted(call.cast_dtypes)
+        # A call that was left alone computes in its inputs' dtype.
+        dtype = promoted(call.cast_dtypes) if call.dtype is None else call.dtype
+        counts = self._counts.setdefault((call.op, call.module), [0, 0, 0])
         counts[0] += 1
         counts[1] += dtype in LOW_DTYPES
         counts[2] += all(each in LOW_DTYPES for each in given)

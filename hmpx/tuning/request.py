@@ -61,10 +61,11 @@ class Request:
         self.seed = arguments.whole("seed", given["seed"], 0)
         self.budget = arguments.whole("budget", given["budget"], 2)
         self.journal = arguments.path("journal", given["journal"])
-        kind = "metric" if self.measure is None else "measure"
-        function = self.metric if self.measure is None else self.measure
-        is_named = isinstance(function, str)
-        self.metric_name = function if is_named else getattr(function, "__name__", kind)
+        self.metric_name = self.metric
+        if self.measure is not None:
+            self.metric_name = getattr(self.measure, "__name__", "measure")
+        elif callable(self.metric):
+            self.metric_name = getattr(self.metric, "__name__", "metric")
 
     @property
     def conversion(self) -> dict[str, Any]:
@@ -85,22 +86,17 @@ class Request:
     @property
     def _is_native(self) -> bool:
         """Whether the low-precision type is not a number format."""
-        return isinstance(
-            Policy.from_ops(low_precision_type=self.low_type).low_precision_type, torch.dtype
-        )
+        policy = Policy.from_ops(low_precision_type=self.low_type)
+        return isinstance(policy.low_precision_type, torch.dtype)
 
     def header(self) -> dict[str, Any]:
         """Returns the identity of this search for its journal. The tolerance may differ."""
         return {
             "hmpx": __version__,
             "torch": torch.__version__,
-            "model": _fingerprint(
-                [*_held(self.model, "parameters"), *_held(self.model, "buffers")]
-            ),
-            "inputs": {
-                name: _fingerprint(tensors_of(found)) for name, found in self.batches.items()
-            },
-            "metric": self.metric if isinstance(self.metric, str) else _name(self.metric),
+            "model": _fingerprint([*_held(self.model), *_held(self.model, "buffers")]),
+            "inputs": {name: _fingerprint(tensors_of(x)) for name, x in self.batches.items()},
+            "metric": _name(self.metric),
             "loss_fn": _name(self.steps.loss_fn),
             "measure": _name(self.measure),
             "samples": self.samples,
@@ -133,9 +129,8 @@ def _conversion(
     elif current is not None:
         types = current.device_types
     else:
-        held = [*_held(model, "parameters"), *tensors_of(inputs)]
-        types = frozenset(each.device.type for each in held)
-        types = types or parse_device_types(None)
+        held = [*_held(model), *tensors_of(inputs)]
+        types = frozenset(each.device.type for each in held) or parse_device_types(None)
     options = Options() if current is None else current.options
     if legalize is None and current is None and types == {"cpu"}:
         legalize = "always"  # "auto" depends on timings that differ between processes
@@ -157,7 +152,7 @@ def _tolerance(value: object) -> float:
     return found
 
 
-def _held(model: Any, which: str) -> Iterable[torch.Tensor]:
+def _held(model: Any, which: str = "parameters") -> Iterable[torch.Tensor]:
     return getattr(model, which)() if isinstance(model, torch.nn.Module) else ()
 
 
@@ -173,6 +168,7 @@ def _fingerprint(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _name(function: Any) -> str:
-    if function is None:
-        return ""
+    """Returns the name of a function; a string as it is, ``""`` for None."""
+    if function is None or isinstance(function, str):
+        return function or ""
     return getattr(function, "__qualname__", None) or type(function).__qualname__

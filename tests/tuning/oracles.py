@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hmpx.tuning.candidates import Candidate, Kept, LowShares, Outcome
+from hmpx.tuning.journal import Journal
 from hmpx.tuning.search import Search
 
 TOLERANCE = 1.0
@@ -75,11 +76,11 @@ def run(
     """Returns what a search finds, and the sets that it had evaluated, each once."""
     known: list[Kept] = []
 
-    def evaluate(kept: Kept, phase: str) -> Outcome:
+    def evaluate(kept: Kept, inputs: str, tolerance: float) -> Outcome:
         known.append(kept)
         return Outcome(error(kept))
 
-    found = Search(candidates, tolerance, evaluate).run()
+    found = Search(evaluate, [*candidates], tolerance, Journal("", {})).minimal(tolerance)
     assert len(set(known)) == len(known)
     return found, known
 
@@ -185,8 +186,10 @@ def run_flow(
     """Returns what a search finds, and the sets that it had evaluated, each once."""
     known: list[Kept] = []
 
-    def evaluate(kept: Kept, phase: str) -> Outcome:
+    def evaluate(kept: Kept, inputs: str, tolerance: float) -> Outcome:
         known.append(kept)
         return program.outcome(kept)
 
-    return Search(program.candidates(), tolerance, evaluate, shipped).run(), known
+    candidates = program.candidates()
+    search = Search(evaluate, candidates, tolerance, Journal("", {}), shipped=shipped)
+    return search.minimal(tolerance), known
