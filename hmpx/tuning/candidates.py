@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import glob
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from .. import ops
-from ..errors import PolicyFileError
-from ..policy import CastPolicy, Policy, load_policy
+from ..policy import CastPolicy, load_policy
 from ..renames import renamed_fields
-
-#: A call site of an op: its name, and the module's qualified name; ``""`` outside any module.
-Spot = tuple[str, str]
+from ..reports import Row
+from .policies import FOLLOWS, FP32, Spot, may_follow
 
 #: Spot -> FLOPs and bytes of its calls.
 Costs = Mapping[Spot, tuple[int, int]]
 
 #: Candidates kept out of low precision: ``"add"`` in fp32, ``"add=follows"``.
 Kept = frozenset[str]
-
-#: The type of ops that are in low precision only if all their inputs are, and else in fp32.
-FOLLOWS: Final = "follows"
 
 #: Most spots that are candidates themselves when candidates are modules; the rest is grouped by op.
 MOST_SPOTS: Final = 24
@@ -34,7 +27,6 @@ _MOST_CANDIDATES: Final = 32
 
 #: The cost of a line in a list, as a share of the model's work, however little work its op does.
 COST_OF_A_LINE: Final = 0.01
-
 
 #: The order of candidates without scores, by what the default lists decide.
 _PRIORS: Final = {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}
@@ -75,6 +67,30 @@ class Candidate:
     def op(self) -> str:
         """The op, in one or more modules."""
         return min(self.spots)[0]
+
+
+def called_spots(rows: Iterable[Row]) -> Costs:
+    """Maps each spot whose op may run in low precision to FLOPs and bytes of its calls.
+
+    The rows come from an fp32 forward, converted by a policy without decisions. Excludes ops that write to
+    their first argument, whose dtype decides; ops that only move, convert or make tensors; and those without a
+    floating-point result, such as comparisons.
+    """
+    may_run_low = ops.computing()
+    found: dict[Spot, tuple[int, int]] = {}
+    for row in rows:
+        if (
+            row.phase == "backward"
+            or row.cast_policy == "TARGET"
+            or not (row.op in may_run_low or ops.is_foreign(row.op))
+            or "float32" not in row.input_dtypes
+            or "float32" not in row.output_dtypes
+        ):
+            continue
+        spot = (row.op, row.module)
+        flops, count = found.get(spot, (0, 0))
+        found[spot] = flops + row.flops, count + row.bytes
+    return found
 
 
 def candidates_of(
@@ -195,12 +211,6 @@ def shares(
     return low_flops / flops if flops else 1.0, low_bytes / count if count else 1.0
 
 
-# --- policies of sets -------------------------------------------------------------------------------
-
-#: The type of kept ops.
-FP32: Final = "float32"
-
-
 def types_of(candidates: Iterable[Candidate], kept: Kept, low_type: str) -> dict[str, str]:
     """Maps the name of each candidate to its type: ``low_type`` unless it is a member of ``kept``."""
     types = {each.name: low_type for each in candidates}
@@ -211,99 +221,3 @@ def assigned(candidates: Sequence[Candidate], kept: Kept, low_type: str) -> dict
     """Maps each spot to the type of its candidate."""
     types = types_of(candidates, kept, low_type)
     return {spot: types[each.name] for each in candidates for spot in each.spots}
-
-
-def policy_of(types: Mapping[Spot, str], low_type: str) -> Policy:
-    """Returns the policy by which each spot computes in its type; the default lists decide other ops."""
-    return load_policy(policy=policy_source(types, low_type))
-
-
-def policy_source(types: Mapping[Spot, str], low_type: str) -> dict[str, Any]:
-    """Returns that policy in the form of a policy file."""
-    base = {}
-    for op in sorted({op for op, _ in types}):  # its type in modules that no section names
-        found = {each for (name, _), each in types.items() if name == op}
-        base[op] = found.pop() if len(found) == 1 else types.get((op, ""), low_type)
-    lists: dict[str, Any] = dict(_lists({op: each for op, each in base.items() if each != FOLLOWS}))
-    for op in [op for op, each in base.items() if each == FOLLOWS]:
-        _make_follow(op, lists)
-    source = {"low_precision_type": low_type, "lists": "hmpx", **lists}
-    placed = _placed(types, base)
-    alike: dict[tuple[int, tuple[tuple[str, str], ...]], list[str]] = {}
-    for module in sorted(placed, key=lambda each: (-_depth(each), each)):
-        own = tuple(sorted(placed[module].items()))
-        alike.setdefault((_depth(module), own), []).append(module)
-    if alike:
-        source["sections"] = [
-            {"module": [*map(glob.escape, modules)], **_lists(dict(own))}
-            for (_, own), modules in alike.items()
-        ]
-    return source
-
-
-@functools.cache
-def may_follow(op: str) -> bool:
-    """Whether a policy can make an op follow its inputs: not if other ops' lines alone decide it."""
-    if ops.is_foreign(op):
-        return False
-    try:
-        decided = policy_of({(op, ""): FOLLOWS}, "bfloat16")[op].cast_policy
-    except PolicyFileError:
-        return False
-    return decided is relative(op)
-
-
-@functools.cache
-def relative(op: str) -> CastPolicy:
-    """Returns the decision for an op that is in no low-precision or fp32 list."""
-    nothing = {"remove": ["*"]}
-    return load_policy(policy={"lists": "hmpx", "low": nothing, "fp32": nothing})[op].cast_policy
-
-
-def _make_follow(op: str, lists: dict[str, Any]) -> None:
-    """Removes an op from the shipped lists that decide otherwise."""
-    shipped, own = load_policy()[op].cast_policy, relative(op)
-    if shipped is own:
-        return
-    is_promoted = own is CastPolicy.WIDEST and ops.covering(op) is not None
-    if own is CastPolicy.PASS or is_promoted:
-        lists.setdefault("pass", []).append(op)  # torch promotes it
-        return
-    found = lists.get(shipped.value, [])
-    if isinstance(found, list):
-        found = lists[shipped.value] = {"add": found, "remove": []}
-    found["remove"].append(op)
-
-
-def _placed(types: Mapping[Spot, str], base: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Returns module -> op -> type, where it differs from the enclosing modules."""
-    placed: dict[str, dict[str, str]] = {}
-
-    def inherited(op: str, module: str) -> str:
-        """Returns an op's type by the sections of a module and of the enclosing ones."""
-        while module:
-            if op in placed.get(module, {}):
-                return placed[module][op]
-            module = module.rpartition(".")[0]
-        return base[op]
-
-    for (op, module), wanted in sorted(types.items(), key=lambda each: _depth(each[0][1])):
-        if module and inherited(op, module) != wanted:
-            placed.setdefault(module, {})[op] = wanted
-            for other in sorted((ops.covered(op) - {op}) & base.keys()):  # a line covers these, too
-                found = types.get((other, module)) or inherited(other, module)
-                placed[module].setdefault(other, found)
-    return placed
-
-
-def _depth(module: str) -> int:
-    return module.count(".") + 1 if module else 0
-
-
-def _lists(types: Mapping[str, str]) -> dict[str, list[str]]:
-    """Returns kind of list -> ops, in the order of policy files."""
-    found: dict[str, list[str]] = {"low": [], "fp32": [], "widest": [], "first": [], "pass": []}
-    for op, each in types.items():
-        kind = relative(op).value if each == FOLLOWS else "fp32" if each == FP32 else "low"
-        found[kind].append(op)
-    return {kind: names for kind, names in found.items() if names}

@@ -20,12 +20,12 @@ from ..errors import OptionError, raised_here
 from ..files import make_directory, unwritable
 from ..reports import merged, read_json, written
 from ..version import __version__
-from .candidates import Costs, Kept, Outcome, assigned, candidates_of, policy_source
+from .candidates import Costs, Kept, Outcome, assigned, called_spots, candidates_of
 from .journal import Journal
-from .profiling import called_spots, observing_policy
-from .request import low_type_name
+from .policies import observing_policy, policy_source
 from .result import CHECK, Tuned
 from .search import Search
+from .task import low_type_name
 
 #: The file of a run with the command's output.
 OUTPUT: Final = "output.txt"

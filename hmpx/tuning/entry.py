@@ -11,13 +11,11 @@ from ..policy import LowType
 from ..renames import renamed
 from ..session import restoring
 from ..torch_state import unchanged
-from .candidates import Costs, Score, candidates_of
-from .evaluating import Task
+from .candidates import Score, candidates_of
 from .journal import Journal
-from .profiling import scores_of, spots_of
-from .request import FRESH, Request
 from .result import Tuned
 from .search import Search, shipped_sets
+from .task import FRESH, Task
 
 
 @restoring
@@ -104,30 +102,28 @@ def tune(
     given = dict(locals())
     show = arguments.progress(given.pop("progress"))
     with unchanged(None):  # data loaders draw random numbers
-        request = Request(**given)
-    low_type = request.low_type
-    with unchanged(model, request.batches, forward_step, loss_fn) as request.state:
-        task = Task(request)
+        task = Task(**given)
+    low_type = task.low_type
+    with unchanged(model, task.batches, forward_step, loss_fn) as task.state:
         noise = task.noise()
-        results = Journal(request.journal, request.header() if request.journal else {})
-        spots: Costs = results.by_spot("spots", lambda: spots_of(request), int, int)
+        results = Journal(task.journal, task.header() if task.journal else {})
+        task.costs = results.by_spot("spots", task.spots, int, int)
         known = results.by_spot(
-            ["scores", low_type], lambda: scores_of(request, spots), float, bool, bool
+            ["scores", low_type], lambda: task.scores(task.costs), float, bool, bool
         )
         scores = known and {spot: Score(*each) for spot, each in known.items()}
-        found = candidates_of(spots, scores, request.by, follow=request.may_follow)
-        task.candidates, task.spots = found, spots
-        about = {"metric": request.metric_name, "low_precision_type": low_type}
+        task.candidates = candidates_of(task.costs, scores, task.by, follow=task.may_follow)
+        about = {"metric": task.metric_name, "low_precision_type": low_type}
         return Search(
             task.outcome,
-            found,
-            request.tolerance,
+            task.candidates,
+            task.tolerance,
             results,
-            request.budget,
+            task.budget,
             show,
-            shipped_sets(found, low_type) if request.may_follow else (),
-            has_fresh=FRESH in request.batches,
-            is_noisy=request.measure is not None,
+            shipped_sets(task.candidates, low_type) if task.may_follow else (),
+            has_fresh=FRESH in task.batches,
+            is_noisy=task.measure is not None,
             noise=noise,
-            about={**about, "conversion": request.conversion},
+            about={**about, "conversion": task.conversion},
         ).run()

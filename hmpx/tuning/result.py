@@ -20,7 +20,6 @@ from ..reports import ReportTable, page, paragraphs, section, written
 from ..tensors import long_name
 from ..version import __version__
 from .candidates import (
-    FOLLOWS,
     Candidate,
     Evaluation,
     Kept,
@@ -29,11 +28,10 @@ from .candidates import (
     bare,
     is_following,
     low_parts,
-    policy_of,
-    policy_source,
     shares,
     types_of,
 )
+from .policies import FOLLOWS, policy_of, policy_source
 
 #: The metric of a command, which only passes or fails.
 CHECK: Final = "check"

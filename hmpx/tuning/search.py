@@ -23,14 +23,12 @@ from .candidates import (
     Outcome,
     bare,
     following,
-    is_following,
     low_parts,
     shares,
 )
-from .evaluating import LEAST_OVER_NOISE
 from .journal import Journal
-from .request import FRESH, TUNING
 from .result import Tuned
+from .task import FRESH, LEAST_OVER_NOISE, TUNING
 
 #: Candidates without a gradient, or whose values leave the range, are harmless if the error with only these in
 #: low precision is below this share of the tolerance; else they are kept until they are pruned.
@@ -137,13 +135,11 @@ class Search:
         """Returns the set with the lowest cost that has passed."""
 
         def cost(kept: Kept) -> tuple[float, int, list[str]]:
-            seen = self._remembered(kept).seen
-            lost = COST_OF_A_LINE * len(kept)
-            for each in (known[bare(member)] for member in kept):
+            seen, lost = self._remembered(kept).seen, COST_OF_A_LINE * len(kept)
+            for each in self.candidates:
                 lost += each.benefit * (1 - low_parts(each, kept, seen)[1])
             return lost, len(kept), sorted(kept)
 
-        known = {each.name: each for each in self.candidates}
         passed = [
             each.kept
             for each in self.path
@@ -297,13 +293,14 @@ class Search:
         Tries those that keep most first: if they fail, so do the others. Skips those that can't have more in
         low precision than ``kept``, whatever follows its inputs.
         """
-        costs = {each.name: each.cost for each in self.candidates}
-        weights = {
-            kept: sum(costs[bare(each)] / (2 if is_following(each) else 1) for each in kept)
-            for kept in {*self.shipped} - {_NOTHING}
-        }
+
+        def order(tried: Kept) -> tuple[float, list[str]]:
+            weights = {each.name: each.cost for each in self.candidates}
+            weights |= {following(name): cost / 2 for name, cost in weights.items()}
+            return -sum(weights[each] for each in sorted(tried)), sorted(tried)
+
         best = kept
-        for each in sorted(weights, key=lambda each: (-weights[each], sorted(each))):
+        for each in sorted({*self.shipped} - {_NOTHING}, key=order):
             if self._failed(each, _CLEARLY) or self._kept_work(best) <= self._kept_work(each):
                 continue
             if self._passes(each, "shipped") and self._kept_work(each) < self._kept_work(best):
@@ -320,15 +317,14 @@ class Search:
 
         A member that follows its inputs is removed if all of its calls are low, and put in fp32 if none are.
         """
-        found = set(kept)
-        for member in filter(is_following, kept):
-            part = self._outcomes[kept].seen.get(bare(member))
-            if part and min(part.flops, part.bytes) >= 1:
-                found.remove(member)
-            elif part and part.given <= 0:
-                found = found - {member} | {bare(member)}
-        self._error(frozenset(found), "shipped")
-        return frozenset(found)
+        found = kept
+        for name, part in self._outcomes[kept].seen.items():
+            if following(name) in kept and min(part.flops, part.bytes) >= 1:
+                found -= {following(name)}
+            elif following(name) in kept and part.given <= 0:
+                found = found - {following(name)} | {name}
+        self._error(found, "shipped")
+        return found
 
     def _followed(self, kept: Kept) -> Kept:
         """Lets members follow their inputs where the set still passes, those with most work first.
