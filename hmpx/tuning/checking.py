@@ -24,7 +24,7 @@ from .candidates import Costs, Kept, Outcome, assigned, called_spots, candidates
 from .journal import Journal
 from .policies import observing_policy, policy_source
 from .result import CHECK, Tuned
-from .search import Search
+from .search import Evaluator, Search
 from .task import low_type_name
 
 #: The file of a run with the command's output.
@@ -38,7 +38,7 @@ _PASSES, _TOLERANCE, _FAILS = 0.0, 0.5, math.inf
 
 
 @dataclass
-class Check:
+class Check(Evaluator):
     """A command that tests whether a policy passes.
 
     Attributes:
@@ -59,6 +59,11 @@ class Check:
     timeout_s: float | None = None
     budget: int = 200
 
+    def __post_init__(self) -> None:
+        self.tolerance, self.metric_name = _TOLERANCE, CHECK
+        self.low_type = low_type_name(self.low_precision_type)
+        self._last = self.directory  # of the last run
+
     def tune(self, progress: bool = True) -> Tuned:
         """Returns the smallest set of ops to keep in fp32 with which the command succeeds.
 
@@ -66,37 +71,35 @@ class Check:
             OptionError: The command fails with every op in fp32, calls nothing that may run in low precision,
                 or does not run under hmpx; the directory can't be written, or belongs to another search.
         """
-        low_type = low_type_name(self.low_precision_type)
         try:
             make_directory(self.directory)
-            return self._tuned(low_type, arguments.progress(progress))
+            return self._tuned(arguments.progress(progress))
         except raised_here(OSError) as error:
             raise unwritable(self.directory, error) from error
 
-    def _tuned(self, low_type: str, show: Callable[[str], object]) -> Tuned:
-        header = {"hmpx": __version__, "command": self.command, "low_precision_type": low_type}
+    def _tuned(self, show: Callable[[str], object]) -> Tuned:
+        header = {"hmpx": __version__, "command": self.command, "low_precision_type": self.low_type}
         header |= {"by": self.by, "runs": str(self.runs)}
         journal = Journal(os.fspath(self.directory / "journal.jsonl"), header)
-        spots: Costs = journal.by_spot("spots", self._spots, int, int)
-        found = candidates_of(spots, by=self.by)
-        last = self.directory  # of the last run
-
-        def outcome(kept: Kept, _inputs: str, _tolerance: float) -> Outcome:
-            nonlocal last
-            last = self._next_folder()
-            source = policy_source(assigned(found, kept, low_type), low_type)
-            passes = all(self._run(last, source) == 0 for _ in range(self.runs))
-            return Outcome(_PASSES if passes else _FAILS)
-
-        about = {"metric": CHECK, "low_precision_type": low_type}
-        search = Search(outcome, found, _TOLERANCE, journal, self.budget, show, about=about)
-        if search.outcome(frozenset(each.name for each in found), "all fp32").error != _PASSES:
+        self.candidates = candidates_of(journal.by_spot("spots", self._spots, int, int), by=self.by)
+        search = Search(self, journal, show)
+        everything = frozenset(each.name for each in self.candidates)
+        if search.evaluated(everything, "all fp32").error != _PASSES:
             raise OptionError(
                 f"the command has passed once with every op in fp32, and then failed: see "
-                f"{last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
+                f"{self._last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
                 f"its seeds, or allow more, then delete {self.directory} and start again"
             )
         return search.run()
+
+    def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
+        """Returns an error of 0 if the command passes, else infinity."""
+        names = [each.name for each in self.directory.iterdir()]
+        taken = [int(name) for name in names if name.isascii() and name.isdigit()]
+        self._last = make_directory(self.directory / f"{max(taken, default=0) + 1:04d}")
+        source = policy_source(assigned(self.candidates, kept, self.low_type), self.low_type)
+        passes = all(self._run(self._last, source) == 0 for _ in range(self.runs))
+        return Outcome(_PASSES if passes else _FAILS)
 
     def _spots(self) -> Costs:
         """Returns the command's ops that may run in low precision, with their costs."""
@@ -128,11 +131,6 @@ class Check:
                 "its tensors are cast there only"
             )
         return found
-
-    def _next_folder(self) -> Path:
-        names = [each.name for each in self.directory.iterdir()]
-        taken = [int(name) for name in names if name.isascii() and name.isdigit()]
-        return make_directory(self.directory / f"{max(taken, default=0) + 1:04d}")
 
     def _run(
         self, folder: Path, source: Mapping[str, Any], report: Mapping[str, str] | None = None

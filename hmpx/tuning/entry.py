@@ -15,7 +15,7 @@ from .candidates import Score, candidates_of
 from .journal import Journal
 from .result import Tuned
 from .search import Search, shipped_sets
-from .task import FRESH, Task
+from .task import Task
 
 
 @restoring
@@ -103,27 +103,13 @@ def tune(
     show = arguments.progress(given.pop("progress"))
     with unchanged(None):  # data loaders draw random numbers
         task = Task(**given)
-    low_type = task.low_type
     with unchanged(model, task.batches, forward_step, loss_fn) as task.state:
-        noise = task.noise()
+        task.measure_noise()
         results = Journal(task.journal, task.header() if task.journal else {})
         task.costs = results.by_spot("spots", task.spots, int, int)
-        known = results.by_spot(
-            ["scores", low_type], lambda: task.scores(task.costs), float, bool, bool
-        )
+        known = results.by_spot(["scores", task.low_type], task.scores, float, bool, bool)
         scores = known and {spot: Score(*each) for spot, each in known.items()}
         task.candidates = candidates_of(task.costs, scores, task.by, follow=task.may_follow)
-        about = {"metric": task.metric_name, "low_precision_type": low_type}
-        return Search(
-            task.outcome,
-            task.candidates,
-            task.tolerance,
-            results,
-            task.budget,
-            show,
-            shipped_sets(task.candidates, low_type) if task.may_follow else (),
-            has_fresh=FRESH in task.batches,
-            is_noisy=task.measure is not None,
-            noise=noise,
-            about={**about, "conversion": task.conversion},
-        ).run()
+        if task.may_follow:
+            task.shipped = shipped_sets(task.candidates, task.low_type)
+        return Search(task, results, show).run()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..errors import HmpxError, OptionError
@@ -28,7 +27,13 @@ from .candidates import (
 )
 from .journal import Journal
 from .result import Tuned
-from .task import FRESH, LEAST_OVER_NOISE, TUNING
+
+#: Inputs of an evaluation: those of the search, or those that it has never seen.
+TUNING: Final = "tuning"
+FRESH: Final = "fresh"
+
+#: The least tolerance, as a multiple of fp32's error against itself.
+LEAST_OVER_NOISE: Final = 3
 
 #: Candidates without a gradient, or whose values leave the range, are harmless if the error with only these in
 #: low precision is below this share of the tolerance; else they are kept until they are pruned.
@@ -67,7 +72,25 @@ def shipped_sets(candidates: Iterable[Candidate], low_type: str) -> set[Kept]:
     return found
 
 
-@dataclass
+class Evaluator:
+    """What a search asks for the errors of sets: a `Task` of `hmpx.tune`, or the `Check` of a command."""
+
+    candidates: Sequence[Candidate]
+    tolerance: float
+    budget: int  # most evaluations
+    shipped: Iterable[Kept] = ()  # sets that shipped lists keep
+    has_fresh: bool = False  # fresh inputs check the set at the end
+    is_noisy: bool = False  # errors depend on the tolerance, which determines the number of samples
+    noise: float = 0.0  # the error of fp32 against itself
+    metric_name: str
+    low_type: str
+    conversion: Mapping[str, Any] = {}  # arguments of `convert`
+
+    def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
+        """Returns the outcome of a set on `TUNING` or `FRESH` inputs; the tolerance matters if it is noisy."""
+        raise NotImplementedError
+
+
 class Search:
     """One whole search.
 
@@ -75,30 +98,22 @@ class Search:
     of the shares of FLOPs and of bytes.
     """
 
-    evaluator: Callable[[Kept, str, float], Outcome]  # on `TUNING` or `FRESH`, at a tolerance
-    candidates: Sequence[Candidate]
-    tolerance: float
-    journal: Journal
-    budget: int = 200  # most evaluations
-    show: Callable[[str], object] = LOGGER.debug  # takes a line on each evaluation
-    shipped: Iterable[Kept] = ()  # sets that shipped lists keep
-    has_fresh: bool = False  # fresh inputs check the set at the end
-    is_noisy: bool = False  # errors depend on the tolerance, which determines the number of samples
-    noise: float = 0.0  # the error of fp32 against itself
-    about: Mapping[str, Any] = field(default_factory=dict)  # fields of the result
-    path: list[Evaluation] = field(default_factory=list)  # each once
-    _known: dict[tuple[Kept, str, float], Outcome] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.candidates = sorted(self.candidates, key=lambda each: each.name)
-        self._everything = frozenset(each.name for each in self.candidates)
+    def __init__(
+        self, asked: Evaluator, journal: Journal, show: Callable[[str], object] = LOGGER.debug
+    ) -> None:
+        """Prepares a search; ``show`` takes a line on each evaluation."""
+        self._asked, self._journal, self._show = asked, journal, show
+        self._candidates = sorted(asked.candidates, key=lambda each: each.name)
+        self._everything = frozenset(each.name for each in self._candidates)
+        self._path: list[Evaluation] = []  # each once
+        self._known: dict[tuple[Kept, str, float], Outcome] = {}
 
     def run(self) -> Tuned:
         """Runs the search. After Ctrl-C, or once the budget is spent, returns the best set so far."""
-        error = self.outcome(self._everything, "all fp32").error
-        if not error <= self.tolerance:
+        error = self.evaluated(self._everything, "all fp32").error
+        if not error <= self._asked.tolerance:
             raise OptionError(
-                f"with every op in fp32 the error is {error:.3g}, above the tolerance {self.tolerance:g}: "
+                f"with every op in fp32 the error is {error:.3g}, above the tolerance {self._asked.tolerance:g}: "
                 "no list can pass; does the program convert to low precision itself, or draw random "
                 "numbers that no seed sets?"
             )
@@ -111,23 +126,23 @@ class Search:
 
     def _checked(self) -> Tuned:
         """Returns a set that also passes on fresh inputs."""
-        tolerance = self.tolerance
+        tolerance = self._asked.tolerance
         for _ in range(_MOST_ROUNDS):
             kept = self.minimal(tolerance)
-            if not self.has_fresh:
+            if not self._asked.has_fresh:
                 return self._tuned(kept)
-            error = self.outcome(kept, "fresh inputs", inputs=FRESH).error
-            if error <= self.tolerance:
-                searched = tolerance if tolerance < self.tolerance else None
+            error = self.evaluated(kept, "fresh inputs", inputs=FRESH).error
+            if error <= self._asked.tolerance:
+                searched = tolerance if tolerance < self._asked.tolerance else None
                 return self._tuned(kept, fresh_error=error, searched=searched)
             tolerance *= _TIGHTER
-            if tolerance <= LEAST_OVER_NOISE * self.noise:
+            if tolerance <= LEAST_OVER_NOISE * self._asked.noise:
                 break
-        error = self.outcome(self._everything, "fresh inputs", inputs=FRESH).error
-        if not error <= self.tolerance:
+        error = self.evaluated(self._everything, "fresh inputs", inputs=FRESH).error
+        if not error <= self._asked.tolerance:
             raise OptionError(
                 f"on fresh inputs the error is {error:.3g} with every op in fp32, above the tolerance "
-                f"{self.tolerance:g}"
+                f"{self._asked.tolerance:g}"
             )
         return self._tuned(self._everything, "fresh inputs", fresh_error=error)
 
@@ -136,69 +151,79 @@ class Search:
 
         def cost(kept: Kept) -> tuple[float, int, list[str]]:
             seen, lost = self._remembered(kept).seen, COST_OF_A_LINE * len(kept)
-            for each in self.candidates:
+            for each in self._candidates:
                 lost += each.benefit * (1 - low_parts(each, kept, seen)[1])
             return lost, len(kept), sorted(kept)
 
         passed = [
             each.kept
-            for each in self.path
-            if each.error <= self.tolerance and each.stage != "fresh inputs"
+            for each in self._path
+            if each.error <= self._asked.tolerance and each.stage != "fresh inputs"
         ]
         return min(passed, key=cost, default=self._everything)
 
-    def _tuned(self, kept: Kept, stopped_by: str = "", **found: float | None) -> Tuned:
+    def _tuned(
+        self,
+        kept: Kept,
+        stopped_by: str = "",
+        fresh_error: float | None = None,
+        searched: float | None = None,
+    ) -> Tuned:
         outcome = self._remembered(kept)
         return Tuned(
             kept=kept,
             error=outcome.error,
-            all_low_error=next((each.error for each in self.path if not each.kept), math.nan),
-            tolerance=self.tolerance,
-            noise=self.noise,
-            evaluations=len(self.path),
+            all_low_error=next((each.error for each in self._path if not each.kept), math.nan),
+            tolerance=self._asked.tolerance,
+            noise=self._asked.noise,
+            evaluations=len(self._path),
             is_complete=not stopped_by,
             stopped_by=stopped_by,
-            path=tuple(self.path),
-            candidates=tuple(self.candidates),
+            path=tuple(self._path),
+            candidates=tuple(self._candidates),
             seen=outcome.seen,
+            fresh_error=fresh_error,
+            searched=searched,
+            metric=self._asked.metric_name,
+            low_precision_type=self._asked.low_type,
+            conversion=dict(self._asked.conversion),
             about=about_run(),
-            **{"fresh_error": None, **found, **self.about},
         )
 
     # --- evaluations ---------------------------------------------------------------------------------
 
-    def outcome(
+    def evaluated(
         self, kept: Kept, stage: str, tolerance: float | None = None, inputs: str = TUNING
     ) -> Outcome:
         """Returns the outcome of a set, unless the budget is spent."""
-        tolerance = self.tolerance if tolerance is None else tolerance
-        key = kept, inputs, tolerance if self.is_noisy else 0.0
+        tolerance = self._asked.tolerance if tolerance is None else tolerance
+        key = kept, inputs, tolerance if self._asked.is_noisy else 0.0
         if key in self._known:
             return self._known[key]
-        if len(self.path) >= self.budget:
-            raise BudgetError(f"{self.budget} evaluations were not enough")
+        if len(self._path) >= self._asked.budget:
+            raise BudgetError(f"{self._asked.budget} evaluations were not enough")
 
-        def evaluated() -> tuple[float, Mapping[str, LowShares]]:
-            found = self.evaluator(*key)
+        def compute() -> tuple[float, Mapping[str, LowShares]]:
+            found = self._asked.outcome(*key)
             return found.error, found.seen
 
         kind = tuple[float, Mapping[str, tuple[float, float, float]]]
-        error, seen = self.journal.remembered([sorted(kept), *key[1:]], evaluated, kind)
+        error, seen = self._journal.remembered([sorted(kept), *key[1:]], compute, kind)
         found = Outcome(error, {name: LowShares(*each) for name, each in seen.items()})
         self._known[key] = found
         passes = error <= tolerance
-        self.path.append(Evaluation(kept, stage, error, passes))
+        self._path.append(Evaluation(kept, stage, error, passes))
         line = (
-            f"tune: evaluation {len(self.path)}, {stage}: {len(kept)} of {len(self.candidates)} in "
+            f"tune: evaluation {len(self._path)}, {stage}: {len(kept)} of {len(self._candidates)} in "
             f"fp32, error {error:.3g} {'passes' if passes else 'fails'}"
         )
         LOGGER.info("%s", line)
-        self.show(line)
+        self._show(line)
         return found
 
     def _remembered(self, kept: Kept) -> Outcome:
         """Returns the outcome of a set at the tolerance asked for; without an error if it is not known."""
-        key = kept, TUNING, self.tolerance if self.is_noisy else 0.0
+        key = kept, TUNING, self._asked.tolerance if self._asked.is_noisy else 0.0
         return self._known.get(key, Outcome(math.nan))
 
     # --- at one tolerance ----------------------------------------------------------------------------
@@ -209,13 +234,13 @@ class Search:
         Keeping all candidates is known to pass.
         """
         self._within, self._outcomes = tolerance, {self._everything: Outcome(0.0)}
-        if not self.candidates or self._passes(_NOTHING, "all low"):
+        if not self._candidates or self._passes(_NOTHING, "all low"):
             return _NOTHING
         return self._pruned(self._followed(self._best_shipped(self._passing())))
 
     def _error(self, kept: Kept, stage: str) -> float:
         if kept not in self._outcomes:
-            self._outcomes[kept] = self.outcome(kept, stage, self._within)
+            self._outcomes[kept] = self.evaluated(kept, stage, self._within)
         return self._outcomes[kept].error
 
     def _passes(self, kept: Kept, stage: str) -> bool:
@@ -232,7 +257,7 @@ class Search:
     def _passing(self) -> Kept:
         """Returns a passing set with few unnecessary members."""
         error = self._error(_NOTHING, "all low")
-        suspects = frozenset(e.name for e in self.candidates if e.is_hard or e.is_unseen)
+        suspects = frozenset(e.name for e in self._candidates if e.is_hard or e.is_unseen)
         if suspects and math.isfinite(error):
             others = self._everything - suspects
             if others and self._error(others, "unseen") <= _UNFELT * self._within:
@@ -241,7 +266,7 @@ class Search:
             error = self._error(suspects, "range")
             if error <= self._within:
                 return suspects
-        rest = [each for each in self.candidates if each.name not in suspects]
+        rest = [each for each in self._candidates if each.name not in suspects]
         if all(each.score is None for each in rest):
             rest.sort(key=lambda each: (each.prior, each.benefit, each.name))
         else:
@@ -295,12 +320,12 @@ class Search:
         """
 
         def order(tried: Kept) -> tuple[float, list[str]]:
-            weights = {each.name: each.cost for each in self.candidates}
+            weights = {each.name: each.cost for each in self._candidates}
             weights |= {following(name): cost / 2 for name, cost in weights.items()}
             return -sum(weights[each] for each in sorted(tried)), sorted(tried)
 
         best = kept
-        for each in sorted({*self.shipped} - {_NOTHING}, key=order):
+        for each in sorted({*self._asked.shipped} - {_NOTHING}, key=order):
             if self._failed(each, _CLEARLY) or self._kept_work(best) <= self._kept_work(each):
                 continue
             if self._passes(each, "shipped") and self._kept_work(each) < self._kept_work(best):
@@ -310,7 +335,7 @@ class Search:
     def _kept_work(self, kept: Kept) -> float:
         """Returns the shares of FLOPs and bytes that a set keeps in fp32; a lower bound if unknown."""
         seen = self._outcomes[kept].seen if kept in self._outcomes else {}
-        return round(2 - sum(shares(self.candidates, kept, seen)), 9)
+        return round(2 - sum(shares(self._candidates, kept, seen)), 9)
 
     def _settled(self, kept: Kept) -> Kept:
         """Returns an equivalent set, evaluated.
@@ -338,7 +363,7 @@ class Search:
             seen = self._outcomes[kept].seen if kept in self._outcomes else {}
             gains = [
                 (each.benefit * seen[each.name].given, each.name)
-                for each in self.candidates
+                for each in self._candidates
                 if each.name in (kept - tried) & seen.keys() and 0 < seen[each.name].given < 1
             ]
             gain, name = max(gains, default=(0.0, ""))
@@ -362,7 +387,7 @@ class Search:
         """
         member = {bare(each): each for each in kept}
         weakest = sorted(
-            (each for each in self.candidates if each.name in member),
+            (each for each in self._candidates if each.name in member),
             key=lambda each: (
                 not each.is_hard,
                 not each.is_unseen,

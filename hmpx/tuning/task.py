@@ -7,7 +7,7 @@ import copy
 import functools
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any, Final
 
@@ -39,22 +39,16 @@ from .candidates import (
     called_spots,
 )
 from .policies import Spot, observing_policy, policy_of, relative
-
-#: Inputs of an evaluation: those of the search, or those that it has never seen.
-TUNING: Final = "tuning"
-FRESH: Final = "fresh"
+from .search import FRESH, LEAST_OVER_NOISE, TUNING, Evaluator
 
 #: Most batches over which effects are summed.
 _MOST_BATCHES: Final = 4
-
-#: The least tolerance, as a multiple of fp32's error against itself.
-LEAST_OVER_NOISE: Final = 3
 
 #: Added to the seed for fresh inputs.
 _OTHER_SEED: Final = 1_000
 
 
-class Task:
+class Task(Evaluator):
     """What `tune` is asked for: a model with its inputs and settings.
 
     ``batches`` maps `TUNING`, and `FRESH` if there are any, to lists; ``state`` restores the model. Sets are
@@ -62,7 +56,6 @@ class Task:
     """
 
     state: ModelState
-    candidates: tuple[Candidate, ...]
     costs: Costs
 
     def __init__(self, **given: Any) -> None:
@@ -81,9 +74,8 @@ class Task:
             self.batches[FRESH] = batches_of("fresh_batches", given["fresh_batches"])
         elif end := len(found) - max(1, len(found) // 4):  # the last quarter of several
             self.batches = {TUNING: found[:end], FRESH: found[end:]}
-        self.device_types, self.options = _conversion(
-            self.model, self.batches[TUNING], given["device_types"], given["legalize"]
-        )
+        self.has_fresh, self.is_noisy = FRESH in self.batches, self.measure is not None
+        self._choose_conversion(given["device_types"], given["legalize"])
         self.samples = arguments.whole("samples", given["samples"], 1)
         self.tolerance = _tolerance(given["tolerance"])
         self.by = arguments.choice("by", given["by"], ("op", "module"))
@@ -91,16 +83,34 @@ class Task:
         self.seed = arguments.whole("seed", given["seed"], 0)
         self.budget = arguments.whole("budget", given["budget"], 2)
         self.journal = arguments.path("journal", given["journal"])
+        self.conversion = self._chosen()
         self._references: dict[Any, Any] = {}
         self.metric_name = self.metric
-        if self.measure is not None:
+        if self.is_noisy:
             self.metric_name = getattr(self.measure, "__name__", "measure")
         elif callable(self.metric):
             self.metric_name = getattr(self.metric, "__name__", "metric")
 
-    @property
-    def conversion(self) -> dict[str, Any]:
-        """The arguments of `convert` besides the policy with which sets are evaluated, unless by default."""
+    def _choose_conversion(self, device_types: Iterable[str] | None, legalize: Any) -> None:
+        """Sets the conversion of evaluations: that of the conversion in force, unless overridden."""
+        current = session.current()
+        self.options = Options() if current is None else current.options
+        if device_types is not None:
+            self.device_types = tensors.parse_device_types(device_types)
+        elif current is not None:
+            self.device_types = current.device_types
+        else:
+            held = [*_held(self.model), *tensors.tensors_of(self.batches[TUNING])]
+            types = frozenset(each.device.type for each in held)
+            self.device_types = types or tensors.parse_device_types(None)
+        if legalize is None and current is None and self.device_types == {"cpu"}:
+            legalize = "always"  # "auto" depends on timings that differ between processes
+        if legalize is not None:
+            legalize = arguments.choice("legalize", legalize, LEGALIZE_MODES)
+            self.options = replace(self.options, legalize=legalize)
+
+    def _chosen(self) -> dict[str, Any]:
+        """Returns the arguments of `convert` besides the policy, unless by default."""
         found: dict[str, Any] = {"device_types": set(self.device_types)}
         for each in fields(Options):
             value = getattr(self.options, each.name)
@@ -162,12 +172,12 @@ class Task:
             )
         return found
 
-    def scores(self, spots: Collection[Spot]) -> Scores | None:
+    def scores(self) -> Scores | None:
         """Returns the effect of each spot in low precision, and whether its values leave that type's range.
 
         None if no effect is known because the model's output has no gradients.
         """
-        policy = policy_of(dict.fromkeys(spots, self.low_type), self.low_type)
+        policy = policy_of(dict.fromkeys(self.costs, self.low_type), self.low_type)
         loss_fn = self.steps.loss_fn or (metrics.loss_of if self.metric == "loss" else None)
         found: dict[Spot, Score] = {}
         for index, batch in enumerate(self.batches[TUNING][:_MOST_BATCHES]):
@@ -184,7 +194,7 @@ class Task:
                 seed=self.seed,
             )
             for row in comparison.rows:
-                if (spot := (row.op, row.module)) in spots:
+                if (spot := (row.op, row.module)) in self.costs:
                     known = found.get(spot, Score())
                     is_blind = row.unseen > 0 or (math.isnan(row.effect) and row.error != 0)
                     found[spot] = Score(
@@ -242,10 +252,10 @@ class Task:
             self._references[inputs] = found
         return self._references[inputs]  # type: ignore[no-any-return]
 
-    def noise(self) -> float:
-        """Returns fp32's error against itself with another number of threads; the tolerance must be larger."""
-        if self.measure is not None:
-            return 0.0
+    def measure_noise(self) -> None:
+        """Sets ``noise``: fp32's error against itself with another number of threads; the tolerance must be larger."""
+        if self.is_noisy:
+            return
         expected, *_ = self.reference(TUNING)
         if self.metric == "relative_l2" and (unseen := metrics.unseen_of(expected)):
             LOGGER.warning(
@@ -256,14 +266,13 @@ class Task:
             found = self._outputs_of_threads(1)
         else:  # in a thread, whose OpenMP pool ends with it: a forked child would lack the pool's threads
             found = in_own_thread(functools.partial(self._outputs_of_threads, 2), "hmpx-tune")
-        noise = max(self._errors(found, TUNING))
-        if not self.tolerance > LEAST_OVER_NOISE * noise:
+        self.noise = max(self._errors(found, TUNING))
+        if not self.tolerance > LEAST_OVER_NOISE * self.noise:
             raise OptionError(
                 f"tolerance {self.tolerance:g} is within the noise of fp32, whose error against "
-                f"itself with another number of threads is {noise:.3g}; give at least "
-                f"{LEAST_OVER_NOISE * noise:.3g}"
+                f"itself with another number of threads is {self.noise:.3g}; give at least "
+                f"{LEAST_OVER_NOISE * self.noise:.3g}"
             )
-        return noise
 
     def _outputs_of_threads(self, count: int) -> list[Any]:
         before = torch.get_num_threads()
@@ -378,27 +387,6 @@ def low_type_name(low_precision_type: Any) -> str:
         found = torch.bfloat16 if current is None else current.policy.low_precision_type
         return tensors.long_name(found)
     return tensors.long_name(Policy({}, low_precision_type).low_precision_type)
-
-
-def _conversion(
-    model: Any, inputs: Any, device_types: Iterable[str] | None, legalize: Any
-) -> tuple[frozenset[str], Options]:
-    """Returns the conversion of evaluations: that of the conversion in force, unless overridden."""
-    current = session.current()
-    if device_types is not None:
-        types = tensors.parse_device_types(device_types)
-    elif current is not None:
-        types = current.device_types
-    else:
-        held = [*_held(model), *tensors.tensors_of(inputs)]
-        types = frozenset(each.device.type for each in held) or tensors.parse_device_types(None)
-    options = Options() if current is None else current.options
-    if legalize is None and current is None and types == {"cpu"}:
-        legalize = "always"  # "auto" depends on timings that differ between processes
-    if legalize is not None:
-        legalize = arguments.choice("legalize", legalize, LEGALIZE_MODES)
-        options = replace(options, legalize=legalize)
-    return types, options
 
 
 def _tolerance(value: object) -> float:
