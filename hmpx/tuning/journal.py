@@ -69,10 +69,8 @@ class Journal:
             try:
                 if self._path:
                     self._write(text.encode() + b"\n")
-            except raised_here(
-                OptionError
-            ) as error:  # a full disk ends the journal, not the search
-                self._path = ""
+            except raised_here(OptionError) as error:
+                self._path = ""  # a full disk ends the journal, not the search
                 warn(f"{error}; the search goes on without its journal")
         where, value = self._known[name]
         try:

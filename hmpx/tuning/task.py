@@ -57,6 +57,7 @@ class Task(Evaluator):
 
     state: ModelState
     costs: Costs
+    conversion: dict[str, Any]
 
     def __init__(self, **given: Any) -> None:
         self.model, self.metric = given["model"], given["metric"]
@@ -83,13 +84,21 @@ class Task(Evaluator):
         self.seed = arguments.whole("seed", given["seed"], 0)
         self.budget = arguments.whole("budget", given["budget"], 2)
         self.journal = arguments.path("journal", given["journal"])
-        self.conversion = self._chosen()
         self._references: dict[Any, Any] = {}
         self.metric_name = self.metric
         if self.is_noisy:
             self.metric_name = getattr(self.measure, "__name__", "measure")
         elif callable(self.metric):
             self.metric_name = getattr(self.metric, "__name__", "metric")
+        low_dtype = Policy.from_ops(low_precision_type=self.low_type).low_precision_type
+        is_native = isinstance(low_dtype, torch.dtype)  # rather than a number format
+        # Ops may also follow their inputs if one evaluation shows these inputs' dtypes.
+        self.may_follow = is_native and not self.is_noisy
+        self.conversion = {"device_types": set(self.device_types)}
+        for each in fields(Options):
+            value = getattr(self.options, each.name)
+            if value != each.default and not (each.metadata["is_of_formats"] and is_native):
+                self.conversion[each.name] = value  # besides the policy, unless by default
 
     def _choose_conversion(self, device_types: Iterable[str] | None, legalize: Any) -> None:
         """Sets the conversion of evaluations: that of the conversion in force, unless overridden."""
@@ -108,26 +117,6 @@ class Task(Evaluator):
         if legalize is not None:
             legalize = arguments.choice("legalize", legalize, LEGALIZE_MODES)
             self.options = replace(self.options, legalize=legalize)
-
-    def _chosen(self) -> dict[str, Any]:
-        """Returns the arguments of `convert` besides the policy, unless by default."""
-        found: dict[str, Any] = {"device_types": set(self.device_types)}
-        for each in fields(Options):
-            value = getattr(self.options, each.name)
-            if value != each.default and not (each.metadata["is_of_formats"] and self._is_native):
-                found[each.name] = value
-        return found
-
-    @property
-    def may_follow(self) -> bool:
-        """Whether ops may also follow their inputs: one evaluation must show their dtypes."""
-        return self.measure is None and self._is_native
-
-    @property
-    def _is_native(self) -> bool:
-        """Whether the low-precision type is not a number format."""
-        policy = Policy.from_ops(low_precision_type=self.low_type)
-        return isinstance(policy.low_precision_type, torch.dtype)
 
     def header(self) -> dict[str, Any]:
         """Returns the identity of this search for its journal. The tolerance may differ."""
