@@ -329,7 +329,6 @@ class Task(Evaluator):
         return metrics.sampled(difference, tolerance, self.samples)
 
     def _value(self, seed: int) -> float:
-        assert self.measure is not None
         self.state.restore()
         with uncompiled():
             model = copy.deepcopy(self.model)
@@ -371,10 +370,9 @@ class _Observed:
 
 def low_type_name(low_precision_type: Any) -> str:
     """Returns the name of a low-precision type; None: that of the conversion in force, else bfloat16."""
-    current = session.current()
     if low_precision_type is None:
-        found = torch.bfloat16 if current is None else current.policy.low_precision_type
-        return tensors.long_name(found)
+        current = session.current()
+        low_precision_type = current.policy.low_precision_type if current else torch.bfloat16
     return tensors.long_name(Policy({}, low_precision_type).low_precision_type)
 
 
