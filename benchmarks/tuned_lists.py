@@ -25,9 +25,10 @@ import torch
 import tuning
 
 import hmpx
-from hmpx.tuning.candidates import Candidate, Costs, Spot, assigned, policy_of
-from hmpx.tuning.profiling import spots_of
-from hmpx.tuning.request import Request
+from hmpx.torch_state import unchanged
+from hmpx.tuning.candidates import Candidate, Costs, assigned
+from hmpx.tuning.policies import Spot, policy_of
+from hmpx.tuning.task import Task
 
 LISTS = ("hmp", "autocast-cpu")
 COLUMNS = ("evaluations", "kept", "error", "flops_share", "bytes_share")
@@ -38,7 +39,9 @@ Figures = dict[str, dict[str, float]]
 def spots_in(model: Any, inputs: torch.Tensor) -> Costs:
     """Returns what may run in low precision, with its FLOPs and bytes."""
     defaults = {n: p.default for n, p in inspect.signature(hmpx.tune).parameters.items()}
-    return spots_of(Request(**{**defaults, "model": model, "inputs": inputs}))
+    task = Task(**{**defaults, "model": model, "batches": inputs})
+    with unchanged(model, task.batches) as task.state:
+        return task.spots()
 
 
 def kept_by(

@@ -44,7 +44,7 @@ examples:
 
 def run(options: argparse.Namespace) -> int:
     """Searches, writes the lists and prints the result."""
-    from ..tuning import Check, tune_by_check  # slow to import
+    from ..tuning import Check  # slow to import
 
     check = Check(
         options.check,
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     # SIGTERM ends the search and its running command, like Ctrl-C.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        best = tune_by_check(check, not options.no_progress)
+        best = check.tune(not options.no_progress)
     except KeyboardInterrupt:
         what = "interrupted before any policy was tried; the same command continues the search"
         output.complain(what)

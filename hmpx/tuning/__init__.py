@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .checking import Check, tune_by_check
+from .checking import Check
 from .entry import tune
 from .result import Tuned
 
-__all__ = ["Check", "Tuned", "tune", "tune_by_check"]
+__all__ = ["Check", "Tuned", "tune"]

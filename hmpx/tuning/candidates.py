@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import glob
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from .. import ops
-from ..errors import PolicyFileError
-from ..policy import CastPolicy, Policy, load_policy
+from ..policy import CastPolicy, load_policy
 from ..renames import renamed_fields
-
-#: A call site of an op: its name, and the module's qualified name; ``""`` outside any module.
-Spot = tuple[str, str]
+from ..reports import Row
+from .policies import FOLLOWS, FP32, Spot, may_follow
 
 #: Spot -> FLOPs and bytes of its calls.
 Costs = Mapping[Spot, tuple[int, int]]
 
 #: Candidates kept out of low precision: ``"add"`` in fp32, ``"add=follows"``.
 Kept = frozenset[str]
-
-#: The type of ops that are in low precision only if all their inputs are, and else in fp32.
-FOLLOWS: Final = "follows"
 
 #: Most spots that are candidates themselves when candidates are modules; the rest is grouped by op.
 MOST_SPOTS: Final = 24
@@ -35,15 +28,16 @@ _MOST_CANDIDATES: Final = 32
 #: The cost of a line in a list, as a share of the model's work, however little work its op does.
 COST_OF_A_LINE: Final = 0.01
 
+#: The order of candidates without scores, by what the default lists decide.
+_PRIORS: Final = {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}
+
 
 class Score(NamedTuple):
     """The effect of rounding an op in a module."""
 
     effect: float = 0.0  # the first-order effect on the result
     is_hard: bool = False  # some of its values leave the low type's range
-    is_unseen: bool = (
-        False  # some of its calls are rounded but get no gradient: their effect is unknown
-    )
+    is_unseen: bool = False  # some calls are rounded but get no gradient: their effect is unknown
 
 
 Scores = Mapping[Spot, Score]
@@ -75,18 +69,40 @@ class Candidate:
         return min(self.spots)[0]
 
 
-def by_op(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
-    """Returns a candidate for each op."""
-    return _grouped(spots, scores, lambda spot: spot[0])
+def called_spots(rows: Iterable[Row]) -> Costs:
+    """Maps each spot whose op may run in low precision to FLOPs and bytes of its calls.
 
-
-def by_module(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
-    """Returns a candidate for each spot that matters, and one for the rest of each op.
-
-    Each kept candidate costs the search an evaluation, so spots of little effect are grouped by op.
+    The rows come from an fp32 forward, converted by a policy without decisions. Excludes ops that write to
+    their first argument, whose dtype decides; ops that only move, convert or make tensors; and those without a
+    floating-point result, such as comparisons.
     """
-    alone = set(spots)
-    if scores is not None and len(spots) > MOST_SPOTS:
+    may_run_low = ops.computing()
+    found: dict[Spot, tuple[int, int]] = {}
+    for row in rows:
+        if (
+            row.phase == "backward"
+            or row.cast_policy == "TARGET"
+            or not (row.op in may_run_low or ops.is_foreign(row.op))
+            or "float32" not in row.input_dtypes
+            or "float32" not in row.output_dtypes
+        ):
+            continue
+        spot = (row.op, row.module)
+        flops, count = found.get(spot, (0, 0))
+        found[spot] = flops + row.flops, count + row.bytes
+    return found
+
+
+def candidates_of(
+    spots: Costs, scores: Scores | None = None, by: str = "op", *, follow: bool = False
+) -> tuple[Candidate, ...]:
+    """Returns a candidate for each op; by module one for each spot that matters, and one for the rest of each op.
+
+    Each kept candidate costs the search an evaluation, so spots of little effect are grouped by op. ``follow``
+    is whether ops may follow their inputs at all.
+    """
+    alone = set(spots) if by == "module" else set()
+    if scores is not None and len(alone) > MOST_SPOTS:
         most = max(0, min(MOST_SPOTS, _MOST_CANDIDATES - len({op for op, _ in spots})))
 
         def importance(spot: Spot) -> tuple[bool, bool, float, Spot]:
@@ -94,20 +110,15 @@ def by_module(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
             return not score.is_hard, not score.is_unseen, -score.effect, spot
 
         alone = set(sorted(spots, key=importance)[:most])
-    return _grouped(
-        spots, scores, lambda spot: f"{spot[1]}:{spot[0]}" if spot in alone else spot[0]
-    )
-
-
-def _grouped(spots: Costs, scores: Scores | None, key: Callable[[Spot], str]) -> list[Candidate]:
     groups: dict[str, list[Spot]] = {}
     for spot in spots:
-        groups.setdefault(key(spot), []).append(spot)
+        name = f"{spot[1]}:{spot[0]}" if spot in alone else spot[0]
+        groups.setdefault(name, []).append(spot)
     all_flops = max(1, sum(flops for flops, _ in spots.values()))
     all_bytes = max(1, sum(count for _, count in spots.values()))
-    priors = {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}
     found = []
     for name, members in sorted(groups.items()):
+        op = members[0][0]
         flops = sum(spots[spot][0] for spot in members)
         count = sum(spots[spot][1] for spot in members)
         known = [] if scores is None else [scores.get(spot, Score()) for spot in members]
@@ -121,10 +132,11 @@ def _grouped(spots: Costs, scores: Scores | None, key: Callable[[Spot], str]) ->
                 benefit=(flops / all_flops + count / all_bytes) / 2,
                 is_hard=any(each.is_hard for each in known),
                 is_unseen=any(each.is_unseen for each in known),
-                prior=priors.get(load_policy()[members[0][0]].cast_policy, 1.0),
+                prior=_PRIORS.get(load_policy()[op].cast_policy, 1.0),
+                may_follow=follow and may_follow(op),
             )
         )
-    return found
+    return tuple(found)
 
 
 # --- members of sets ---------------------------------------------------------------------------------
@@ -143,11 +155,6 @@ def following(name: str) -> str:
 def is_following(member: str) -> bool:
     """Whether a member of a set follows its inputs."""
     return bare(member) != member
-
-
-def is_within(kept: Kept, other: Kept) -> bool:
-    """Whether all members of a set are in another one, where they follow their inputs or are in fp32."""
-    return all(each in other or (is_following(each) and bare(each) in other) for each in kept)
 
 
 # --- results of a set --------------------------------------------------------------------------------
@@ -195,127 +202,22 @@ def shares(
     candidates: Sequence[Candidate], kept: Kept, seen: Mapping[str, LowShares] | None = None
 ) -> tuple[float, float]:
     """Returns the shares of FLOPs and of bytes in low precision; ``seen`` is from an evaluation of the set."""
-    parts = [low_parts(each, kept, seen or {}) for each in candidates]
-    flops = sum(each.flops for each in candidates)
-    count = sum(each.bytes for each in candidates)
-    low_flops = sum(each.flops * part for each, (part, _) in zip(candidates, parts, strict=True))
-    low_bytes = sum(each.bytes * part for each, (_, part) in zip(candidates, parts, strict=True))
+    flops = count = 0
+    low_flops = low_bytes = 0.0
+    for each in candidates:
+        flops_part, bytes_part = low_parts(each, kept, seen or {})
+        flops, low_flops = flops + each.flops, low_flops + each.flops * flops_part
+        count, low_bytes = count + each.bytes, low_bytes + each.bytes * bytes_part
     return low_flops / flops if flops else 1.0, low_bytes / count if count else 1.0
 
 
-# --- policies of sets -------------------------------------------------------------------------------
-
-#: The type of kept ops.
-FP32: Final = "float32"
-
-
-def assigned(candidates: Iterable[Candidate], kept: Kept, low_type: str) -> dict[Spot, str]:
-    """Maps each spot to the name of its type: ``low_type`` unless its candidate is a member of ``kept``."""
-    by_name = {each.name: each for each in candidates}
-    types = {spot: low_type for each in by_name.values() for spot in each.spots}
-    for member in kept:
-        kept_type = FOLLOWS if is_following(member) else FP32
-        types |= dict.fromkeys(by_name[bare(member)].spots, kept_type)
-    return types
+def types_of(candidates: Iterable[Candidate], kept: Kept, low_type: str) -> dict[str, str]:
+    """Maps the name of each candidate to its type: ``low_type`` unless it is a member of ``kept``."""
+    types = {each.name: low_type for each in candidates}
+    return types | {bare(each): FOLLOWS if is_following(each) else FP32 for each in kept}
 
 
-def policy_of(types: Mapping[Spot, str], low_type: str) -> Policy:
-    """Returns the policy by which each spot computes in its type; the default lists decide other ops."""
-    return load_policy(policy=policy_source(types, low_type))
-
-
-def policy_source(types: Mapping[Spot, str], low_type: str) -> dict[str, Any]:
-    """Returns that policy in the form of a policy file."""
-    base = {}
-    for op in sorted({op for op, _ in types}):  # its type in modules that no section names
-        found = {each for (name, _), each in types.items() if name == op}
-        base[op] = found.pop() if len(found) == 1 else types.get((op, ""), low_type)
-    placed = _placed(types, base)
-    alike: dict[tuple[int, tuple[tuple[str, str], ...]], list[str]] = {}
-    for module in sorted(placed, key=lambda each: (-_depth(each), each)):
-        own = tuple(sorted(placed[module].items()))
-        alike.setdefault((_depth(module), own), []).append(module)
-    sections = [
-        {"module": [glob.escape(module) for module in same], **_lists(dict(own))}
-        for (_, own), same in alike.items()
-    ]
-    lists: dict[str, Any] = dict(_lists({op: each for op, each in base.items() if each != FOLLOWS}))
-    for op in [op for op, each in base.items() if each == FOLLOWS]:
-        _make_follow(op, lists)
-    source = {"low_precision_type": low_type, "lists": "hmpx", **lists}
-    return {**source, "sections": sections} if sections else source
-
-
-@functools.cache
-def may_follow(op: str) -> bool:
-    """Whether a policy can make an op follow its inputs: not if other ops' lines alone decide it."""
-    if ops.is_foreign(op):
-        return False
-    try:
-        decided = policy_of({(op, ""): FOLLOWS}, "bfloat16")[op].cast_policy
-    except PolicyFileError:
-        return False
-    return decided is relative(op)
-
-
-@functools.cache
-def relative(op: str) -> CastPolicy:
-    """Returns the decision for an op that is in no low-precision or fp32 list."""
-    nothing = {"remove": ["*"]}
-    return load_policy(policy={"lists": "hmpx", "low": nothing, "fp32": nothing})[op].cast_policy
-
-
-def _make_follow(op: str, lists: dict[str, Any]) -> None:
-    """Removes an op from the shipped lists that decide otherwise."""
-    shipped = load_policy()[op].cast_policy
-    if shipped is relative(op):
-        return
-    kind = {CastPolicy.LOW: "low", CastPolicy.FP32: "fp32"}[shipped]
-    is_promoted = relative(op) is CastPolicy.WIDEST and ops.covering(op) is not None
-    if relative(op) is CastPolicy.PASS or is_promoted:
-        lists.setdefault("pass", []).append(op)  # torch promotes it
-        return
-    found = lists.get(kind, [])
-    lists[kind] = found if isinstance(found, dict) else {"add": found, "remove": []}
-    lists[kind]["remove"].append(op)
-
-
-def _placed(types: Mapping[Spot, str], base: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Returns module -> op -> type, where it differs from the enclosing modules."""
-    placed: dict[str, dict[str, str]] = {}
-    for (op, module), wanted in sorted(types.items(), key=lambda each: _depth(each[0][1])):
-        if module and _inherited(op, module, placed, base) != wanted:
-            placed.setdefault(module, {})[op] = wanted
-            for other in sorted((ops.covered(op) - {op}) & base.keys()):  # a line covers these, too
-                found = types.get((other, module)) or _inherited(other, module, placed, base)
-                placed[module].setdefault(other, found)
-    return placed
-
-
-def _inherited(
-    op: str, module: str, placed: Mapping[str, Mapping[str, str]], base: Mapping[str, str]
-) -> str:
-    """Returns an op's type in a module by the sections of that module and the enclosing ones."""
-    parts = module.split(".")
-    for count in range(len(parts), 0, -1):
-        found = placed.get(".".join(parts[:count]), {}).get(op)
-        if found is not None:
-            return found
-    return base[op]
-
-
-def _depth(module: str) -> int:
-    return module.count(".") + 1 if module else 0
-
-
-def _lists(types: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for op, each in types.items():
-        if each == FOLLOWS:
-            found.setdefault(relative(op).value, []).append(op)
-        elif each == FP32:
-            found.setdefault("fp32", []).append(op)
-        else:
-            found.setdefault("low", []).append(op)
-    order = ("low", "fp32", "widest", "first", "pass")
-    return {key: found[key] for key in order if key in found}
+def assigned(candidates: Sequence[Candidate], kept: Kept, low_type: str) -> dict[Spot, str]:
+    """Maps each spot to the type of its candidate."""
+    types = types_of(candidates, kept, low_type)
+    return {spot: types[each.name] for each in candidates for spot in each.spots}

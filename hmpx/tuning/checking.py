@@ -20,11 +20,12 @@ from ..errors import OptionError, raised_here
 from ..files import make_directory, unwritable
 from ..reports import merged, read_json, written
 from ..version import __version__
-from .candidates import Candidate, Costs, Kept, Outcome, assigned, by_module, by_op, policy_source
-from .profiling import called_spots, observing_policy
-from .request import low_type_name
+from .candidates import Costs, Kept, Outcome, assigned, called_spots, candidates_of
+from .journal import Journal
+from .policies import observing_policy, policy_source
 from .result import CHECK, Tuned
-from .runner import Journal, Searching
+from .search import Evaluator, Search
+from .task import low_type_name
 
 #: The file of a run with the command's output.
 OUTPUT: Final = "output.txt"
@@ -36,8 +37,8 @@ _TIMEOUT: Final = "timeout"
 _PASSES, _TOLERANCE, _FAILS = 0.0, 0.5, math.inf
 
 
-@dataclass(frozen=True)
-class Check:
+@dataclass
+class Check(Evaluator):
     """A command that tests whether a policy passes.
 
     Attributes:
@@ -58,67 +59,60 @@ class Check:
     timeout_s: float | None = None
     budget: int = 200
 
+    def __post_init__(self) -> None:
+        self.tolerance, self.metric_name = _TOLERANCE, CHECK
+        self.low_type = low_type_name(self.low_precision_type)
+        self._last = self.directory  # of the last run
 
-def tune_by_check(check: Check, progress: bool = True) -> Tuned:
-    """Returns the smallest set of ops to keep in fp32 with which a command succeeds.
+    def tune(self, progress: bool = True) -> Tuned:
+        """Returns the smallest set of ops to keep in fp32 with which the command succeeds.
 
-    Raises:
-        OptionError: The command fails with every op in fp32, calls nothing that may run in low precision,
-            or does not run under hmpx; the directory can't be written, or belongs to another search.
-    """
-    low_type = low_type_name(check.low_precision_type)
-    try:
-        make_directory(check.directory)
-        return _tuned(check, low_type, arguments.progress(progress))
-    except raised_here(OSError) as error:
-        raise unwritable(check.directory, error) from error
+        Raises:
+            OptionError: The command fails with every op in fp32, calls nothing that may run in low precision,
+                or does not run under hmpx; the directory can't be written, or belongs to another search.
+        """
+        try:
+            make_directory(self.directory)
+            return self._tuned(arguments.progress(progress))
+        except raised_here(OSError) as error:
+            raise unwritable(self.directory, error) from error
 
+    def _tuned(self, show: Callable[[str], object]) -> Tuned:
+        header = {"hmpx": __version__, "command": self.command, "low_precision_type": self.low_type}
+        header |= {"by": self.by, "runs": str(self.runs)}
+        journal = Journal(os.fspath(self.directory / "journal.jsonl"), header)
+        self.candidates = candidates_of(journal.by_spot("spots", self._spots, int, int), by=self.by)
+        search = Search(self, journal, show)
+        everything = frozenset(each.name for each in self.candidates)
+        if search.evaluated(everything, "all fp32").error != _PASSES:
+            raise OptionError(
+                f"the command has passed once with every op in fp32, and then failed: see "
+                f"{self._last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
+                f"its seeds, or allow more, then delete {self.directory} and start again"
+            )
+        return search.run()
 
-def _tuned(check: Check, low_type: str, show: Callable[[str], object]) -> Tuned:
-    header = {"hmpx": __version__, "command": check.command, "low_precision_type": low_type}
-    header |= {"by": check.by, "runs": str(check.runs)}
-    journal = Journal(os.fspath(check.directory / "journal.jsonl"), header)
-    commands = _Commands(check, low_type)
-    spots: Costs = journal.by_spot("spots", commands.spots, int, int)
-    found = (by_module if check.by == "module" else by_op)(spots)
-    commands.candidates = tuple(found)
-    searching = Searching(
-        commands.outcome,
-        found,
-        _TOLERANCE,
-        journal,
-        check.budget,
-        show,
-        about={"metric": CHECK, "low_precision_type": low_type},
-    )
-    if searching.outcome(frozenset(each.name for each in found), "all fp32").error != _PASSES:
-        raise OptionError(
-            f"the command has passed once with every op in fp32, and then failed: see "
-            f"{commands.last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
-            f"its seeds, or allow more, then delete {check.directory} and start again"
-        )
-    return searching.run()
+    def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
+        """Returns an error of 0 if the command passes, else infinity."""
+        names = [each.name for each in self.directory.iterdir()]
+        taken = [int(name) for name in names if name.isascii() and name.isdigit()]
+        self._last = make_directory(self.directory / f"{max(taken, default=0) + 1:04d}")
+        source = policy_source(assigned(self.candidates, kept, self.low_type), self.low_type)
+        passes = all(self._run(self._last, source) == 0 for _ in range(self.runs))
+        return Outcome(_PASSES if passes else _FAILS)
 
-
-class _Commands:
-    """Runs the command, each time in its own directory."""
-
-    def __init__(self, check: Check, low_type: str) -> None:
-        self._check, self._low_type = check, low_type
-        self.candidates: tuple[Candidate, ...] = ()
-        self.last = check.directory  # of the last run
-
-    def spots(self) -> Costs:
+    def _spots(self) -> Costs:
         """Returns the command's ops that may run in low precision, with their costs."""
-        folder = self._folder("called")
+        folder = make_directory(self.directory / "called")
         for old in folder.glob("report*.json"):
             old.unlink()
         listed = sorted(observing_policy().decisions)
-        status = self._run(folder, {"lists": "none", "fp32": listed}, report=True)
+        report = {REPORT_VARIABLE: os.fspath((folder / "report.json").absolute())}
+        status = self._run(folder, {"lists": "none", "fp32": listed}, report)
         reports = sorted(folder.glob("report*.json"))
         if status == _TIMEOUT:
             raise OptionError(
-                f"the command takes longer than {self._check.timeout_s:g} s in fp32 already: give a larger "
+                f"the command takes longer than {self.timeout_s:g} s in fp32 already: give a larger "
                 f"--timeout, or have it do less; exit status timeout, see {folder / OUTPUT}"
             )
         if status != 0:
@@ -138,48 +132,29 @@ class _Commands:
             )
         return found
 
-    def outcome(self, kept: Kept, _inputs: str, _tolerance: float) -> Outcome:
-        """Returns an error of 0 if the command passes, else infinity."""
-        source = policy_source(assigned(self.candidates, kept, self._low_type), self._low_type)
-        folder = self._next_folder()
-        passes = all(self._run(folder, source, report=False) == 0 for _ in range(self._check.runs))
-        return Outcome(_PASSES if passes else _FAILS)
-
-    def _next_folder(self) -> Path:
-        names = [each.name for each in self._check.directory.iterdir()]
-        taken = [int(name) for name in names if name.isascii() and name.isdigit()]
-        return self._folder(f"{max(taken, default=0) + 1:04d}")
-
-    def _folder(self, name: str) -> Path:
-        folder = self.last = self._check.directory / name
-        return make_directory(folder)
-
-    def _run(self, folder: Path, source: Mapping[str, Any], *, report: bool) -> int | str:
+    def _run(
+        self, folder: Path, source: Mapping[str, Any], report: Mapping[str, str] | None = None
+    ) -> int | str:
         """Returns the exit status, or ``"timeout"``; keeps the command's output."""
         policy = (folder / "policy.yaml").absolute()
         written(yaml.safe_dump(dict(source), sort_keys=False), policy)
-        environment = {**os.environ, POLICY_VARIABLE: os.fspath(policy)}
-        environment.pop(REPORT_VARIABLE, None)
-        if report:
-            environment[REPORT_VARIABLE] = os.fspath((folder / "report.json").absolute())
+        inherited = {name: value for name, value in os.environ.items() if name != REPORT_VARIABLE}
         with (folder / OUTPUT).open("ab") as output:
             process = subprocess.Popen(
-                self._check.command,
+                self.command,
                 shell=True,
-                env=environment,
+                env={**inherited, POLICY_VARIABLE: os.fspath(policy), **(report or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            status: int | str
             try:
-                status = process.wait(self._check.timeout_s)
+                return process.wait(self.timeout_s)
             except subprocess.TimeoutExpired:
-                status = _TIMEOUT
+                return _TIMEOUT
             finally:
                 end(process)
-        return status
 
 
 #: Grace period between terminating and killing processes, and how often they are looked at.

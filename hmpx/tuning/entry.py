@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from .. import arguments
-from ..policy import LowType, load_policy, set_names
+from ..policy import LowType
 from ..renames import renamed
 from ..session import restoring
 from ..torch_state import unchanged
-from .candidates import (
-    Costs,
-    Kept,
-    Score,
-    by_module,
-    by_op,
-    may_follow,
-)
-from .evaluating import Task
-from .profiling import scores_of, spots_of
-from .request import FRESH, Request
+from .candidates import Score, candidates_of
+from .journal import Journal
 from .result import Tuned
-from .runner import Journal, Searching
-from .search import sets_of
+from .search import Search, shipped_sets
+from .task import Task
 
 
 @restoring
@@ -112,38 +102,14 @@ def tune(
     given = dict(locals())
     show = arguments.progress(given.pop("progress"))
     with unchanged(None):  # data loaders draw random numbers
-        request = Request(**given)
-    with unchanged(model, request.batches, forward_step, loss_fn) as request.state:
-        task = Task(request)
-        noise = task.noise()
-        results = Journal(request.journal, request.header() if request.journal else {})
-        spots: Costs = results.by_spot("spots", lambda: spots_of(request), int, int)
-        known = results.by_spot(
-            ["scores", request.low_type], lambda: scores_of(request, spots), float, bool, bool
-        )
+        task = Task(**given)
+    with unchanged(model, task.batches, forward_step, loss_fn) as task.state:
+        task.measure_noise()
+        results = Journal(task.journal, task.header() if task.journal else {})
+        task.costs = results.by_spot("spots", task.spots, int, int)
+        known = results.by_spot(["scores", task.low_type], task.scores, float, bool, bool)
         scores = known and {spot: Score(*each) for spot, each in known.items()}
-        found = (by_module if request.by == "module" else by_op)(spots, scores)
-        shipped: tuple[Kept, ...] = ()
-        if request.may_follow:
-            found = [replace(each, may_follow=may_follow(each.op)) for each in found]
-            type_ = request.low_type
-            policies = [load_policy(lists=s, low_precision_type=type_) for s in set_names()]
-            shipped = sets_of(policies, found)
-        task.candidates, task.spots = tuple(found), spots
-        return Searching(
-            task.outcome,
-            found,
-            request.tolerance,
-            results,
-            request.budget,
-            show,
-            shipped,
-            has_fresh=FRESH in request.batches,
-            is_noisy=request.measure is not None,
-            noise=noise,
-            about={
-                "metric": request.metric_name,
-                "low_precision_type": request.low_type,
-                "conversion": request.conversion,
-            },
-        ).run()
+        task.candidates = candidates_of(task.costs, scores, task.by, follow=task.may_follow)
+        if task.may_follow:
+            task.shipped = shipped_sets(task.candidates, task.low_type)
+        return Search(task, results, show).run()

@@ -107,15 +107,14 @@ def _pairs(found: list[Tensor], expected: list[Tensor]) -> list[tuple[Tensor, Te
             f"the model returns {len(found)} tensors in low precision and {len(expected)} in fp32; "
             "tune compares them one by one"
         )
-    for low, high in zip(found, expected, strict=True):
+    pairs = [*zip(found, expected, strict=True)]
+    for low, high in pairs:
         if low.shape != high.shape:
             raise OptionError(
                 f"the model returns shape {tuple(low.shape)} in low precision and {tuple(high.shape)} in "
                 "fp32; tune compares outputs one by one"
             )
-    return [
-        (a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)
-    ]
+    return [(low.detach().double(), high.detach().double()) for low, high in pairs]
 
 
 def _disagreement(found: list[Any], expected: list[Any]) -> float:
@@ -133,9 +132,7 @@ def _disagreement(found: list[Any], expected: list[Any]) -> float:
 
 def _logits(output: Any) -> Tensor:
     logits = getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
-    found = floating_of(output)
+    found = [logits] if isinstance(logits, Tensor) else floating_of(output)
     if not found:
         raise OptionError(
             "metric='kl' needs logits, but the model returns no floating-point tensor"
@@ -154,11 +151,10 @@ def limit(errors: list[float]) -> float:
 
     It is the upper end of the prediction interval of one more normal value; for one batch, its error.
     """
-    count = len(errors)
-    if count == 1 or not math.isfinite(max(errors)):
+    if len(errors) == 1 or not math.isfinite(max(errors)):
         return max(errors)
-    quantile = _LIMIT[min(count - 1, len(_LIMIT)) - 1]
-    spread = statistics.stdev(errors) * math.sqrt(1 + 1 / count)
+    quantile = _LIMIT[min(len(errors) - 1, len(_LIMIT)) - 1]
+    spread = statistics.stdev(errors) * math.sqrt(1 + 1 / len(errors))
     return max(*errors, statistics.fmean(errors) + quantile * spread)
 
 

@@ -6,7 +6,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +20,6 @@ from ..reports import ReportTable, page, paragraphs, section, written
 from ..tensors import long_name
 from ..version import __version__
 from .candidates import (
-    FOLLOWS,
-    FP32,
     Candidate,
     Evaluation,
     Kept,
@@ -30,10 +28,10 @@ from .candidates import (
     bare,
     is_following,
     low_parts,
-    policy_of,
-    policy_source,
     shares,
+    types_of,
 )
+from .policies import FOLLOWS, policy_of, policy_source
 
 #: The metric of a command, which only passes or fails.
 CHECK: Final = "check"
@@ -101,18 +99,17 @@ class Tuned:
     @property
     def keep_fp32(self) -> Kept:
         """Ops kept in fp32 throughout, by name, or ``"module:op"``."""
-        return frozenset(name for name in self.kept if bare(name) == name)
+        return self.kept - {*filter(is_following, self.kept)}
 
     @property
     def follows(self) -> Kept:
         """Ops that are in low precision only if all their inputs are, and else in fp32."""
-        return frozenset(bare(name) for name in self.kept if is_following(name))
+        return frozenset(map(bare, filter(is_following, self.kept)))
 
     @property
     def types(self) -> Mapping[str, str]:
         """The type of each candidate, by name; ``"follows"`` for one that follows its inputs."""
-        low = dict.fromkeys((each.name for each in self.candidates), self.low_precision_type)
-        return low | {bare(each): FOLLOWS if is_following(each) else FP32 for each in self.kept}
+        return types_of(self.candidates, self.kept, self.low_precision_type)
 
     @property
     def policy(self) -> Policy:
@@ -155,11 +152,7 @@ class Tuned:
         Raises:
             OptionError: They can't be written, or the directory holds a file of another kind of result.
         """
-        files = {
-            **_files(self),
-            "report.txt": f"{self}\n",
-            "report.html": self.to_html(),
-        }
+        files = {**_files(self), "report.txt": f"{self}\n", "report.html": self.to_html()}
         folder = make_directory(directory)
         others = {*FILE_NAMES.values(), OPTIONS_NAME, POLICY_NAME} - files.keys()
         if found := sorted(name for name in others if (folder / name).exists()):
@@ -182,10 +175,13 @@ class Tuned:
     __repr__ = brief
 
     def __str__(self) -> str:
-        return _text(self)
+        tables = [_kept_table(self)] if self.kept else []
+        parts = [lined(each.lines(_WIDE)) for each in (*tables, _path_table(self))]
+        return "\n\n".join([_verdict(self), *parts])
 
     def _repr_html_(self) -> str:
-        return _notebook_part(self)
+        table = _kept_table(self).to_html() if self.kept else ""
+        return f"<div>{paragraphs(_verdict(self).splitlines())}{table}</div>"
 
 
 # --- text --------------------------------------------------------------------------------------------
@@ -193,60 +189,47 @@ class Tuned:
 #: Text is not cut to the width of a terminal.
 _WIDE: Final = 10_000
 
-
-def _text(tuned: Tuned) -> str:
-    tables = [_kept_table(tuned)] if tuned.kept else []
-    parts = [lined(each.lines(_WIDE)) for each in (*tables, _path_table(tuned))]
-    return "\n\n".join([_verdict(tuned), *parts])
+#: Why a search ended early.
+_STOPS: Final = {
+    "budget": "the budget was spent",
+    "interrupt": "it was interrupted",
+    "fresh inputs": "each smaller set that it found failed on fresh inputs",
+}
 
 
 def _verdict(tuned: Tuned) -> str:
     count, low, is_check = len(tuned.kept), tuned.low_precision_type, tuned.metric == CHECK
-    said = (
-        f"{count} of {len(tuned.candidates)} candidates stay in fp32 under {low}"
-        if count
-        else f"Nothing has to stay in fp32 under {low}"
-    )
+    said = "Nothing has to stay"
+    if count:
+        said = f"{count} of {len(tuned.candidates)} candidates stay"
+    said += f" in fp32 under {low}"
     if tuned.follows:
         said += f", {len(tuned.follows)} of them in calls that are given fp32"
+    of_all = _error_text(tuned, tuned.all_low_error)
     if is_check:
-        of_all = _error_text(tuned, tuned.all_low_error)
-        lines = [f"{said}: the check passes; all in {low} it {of_all}."]
+        said += f": the check passes; all in {low} it {of_all}."
     else:
-        lines = [
-            f"{said}: {tuned.metric} error {_shown(tuned.error)}, tolerance {_shown(tuned.tolerance)}, "
-            f"all in {low} {_shown(tuned.all_low_error)}."
-        ]
-    lines.append(f"{_shares(tuned)}. {tuned.evaluations} evaluations.")
+        said += (
+            f": {tuned.metric} error {_shown(tuned.error)}, tolerance {_shown(tuned.tolerance)}, "
+            f"all in {low} {of_all}."
+        )
+    flops, bytes_ = tuned.low_precision_flops_share, tuned.low_precision_bytes_share
+    work = f"In {low}: {flops:.1%} of FLOPs, {bytes_:.1%} of bytes."
+    lines = [said, f"{work} {tuned.evaluations} evaluations."]
     if tuned.fresh_error is not None:
         lines.append(f"On inputs that the search has not seen: error {_shown(tuned.fresh_error)}.")
-    if tuned.is_complete:
+    if not tuned.is_complete:
+        why = _STOPS[tuned.stopped_by]
+        lines.append(f"The search did not end, since {why}: this is the best set so far.")
+    elif count:
         failing = "the check fails" if is_check else "the error is too large"
         if tuned.searched is not None:
             failing += (
                 f" for {_shown(tuned.searched)}, which was searched for since a set within the tolerance "
                 "failed on fresh inputs"
             )
-        if count:
-            lines.append(f"None of these can be taken out: without it {failing}.")
-    else:
-        why = {
-            "budget": "the budget was spent",
-            "interrupt": "it was interrupted",
-            "fresh inputs": "each smaller set that it found failed on fresh inputs",
-        }[tuned.stopped_by]
-        lines.append(f"The search did not end, since {why}: this is the best set so far.")
+        lines.append(f"None of these can be taken out: without it {failing}.")
     return lined(lines)
-
-
-def _shares(tuned: Tuned) -> str:
-    """Returns the shares of FLOPs and bytes in low precision."""
-    flops, count = tuned.low_precision_flops_share, tuned.low_precision_bytes_share
-    return f"In {tuned.low_precision_type}: {flops:.1%} of FLOPs, {count:.1%} of bytes"
-
-
-def _by_effect(candidates: Iterable[Candidate]) -> list[Candidate]:
-    return sorted(candidates, key=lambda each: (not each.is_hard, -(each.score or 0.0), each.name))
 
 
 def _kept_table(tuned: Tuned) -> ReportTable:
@@ -254,17 +237,18 @@ def _kept_table(tuned: Tuned) -> ReportTable:
     flops = max(1, sum(each.flops for each in tuned.candidates))
     count = max(1, sum(each.bytes for each in tuned.candidates))
     rows = []
-    for each in _by_effect(each for each in tuned.candidates if each.name in members):
-        name = members[each.name]
-        low = low_parts(each, tuned.kept, tuned.seen) if is_following(name) else (0.0, 0.0)
+    for each in _by_effect(tuned.candidates):
+        if (name := members.get(each.name)) is None:
+            continue
+        low_flops, low_bytes = low_parts(each, tuned.kept, tuned.seen)
         rows.append(
             (
-                f"{cut(each.name)} follows" if is_following(name) else cut(name),
+                cut(each.name) + " follows" * is_following(name),
                 _effect(each),
                 _rank(each, tuned.candidates),
                 _error_text(tuned, tuned.error_without(name)),
-                f"{each.flops * (1 - low[0]) / flops:.1%}",
-                f"{each.bytes * (1 - low[1]) / count:.1%}",
+                f"{each.flops * (1 - low_flops) / flops:.1%}",
+                f"{each.bytes * (1 - low_bytes) / count:.1%}",
             )
         )
     titles = ("kept", "effect", "rank", "error without it", "FLOPs", "bytes")
@@ -272,33 +256,22 @@ def _kept_table(tuned: Tuned) -> ReportTable:
 
 
 def _path_table(tuned: Tuned) -> ReportTable:
-    rows = [
-        (
-            str(number),
-            each.stage,
-            _names(each.kept),
-            _error_text(tuned, each.error),
-            "" if tuned.metric == CHECK else "passes" if each.passed else "fails",
-        )
-        for number, each in enumerate(tuned.path, 1)
-    ]
+    rows = []
+    for number, each in enumerate(tuned.path, 1):
+        names, more = sorted(each.kept), len(each.kept) - _MOST_NAMES
+        named = ", ".join(map(cut, names[:_MOST_NAMES])) or "nothing"
+        verdict = "" if tuned.metric == CHECK else "passes" if each.passed else "fails"
+        kept = f"{named} and {more} more" if more > 0 else named
+        rows.append((str(number), each.stage, kept, _error_text(tuned, each.error), verdict))
     return ReportTable.of(("", "stage", "kept", "error", ""), rows, numbers=["error"])
 
 
-def _candidate_table(tuned: Tuned) -> ReportTable:
-    rows = [
-        (each.name, _effect(each), tuned.types[each.name], f"{each.flops:,}", f"{each.bytes:,}")
-        for each in _by_effect(tuned.candidates)
-    ]
-    titles = ("candidate", "effect", "type", "FLOPs", "bytes")
-    return ReportTable.of(titles, rows, numbers=("effect", "FLOPs", "bytes"))
+#: Most names of a set in the table of evaluations.
+_MOST_NAMES: Final = 4
 
 
-def _names(kept: Iterable[str], most: int = 4) -> str:
-    """Returns the first names of a set, and the number of others."""
-    found = sorted(kept)
-    shown_names = ", ".join(map(cut, found[:most])) or "nothing"
-    return f"{shown_names} and {len(found) - most} more" if len(found) > most else shown_names
+def _by_effect(candidates: Iterable[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda each: (not each.is_hard, -(each.score or 0.0), each.name))
 
 
 def _effect(candidate: Candidate) -> str:
@@ -310,14 +283,11 @@ def _effect(candidate: Candidate) -> str:
     return "not known" if candidate.score is None else _shown(candidate.score)
 
 
-def _rank(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
+def _rank(candidate: Candidate, candidates: Iterable[Candidate]) -> str:
     if candidate.score is None:
         return ""
-    better = sum(
-        (each.is_hard, each.score or 0.0) > (candidate.is_hard, candidate.score)
-        for each in candidates
-    )
-    return str(better + 1)
+    own = candidate.is_hard, candidate.score
+    return str(1 + sum((each.is_hard, each.score or 0.0) > own for each in candidates))
 
 
 def _error_text(tuned: Tuned, value: float | None) -> str:
@@ -342,54 +312,63 @@ def _html_page(tuned: Tuned) -> str:
         for name, content in _files(tuned).items()
         if name != "widest.txt"
     )
+    rows = [
+        (each.name, _effect(each), tuned.types[each.name], f"{each.flops:,}", f"{each.bytes:,}")
+        for each in _by_effect(tuned.candidates)
+    ]
+    titles = ("candidate", "effect", "type", "FLOPs", "bytes")
+    candidates = ReportTable.of(titles, rows, numbers=("effect", "FLOPs", "bytes"))
     body = [
-        _notebook_part(tuned),
+        tuned._repr_html_(),
         section("lists", "Lists", details),
         section("search", "The search", _path_table(tuned).to_html()),
-        section("candidates", "Candidates by effect", _candidate_table(tuned).to_html()),
+        section("candidates", "Candidates by effect", candidates.to_html()),
     ]
     return page("hmpx tune", "What to keep in fp32", "\n".join(body), tuned.about)
 
 
-def _notebook_part(tuned: Tuned) -> str:
-    """Returns the verdict and the kept candidates as HTML without scripts or styles."""
-    table = _kept_table(tuned).to_html() if tuned.kept else ""
-    return f"<div>{paragraphs(_verdict(tuned).splitlines())}{table}</div>"
-
-
 def _files(tuned: Tuned) -> dict[str, str]:
+    """Returns name -> content of the lists, or of the policy file where modules differ."""
     low = tuned.low_precision_type
     types = assigned(tuned.candidates, tuned.kept, low)
     source = policy_source(types, low)
     if "sections" in source:
-        reasons = [
-            _comment(f"{bare(name)}{' follows' * is_following(name)}: {_why(tuned, name)}")
-            for name in sorted(tuned.kept)
-        ]
-        head = _head(tuned, policy=POLICY_NAME, **tuned.conversion)
-        return {POLICY_NAME: "\n".join([head, *reasons, yaml.safe_dump(source, sort_keys=False)])}
+        lines = [_head(tuned, policy=POLICY_NAME, **tuned.conversion)]
+        for name in sorted(tuned.kept):
+            said = f"{bare(name)}{' follows' * is_following(name)}: {_why(tuned, name)}"
+            lines.append(_comment(said))
+        return {POLICY_NAME: "\n".join([*lines, yaml.safe_dump(source, sort_keys=False)])}
     called = {op for op, _ in types}
     followed = {op for (op, _), each in types.items() if each == FOLLOWS}
-    options = {name: _plain(value) for name, value in tuned.conversion.items()}
-    if low != "bfloat16":
-        options["low_precision_type"] = low
+    # Functions of other libraries come after all lists anyway.
+    known = called.union(of_libraries().ops)
     decided = yaml.safe_load(tuned.policy.to_yaml())
     found = {}
     for kind, name in FILE_NAMES.items():
-        lines = decided.get(kind, [])
-        ours = [line for line in lines if line.split()[0] in called]
-        # Functions of other libraries come after all lists anyway.
-        others = [line for line in lines if line.split()[0] not in called.union(of_libraries().ops)]
-        parts = [_head(tuned, lists="DIRECTORY")]
-        unlisted: set[str] = set()
+        ours: list[str] = []
+        unlisted: list[str] = []
+        others: list[str] = []
+        wanted = followed if kind == "widest" else called
+        listed = {line.split()[0]: line for line in decided.get(kind, [])}
+        for op, line in listed.items():
+            if op in wanted:
+                ours += [*_reasons(tuned, op), line]
+            elif op not in known:
+                others.append(line)
         if kind == "widest":
-            ours = [line for line in ours if line in followed]
-            unlisted = followed - set(ours)
-        parts.append(_section("What the model calls.", _explained(tuned, ours)))
-        said = _explained(tuned, sorted(unlisted), is_listed=False)
-        parts.append(_section("In no list, so that it follows its inputs.", said))
-        parts.append(_section("What it does not call: as by default.", others))
-        found[name] = "\n".join(filter(None, parts))
+            for op in sorted(followed - listed.keys()):
+                unlisted += _reasons(tuned, op, is_named=True)
+        content = [_head(tuned, lists="DIRECTORY")]
+        for title, part in (
+            ("What the model calls.", ours),
+            ("In no list, so that it follows its inputs.", unlisted),
+            ("What it does not call: as by default.", others),
+        ):
+            content += ["", _comment(title), *part, ""] if part else []
+        found[name] = "\n".join(content)
+    options = {name: _plain(value) for name, value in tuned.conversion.items()}
+    if low != "bfloat16":
+        options["low_precision_type"] = low
     if options:
         found[OPTIONS_NAME] = yaml.safe_dump(options)
     return found
@@ -397,11 +376,10 @@ def _files(tuned: Tuned) -> dict[str, str]:
 
 def _head(tuned: Tuned, **chosen: Any) -> str:
     """Returns how to convert as measured, with these arguments; and the result."""
-    given = [f"{name}={_literal(value)}" for name, value in chosen.items()]
-    use = f"hmpx.convert({', '.join(given)})"
+    given = ", ".join(f"{name}={_literal(value)}" for name, value in chosen.items())
     tolerance = "" if tuned.metric == CHECK else f"tolerance {_shown(tuned.tolerance)}, "
     lines = [
-        f"Written by hmpx.tune {__version__}. Use: {use}",
+        f"Written by hmpx.tune {__version__}. Use: hmpx.convert({given})",
         f"{tuned.metric}: {_error_text(tuned, tuned.error)} with {len(tuned.kept)} kept out of "
         f"{tuned.low_precision_type}, {_error_text(tuned, tuned.all_low_error)} with none; "
         f"{tolerance}{tuned.evaluations} evaluations.",
@@ -420,30 +398,21 @@ def _plain(value: Any) -> Any:
 
 def _literal(value: Any) -> str:
     """Returns an argument of `convert` as code: a plain value, a set of these, or a format's name."""
-    if isinstance(value, set):
-        return "{" + ", ".join(map(_literal, sorted(value))) + "}"
-    return repr(value) if isinstance(value, bool) else json.dumps(long_name(value))
+    plain = _plain(value)
+    if isinstance(plain, list):
+        return "{" + ", ".join(map(json.dumps, plain)) + "}"
+    return repr(plain) if isinstance(plain, bool) else json.dumps(plain)
 
 
-def _section(title: str, lines: Sequence[str]) -> str:
-    return "\n".join(["", _comment(title), *lines, ""]) if lines else ""
-
-
-def _explained(tuned: Tuned, lines: Iterable[str], *, is_listed: bool = True) -> list[str]:
+def _reasons(tuned: Tuned, op: str, *, is_named: bool = False) -> Iterator[str]:
+    """Yields a comment for each candidate of an op; ``is_named`` is whether all say of which one."""
     kept = {bare(name): name for name in tuned.kept}
-    found: list[str] = []
-    for line in lines:
-        op = line.split()[0].removeprefix("-")
-        for each in tuned.candidates:
-            if each.op == op and (each.name in kept or each.score is not None):
-                said = f"effect {_effect(each)}"
-                if each.name in kept:
-                    said = _why(tuned, kept[each.name])
-                is_clear = is_listed and each.name == op
-                found.append(_comment(said if is_clear else f"{each.name}: {said}"))
-        if is_listed:
-            found.append(line)
-    return found
+    for each in tuned.candidates:
+        if each.op == op and (each.name in kept or each.score is not None):
+            name = kept.get(each.name)
+            said = f"effect {_effect(each)}" if name is None else _why(tuned, name)
+            is_clear = each.name == op and not is_named
+            yield _comment(said if is_clear else f"{each.name}: {said}")
 
 
 def _why(tuned: Tuned, name: str) -> str:

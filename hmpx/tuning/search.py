@@ -6,20 +6,34 @@ Every decision depends only on the errors received, so that a journal can replay
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
-from ..policy import CastPolicy, Policy
+from ..errors import HmpxError, OptionError
+from ..observers import LOGGER
+from ..policy import CastPolicy, load_policy, set_names
+from ..session import about_run
 from .candidates import (
+    COST_OF_A_LINE,
     Candidate,
+    Evaluation,
     Kept,
+    LowShares,
     Outcome,
     bare,
     following,
-    is_following,
-    is_within,
+    low_parts,
     shares,
 )
+from .journal import Journal
+from .result import Tuned
+
+#: Inputs of an evaluation: those of the search, or those that it has never seen.
+TUNING: Final = "tuning"
+FRESH: Final = "fresh"
+
+#: The least tolerance, as a multiple of fp32's error against itself.
+LEAST_OVER_NOISE: Final = 3
 
 #: Candidates without a gradient, or whose values leave the range, are harmless if the error with only these in
 #: low precision is below this share of the tolerance; else they are kept until they are pruned.
@@ -33,81 +47,224 @@ _CLEARLY: Final = 1.05
 _MOST_FAILURES: Final = 2
 _LEAST: Final = 0.002
 
-#: Evaluates a set in a stage of the search.
-Evaluate = Callable[[Kept, str], Outcome]
+#: Factor for the tolerance after a set fails on fresh inputs, and the most retries.
+_TIGHTER: Final = 0.7
+_MOST_ROUNDS: Final = 8
+
+_NOTHING: Final[Kept] = frozenset()
 
 
-def sets_of(policies: Iterable[Policy], candidates: Iterable[Candidate]) -> tuple[Kept, ...]:
-    """Returns the set that each policy keeps in fp32; ops in neither list follow their inputs."""
-    candidates = list(candidates)
+class BudgetError(HmpxError):
+    """The budget of evaluations is spent."""
 
-    def member(policy: Policy, each: Candidate) -> str:
-        decided = policy[each.op].cast_policy
-        if decided is CastPolicy.LOW:
-            return ""
-        follows = decided is not CastPolicy.FP32 and each.may_follow
-        return following(each.name) if follows else each.name
 
-    found = [frozenset(filter(None, [member(p, each) for each in candidates])) for p in policies]
-    return tuple(dict.fromkeys(found))
+def shipped_sets(candidates: Iterable[Candidate], low_type: str) -> set[Kept]:
+    """Returns the sets that shipped lists keep in fp32; ops in neither list follow their inputs."""
+    found = set()
+    for name in set_names():
+        policy, kept = load_policy(lists=name, low_precision_type=low_type), set()
+        for each in candidates:
+            decided = policy[each.op].cast_policy
+            if decided is not CastPolicy.LOW:
+                follows = decided is not CastPolicy.FP32 and each.may_follow
+                kept.add(following(each.name) if follows else each.name)
+        found.add(frozenset(kept))
+    return found
+
+
+class Evaluator:
+    """What a search asks for the errors of sets: a `Task` of `hmpx.tune`, or the `Check` of a command."""
+
+    candidates: Sequence[Candidate]
+    tolerance: float
+    budget: int  # most evaluations
+    shipped: Iterable[Kept] = ()  # sets that shipped lists keep
+    has_fresh: bool = False  # fresh inputs check the set at the end
+    is_noisy: bool = False  # errors depend on the tolerance, which determines the number of samples
+    noise: float = 0.0  # the error of fp32 against itself
+    metric_name: str
+    low_type: str
+    conversion: Mapping[str, Any] = {}  # arguments of `convert`
+
+    def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
+        """Returns the outcome of a set on `TUNING` or `FRESH` inputs; the tolerance matters if it is noisy."""
+        raise NotImplementedError
 
 
 class Search:
-    """One search among candidates, at one tolerance."""
+    """One whole search.
+
+    If one of the sets that shipped lists keep passes, the result has at least as much in low precision, in the sum
+    of the shares of FLOPs and of bytes.
+    """
 
     def __init__(
-        self,
-        candidates: Iterable[Candidate],
-        tolerance: float,
-        evaluate: Evaluate,
-        shipped: Iterable[Kept] = (),
+        self, asked: Evaluator, journal: Journal, show: Callable[[str], object] = LOGGER.debug
     ) -> None:
-        """Prepares a search. Keeping all candidates is known to pass.
-
-        If one of the sets that shipped lists keep passes, the result has at least as much in low precision, in
-        the sum of the shares of FLOPs and of bytes.
-        """
-        self._candidates = sorted(candidates, key=lambda each: each.name)
-        self._tolerance, self._evaluate = tolerance, evaluate
-        self._shipped = set(shipped) - {frozenset()}
+        """Prepares a search; ``show`` takes a line on each evaluation."""
+        self._asked, self._journal, self._show = asked, journal, show
+        self._candidates = sorted(asked.candidates, key=lambda each: each.name)
         self._everything = frozenset(each.name for each in self._candidates)
-        self._outcomes = {self._everything: Outcome(0.0)}
+        self._path: list[Evaluation] = []  # each once
+        self._known: dict[tuple[Kept, str, float], Outcome] = {}
 
-    def run(self) -> Kept:
-        """Returns a 1-minimal set within the tolerance: no single member can be removed."""
-        nothing: Kept = frozenset()
-        if not self._candidates or self._passes(nothing, "all low"):
-            return nothing
-        return self._minimal(self._followed(self._best_shipped(self._passing())))
+    def run(self) -> Tuned:
+        """Runs the search. After Ctrl-C, or once the budget is spent, returns the best set so far."""
+        error = self.evaluated(self._everything, "all fp32").error
+        if not error <= self._asked.tolerance:
+            raise OptionError(
+                f"with every op in fp32 the error is {error:.3g}, above the tolerance {self._asked.tolerance:g}: "
+                "no list can pass; does the program convert to low precision itself, or draw random "
+                "numbers that no seed sets?"
+            )
+        try:
+            return self._checked()
+        except BudgetError:
+            return self._tuned(self._best(), "budget")
+        except KeyboardInterrupt:
+            return self._tuned(self._best(), "interrupt")
+
+    def _checked(self) -> Tuned:
+        """Returns a set that also passes on fresh inputs."""
+        tolerance = self._asked.tolerance
+        for _ in range(_MOST_ROUNDS):
+            kept = self.minimal(tolerance)
+            if not self._asked.has_fresh:
+                return self._tuned(kept)
+            error = self.evaluated(kept, "fresh inputs", inputs=FRESH).error
+            if error <= self._asked.tolerance:
+                searched = tolerance if tolerance < self._asked.tolerance else None
+                return self._tuned(kept, fresh_error=error, searched=searched)
+            tolerance *= _TIGHTER
+            if tolerance <= LEAST_OVER_NOISE * self._asked.noise:
+                break
+        error = self.evaluated(self._everything, "fresh inputs", inputs=FRESH).error
+        if not error <= self._asked.tolerance:
+            raise OptionError(
+                f"on fresh inputs the error is {error:.3g} with every op in fp32, above the tolerance "
+                f"{self._asked.tolerance:g}"
+            )
+        return self._tuned(self._everything, "fresh inputs", fresh_error=error)
+
+    def _best(self) -> Kept:
+        """Returns the set with the lowest cost that has passed."""
+
+        def cost(kept: Kept) -> tuple[float, int, list[str]]:
+            seen, lost = self._remembered(kept).seen, COST_OF_A_LINE * len(kept)
+            for each in self._candidates:
+                lost += each.benefit * (1 - low_parts(each, kept, seen)[1])
+            return lost, len(kept), sorted(kept)
+
+        passed = [
+            each.kept
+            for each in self._path
+            if each.error <= self._asked.tolerance and each.stage != "fresh inputs"
+        ]
+        return min(passed, key=cost, default=self._everything)
+
+    def _tuned(
+        self,
+        kept: Kept,
+        stopped_by: str = "",
+        fresh_error: float | None = None,
+        searched: float | None = None,
+    ) -> Tuned:
+        outcome = self._remembered(kept)
+        return Tuned(
+            kept=kept,
+            error=outcome.error,
+            all_low_error=next((each.error for each in self._path if not each.kept), math.nan),
+            tolerance=self._asked.tolerance,
+            noise=self._asked.noise,
+            evaluations=len(self._path),
+            is_complete=not stopped_by,
+            stopped_by=stopped_by,
+            path=tuple(self._path),
+            candidates=tuple(self._candidates),
+            seen=outcome.seen,
+            fresh_error=fresh_error,
+            searched=searched,
+            metric=self._asked.metric_name,
+            low_precision_type=self._asked.low_type,
+            conversion=dict(self._asked.conversion),
+            about=about_run(),
+        )
+
+    # --- evaluations ---------------------------------------------------------------------------------
+
+    def evaluated(
+        self, kept: Kept, stage: str, tolerance: float | None = None, inputs: str = TUNING
+    ) -> Outcome:
+        """Returns the outcome of a set, unless the budget is spent."""
+        tolerance = self._asked.tolerance if tolerance is None else tolerance
+        key = kept, inputs, tolerance if self._asked.is_noisy else 0.0
+        if key in self._known:
+            return self._known[key]
+        if len(self._path) >= self._asked.budget:
+            raise BudgetError(f"{self._asked.budget} evaluations were not enough")
+
+        def compute() -> tuple[float, Mapping[str, LowShares]]:
+            found = self._asked.outcome(*key)
+            return found.error, found.seen
+
+        kind = tuple[float, Mapping[str, tuple[float, float, float]]]
+        error, seen = self._journal.remembered([sorted(kept), *key[1:]], compute, kind)
+        found = Outcome(error, {name: LowShares(*each) for name, each in seen.items()})
+        self._known[key] = found
+        passes = error <= tolerance
+        self._path.append(Evaluation(kept, stage, error, passes))
+        line = (
+            f"tune: evaluation {len(self._path)}, {stage}: {len(kept)} of {len(self._candidates)} in "
+            f"fp32, error {error:.3g} {'passes' if passes else 'fails'}"
+        )
+        LOGGER.info("%s", line)
+        self._show(line)
+        return found
+
+    def _remembered(self, kept: Kept) -> Outcome:
+        """Returns the outcome of a set at the tolerance asked for; without an error if it is not known."""
+        key = kept, TUNING, self._asked.tolerance if self._asked.is_noisy else 0.0
+        return self._known.get(key, Outcome(math.nan))
+
+    # --- at one tolerance ----------------------------------------------------------------------------
+
+    def minimal(self, tolerance: float) -> Kept:
+        """Returns a 1-minimal set within a tolerance: no single member can be removed.
+
+        Keeping all candidates is known to pass.
+        """
+        self._within, self._outcomes = tolerance, {self._everything: Outcome(0.0)}
+        if not self._candidates or self._passes(_NOTHING, "all low"):
+            return _NOTHING
+        return self._pruned(self._followed(self._best_shipped(self._passing())))
 
     def _error(self, kept: Kept, stage: str) -> float:
         if kept not in self._outcomes:
-            self._outcomes[kept] = self._evaluate(kept, stage)
+            self._outcomes[kept] = self.evaluated(kept, stage, self._within)
         return self._outcomes[kept].error
 
     def _passes(self, kept: Kept, stage: str) -> bool:
-        return self._error(kept, stage) <= self._tolerance
+        return self._error(kept, stage) <= self._within
 
     def _failed(self, kept: Kept, factor: float = 1.0) -> bool:
-        """Whether a larger set has failed."""
+        """Whether a larger set has failed: one with all members, following their inputs as here or in fp32."""
         return any(
-            not outcome.error <= factor * self._tolerance and is_within(kept, other)
+            not outcome.error <= factor * self._within
+            and all(each in other or bare(each) in other for each in kept)
             for other, outcome in self._outcomes.items()
         )
 
-    # --- a set that passes ---------------------------------------------------------------------------
-
     def _passing(self) -> Kept:
         """Returns a passing set with few unnecessary members."""
-        error = self._error(frozenset(), "all low")
+        error = self._error(_NOTHING, "all low")
         suspects = frozenset(e.name for e in self._candidates if e.is_hard or e.is_unseen)
         if suspects and math.isfinite(error):
             others = self._everything - suspects
-            if others and self._error(others, "unseen") <= _UNFELT * self._tolerance:
+            if others and self._error(others, "unseen") <= _UNFELT * self._within:
                 suspects = frozenset()
         if suspects:
             error = self._error(suspects, "range")
-            if error <= self._tolerance:
+            if error <= self._within:
                 return suspects
         rest = [each for each in self._candidates if each.name not in suspects]
         if all(each.score is None for each in rest):
@@ -135,7 +292,7 @@ class Search:
                 guess = (low + high) // 2
             guess = min(max(guess, low + 1), high - 1)
             found = self._error(prefix(guess), "prefix")
-            if found <= self._tolerance:
+            if found <= self._within:
                 high = guess
             else:
                 low, error = guess, found
@@ -148,14 +305,12 @@ class Search:
             return (low + len(squares)) // 2
         if not math.isfinite(error):
             return low + 1
-        allowed = rest * (self._tolerance / error) ** 2
+        allowed = rest * (self._within / error) ** 2
         for length in range(low, len(squares)):
             if rest <= allowed:
                 return length
             rest -= squares[length]
         return len(squares)
-
-    # --- shipped sets --------------------------------------------------------------------------------
 
     def _best_shipped(self, kept: Kept) -> Kept:
         """Returns the best shipped set; ``kept`` if none is better.
@@ -163,13 +318,14 @@ class Search:
         Tries those that keep most first: if they fail, so do the others. Skips those that can't have more in
         low precision than ``kept``, whatever follows its inputs.
         """
-        costs = {each.name: each.cost for each in self._candidates}
-        weights = {
-            kept: sum(costs[bare(each)] / (2 if is_following(each) else 1) for each in kept)
-            for kept in self._shipped
-        }
+
+        def order(tried: Kept) -> tuple[float, list[str]]:
+            weights = {each.name: each.cost for each in self._candidates}
+            weights |= {following(name): cost / 2 for name, cost in weights.items()}
+            return -sum(weights[each] for each in sorted(tried)), sorted(tried)
+
         best = kept
-        for each in sorted(weights, key=lambda each: (-weights[each], sorted(each))):
+        for each in sorted({*self._asked.shipped} - {_NOTHING}, key=order):
             if self._failed(each, _CLEARLY) or self._kept_work(best) <= self._kept_work(each):
                 continue
             if self._passes(each, "shipped") and self._kept_work(each) < self._kept_work(best):
@@ -186,17 +342,14 @@ class Search:
 
         A member that follows its inputs is removed if all of its calls are low, and put in fp32 if none are.
         """
-        found = set(kept)
-        for member in filter(is_following, kept):
-            part = self._outcomes[kept].seen.get(bare(member))
-            if part and min(part.flops, part.bytes) >= 1:
-                found.remove(member)
-            elif part and part.given <= 0:
-                found = found - {member} | {bare(member)}
-        self._error(frozenset(found), "shipped")
-        return frozenset(found)
-
-    # --- fewer members -------------------------------------------------------------------------------
+        found = kept
+        for name, part in self._outcomes[kept].seen.items():
+            if following(name) in kept and min(part.flops, part.bytes) >= 1:
+                found -= {following(name)}
+            elif following(name) in kept and part.given <= 0:
+                found = found - {following(name)} | {name}
+        self._error(found, "shipped")
+        return found
 
     def _followed(self, kept: Kept) -> Kept:
         """Lets members follow their inputs where the set still passes, those with most work first.
@@ -226,7 +379,7 @@ class Search:
                 failures += 1
         return kept
 
-    def _minimal(self, kept: Kept) -> Kept:
+    def _pruned(self, kept: Kept) -> Kept:
         """Returns a subset of a passing set in which each member is necessary.
 
         First removes blocks, doubling while they are unnecessary: of out-of-range members and those with unknown

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hmpx.tuning.candidates import Candidate, Kept, LowShares, Outcome
-from hmpx.tuning.search import Search
+from hmpx.tuning.journal import Journal
+from hmpx.tuning.search import Evaluator, Search
 
 TOLERANCE = 1.0
 
@@ -67,6 +68,24 @@ def oracle(
     return Oracle(candidates, true, frozenset(culprits), together)
 
 
+class Simulated(Evaluator):
+    """What a search asks, answered by a function of sets."""
+
+    budget = 1_000
+
+    def __init__(
+        self,
+        candidates: Iterable[Candidate],
+        evaluate: Callable[[Kept], Outcome],
+        shipped: Iterable[Kept] = (),
+    ) -> None:
+        self.candidates, self.shipped, self._evaluate = [*candidates], shipped, evaluate
+
+    def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
+        """Returns the function's outcome."""
+        return self._evaluate(kept)
+
+
 def run(
     candidates: Iterable[Candidate],
     error: Callable[[Kept], float],
@@ -75,11 +94,11 @@ def run(
     """Returns what a search finds, and the sets that it had evaluated, each once."""
     known: list[Kept] = []
 
-    def evaluate(kept: Kept, phase: str) -> Outcome:
+    def evaluate(kept: Kept) -> Outcome:
         known.append(kept)
         return Outcome(error(kept))
 
-    found = Search(candidates, tolerance, evaluate).run()
+    found = Search(Simulated(candidates, evaluate), Journal("", {})).minimal(tolerance)
     assert len(set(known)) == len(known)
     return found, known
 
@@ -185,8 +204,9 @@ def run_flow(
     """Returns what a search finds, and the sets that it had evaluated, each once."""
     known: list[Kept] = []
 
-    def evaluate(kept: Kept, phase: str) -> Outcome:
+    def evaluate(kept: Kept) -> Outcome:
         known.append(kept)
         return program.outcome(kept)
 
-    return Search(program.candidates(), tolerance, evaluate, shipped).run(), known
+    asked = Simulated(program.candidates(), evaluate, shipped)
+    return Search(asked, Journal("", {})).minimal(tolerance), known
