@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import yaml
 from ..errors import OptionError, brief, cut, lined, short
 from ..files import make_directory
 from ..policy import FILE_NAMES, OPTIONS_NAME, POLICY_NAME, Policy, of_libraries
-from ..reports import ReportTable, page, paragraphs, section, written
+from ..reports import ReportTable, Written, page, paragraphs, section, written
 from ..tensors import long_name
 from ..version import __version__
 from .candidates import (
@@ -37,8 +37,8 @@ from .policies import FOLLOWS, policy_of, policy_source
 CHECK: Final = "check"
 
 
-@dataclass(frozen=True)
-class Tuned:
+@dataclass(frozen=True, repr=False)
+class Tuned(Written):
     """The smallest set of ops to keep in fp32 that a search has found, and why.
 
     Printing it shows the verdict, the kept ops with reasons, and the path of the search.
@@ -164,13 +164,39 @@ class Tuned:
             written(content, folder / name)
         return [folder / name for name in files]
 
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns a page that needs no network, and writes it to ``path`` if given.
+    def _data(self) -> Mapping[str, Any]:
+        names = [each.name for each in fields(self)]
+        left_out = {"kept", "path", "candidates", "seen", "conversion"}
+        path = [{**asdict(each), "kept": sorted(each.kept)} for each in self.path]
+        return {
+            "hmpx_tuned": 1,
+            **{name: getattr(self, name) for name in names if name not in left_out},
+            "kept": sorted(self.kept),
+            "types": dict(self.types),
+            "path": path,
+        }
 
-        Raises:
-            OptionError: It can't be written.
-        """
-        return written(_html_page(self), path)
+    def _table(self) -> ReportTable:
+        rows = [
+            (each.name, _effect(each), self.types[each.name], each.flops, each.bytes)
+            for each in _by_effect(self.candidates)
+        ]
+        titles = ("candidate", "effect", "type", "FLOPs", "bytes")
+        return ReportTable.of(titles, rows, numbers=("effect", "FLOPs", "bytes"))
+
+    def _page(self) -> str:
+        details = "".join(
+            f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(content)}</pre></details>"
+            for name, content in _files(self).items()
+            if name != "widest.txt"
+        )
+        parts = [
+            self._repr_html_(),
+            section("lists", "Lists", details),
+            section("search", "The search", _path_table(self).to_html()),
+            section("candidates", "Candidates by effect", self._table().to_html()),
+        ]
+        return page("hmpx tune", "What to keep in fp32", "\n".join(parts), self.about)
 
     __repr__ = brief
 
@@ -304,27 +330,6 @@ def _shown(value: float | None) -> str:
 
 
 # --- files -------------------------------------------------------------------------------------------
-
-
-def _html_page(tuned: Tuned) -> str:
-    details = "".join(
-        f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(content)}</pre></details>"
-        for name, content in _files(tuned).items()
-        if name != "widest.txt"
-    )
-    rows = [
-        (each.name, _effect(each), tuned.types[each.name], f"{each.flops:,}", f"{each.bytes:,}")
-        for each in _by_effect(tuned.candidates)
-    ]
-    titles = ("candidate", "effect", "type", "FLOPs", "bytes")
-    candidates = ReportTable.of(titles, rows, numbers=("effect", "FLOPs", "bytes"))
-    body = [
-        tuned._repr_html_(),
-        section("lists", "Lists", details),
-        section("search", "The search", _path_table(tuned).to_html()),
-        section("candidates", "Candidates by effect", candidates.to_html()),
-    ]
-    return page("hmpx tune", "What to keep in fp32", "\n".join(body), tuned.about)
 
 
 def _files(tuned: Tuned) -> dict[str, str]:
