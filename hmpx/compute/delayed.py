@@ -47,12 +47,13 @@ _NO_CONTEXT: Final = contextlib.nullcontext()
 _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 
 
-def rounder_for(rounding: Rounder, op: str, role: str, format: str) -> Rounder:
+def rounder_for(rounding: Rounder, op: str, role: str) -> Rounder:
     """Returns the function that rounds a tensor with this role in the current call of an op."""
+    assert isinstance(rounding, FormatRounding)
     records = is_training()
     # A graph's keys are fixed.
     is_taken = records or torch.compiler.is_dynamo_compiling()
-    key = key_of(op, role, format, is_taken)
+    key = key_of(op, role, rounding.format.name, is_taken)
     return functools.partial(round_delayed, rounding, key, records)
 
 
@@ -62,43 +63,36 @@ def key_of(op: str, role: str, format: str, is_taken: bool) -> str:
 
     With ``is_taken``, or in training mode, the outermost module reserves its label.
     """
-    root, path = spot()
-    histories = in_force()
-    label = (
-        ""
-        if root is None or histories is None
-        else histories.label_of(root, is_taken=is_taken or root.training)
-    )
+    (root, path), histories, label = spot(), in_force(), ""
+    if root is not None and histories is not None:
+        label = histories.label_of(root, is_taken=is_taken or root.training)
     return f"{label}:{path}:{op}:{role}:{format}"
 
 
-def round_delayed(rounding: Rounder, key: str, records: bool, x: Tensor) -> Tensor:
+def round_delayed(rounding: FormatRounding, key: str, records: bool, x: Tensor) -> Tensor:
     """Returns ``x`` rounded to a format with a history, scaled by earlier steps, if any.
 
     With ``records`` its amax affects later steps.
     """
-    assert isinstance(rounding, FormatRounding)
+    format, histories = rounding.format, in_force()
     if torch.compiler.is_dynamo_compiling() or not _has_values(x):
         if type(x) not in _TRACED or not is_compiled():
             return rounding(x)
         operator = _ROUNDED_BY_CHANCE if rounding.mode == "stochastic" else _ROUNDED
-        rounded: Tensor = operator(
-            x.detach(), text_of(rounding.format, rounding.mode, rounding.overflow), key, records
-        )
+        text = text_of(format, rounding.mode, rounding.overflow)
+        rounded: Tensor = operator(x.detach(), text, key, records)
         return rounded
-    histories = in_force()
     if histories is None:
         return rounding(x)
-    format = rounding.format
     assert isinstance(format, Scaled)
-    amax = largest_magnitude(x) if _is_on_host(x) else None
-    if amax is not None:
-        scale = histories.scale_for(key, format, amax, records=records)
-    else:
+    amax: float | Tensor | None = largest_magnitude(x) if _is_on_host(x) else None
+    if amax is None:
         with torch.no_grad(), without_casts(), disable_modes() if dispatch_modes() else _NO_CONTEXT:
             found = format.amax(x)
-            found_here = found.item() if _is_on_host(x) else found
-            scale = histories.scale_for(key, format, found_here, records=records)
+            amax = found.item() if _is_on_host(x) else found
+            scale = histories.scale_for(key, format, amax, records=records)
+    else:
+        scale = histories.scale_for(key, format, amax, records=records)
     return rounding(x) if scale is None else rounding(x, None, scale)
 
 

@@ -46,7 +46,7 @@ from .number_format import (
     code_dtype,
     params_of,
 )
-from .tables import SMALL_TABLE, Table, zero_index
+from .tables import SMALL_TABLE, Table, small_struct, zero_index
 
 Rule: TypeAlias = Literal["floor", "rceil", "ceil", "even"]
 
@@ -117,17 +117,15 @@ class SharedScales(MeasuredFormat):
         if x.numel() == 0:
             return x.clone()
         binary, blocks = p.binary, split(x, self.granularity, self.axis)
-        tensor_scale = inverse = None
         if scale is not None:
             scale = CLAMP(scale, p.least_scale, p.most_scale)
+        tensor_scale = None
         if self.tensor_scale:
-            tensor_scale = (
-                self.scale_of(amax_of(x.reshape(1, -1), binary), p) if scale is None else scale
-            )
+            tensor_scale = self.tensor_scale_of(x, p) if scale is None else scale
         if scale is None or self.tensor_scale:
             scale, inverse = self.block_scales(blocks, tensor_scale, p)
         else:
-            scale = _in_blocks(scale, blocks)
+            scale, inverse = _in_blocks(scale, blocks), None
         if tensor_scale is not None:
             inverse = DIV(RECIPROCAL(tensor_scale), scale)
             scale = MUL(tensor_scale, scale)
@@ -170,6 +168,11 @@ class SharedScales(MeasuredFormat):
         is_coarse = self.scale_format == "e4m3" and not self.tensor_scale
         return E4M3.round(scale, None, _E4M3_PARAMS) if is_coarse else scale
 
+    def tensor_scale_of(self, x: Tensor, p: ScaledParams) -> Tensor:
+        """Returns the scale of the whole tensor."""
+        every = x.reshape(1, -1) if x.numel() else x.new_zeros(1, 1)
+        return self.scale_of(amax_of(every, p.binary), p).reshape(())
+
     def block_scales(
         self, blocks: Tensor, tensor_scale: Tensor | None, p: ScaledParams
     ) -> tuple[Tensor, Tensor | None]:
@@ -197,34 +200,39 @@ class SharedScales(MeasuredFormat):
             return None
         if table and (p.mode != "nearest" or len(table.values) > SMALL_TABLE):
             return None
-        if p.binary.width == 64 and not (is_mx and element.name == "float"):
+        granularity, is_wide = self.granularity, p.binary.width == 64
+        if is_wide and not (is_mx and element.name == "float"):
             return None
-        is_fixed, granularity = element.name == "fixed", self.granularity
-        numbers = [0.0] * 2 * SMALL_TABLE
-        if table:
-            spare = SMALL_TABLE - len(table.values)
-            numbers = [*table.values, *table.values[-1:] * spare]
-            numbers += [*table.thresholds, *[math.inf] * (spare + 1)]
+        is_fixed = element.name == "fixed"
+        start = struct.pack(
+            "64s64s40s6q",  # scaled_spec until its grid
+            element.struct,
+            _E4M3_STRUCT,
+            element.struct if is_fixed else b"",
+            _ELEMENTS.index(element.name),
+            _SCALE_FORMATS.index("e8m0" if is_mx and is_fixed else self.scale_format),
+            self.tensor_scale,
+            p.max_exponent,
+            p.carry,
+            zero_index(table) if table else 0,
+        )
+        limits = struct.pack("4f", p.largest, p.divisor, p.least_scale, p.most_scale)
+        small_table = b"" if table is None else small_struct(table)
 
         def make(x: Tensor, given: float | None) -> bytes:
             g = grid(x, granularity, self.axis)
-            if p.binary.width == 64:
+            if is_wide:
                 extent = (g.rows, g.mid * g.columns) if g.is_across else (g.columns, 1)
-                return struct.pack(
-                    "64s5q", element.struct, p.max_exponent, p.carry, granularity, *extent
+                return element.struct_for(x) + struct.pack(
+                    "5q", p.max_exponent, p.carry, granularity, *extent
                 )
-            return struct.pack(
-                "64s64s40s6q11q5f32f4x",  # scaled_spec
-                *(element.struct, _E4M3_STRUCT, element.struct if is_fixed else b""),
-                _ELEMENTS.index(element.name),
-                _SCALE_FORMATS.index("e8m0" if is_mx and is_fixed else self.scale_format),
-                *(self.tensor_scale, p.max_exponent, p.carry, zero_index(table) if table else 0),
-                *(*g[:5], granularity == "tensor", *g.places, given is not None),
-                *(p.largest, p.divisor, p.least_scale, p.most_scale, given or 0.0, *numbers),
+            places = struct.pack(
+                "11q", *g[:5], granularity == "tensor", *g.places, given is not None
             )
+            return start + places + limits + struct.pack("f128s4x", given or 0.0, small_table)
 
         return Kernel(
-            "block" if p.binary.width == 64 else "scaled",
+            "block" if is_wide else "scaled",
             make,
             takes_strides=not isinstance(granularity, tuple) and granularity != "column",
             takes_scale=self.tensor_scale or granularity == "tensor",
@@ -247,11 +255,8 @@ class SharedScales(MeasuredFormat):
         return Coding("scaled", coding.spec, differ, can_decode, coding.memory)
 
     def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, ...]:
-        p, tensor_scale = params_of(self, binary.dtype), None
-        scales_shape = self.scales_shape(values.shape)
-        if self.tensor_scale:
-            every = values.reshape(1, -1) if values.numel() else values.new_zeros(1, 1)
-            tensor_scale = self.scale_of(amax_of(every, p.binary), p).reshape(())
+        p, scales_shape = params_of(self, binary.dtype), self.scales_shape(values.shape)
+        tensor_scale = self.tensor_scale_of(values, p) if self.tensor_scale else None
         if values.numel():
             blocks, of_rounded = (split(x, self.granularity, self.axis) for x in (values, rounded))
             block_scale, _ = self.block_scales(blocks, tensor_scale, p)

@@ -159,19 +159,17 @@ class Table(CodedFormat):
                 return None
             between = thresholds[first.clamp(max=count - 2)].masked_fill(first == last, math.inf)
             entries = list(zip(between.tolist(), first.tolist(), strict=True))
-        structs = [struct.pack("fi", *entry) for entry in entries]
-        arrays = [
-            ctypes.create_string_buffer(memory)
-            for memory in (
+        memory = [
+            ctypes.create_string_buffer(content)
+            for content in (
                 struct.pack(f"{count + 1}f", *p.values, p.values[-1]),
                 struct.pack(f"{count}f", *p.thresholds, math.inf),
-                b"".join(structs),
+                b"".join([struct.pack("fi", *entry) for entry in entries]),
             )
         ]
         numbers = ROUNDING_MODES.index(p.mode), count, shift, zero_index(p)
-        return Kernel(
-            "table", struct.pack("7q", *numbers, *map(ctypes.addressof, arrays)), memory=arrays
-        )
+        packed = struct.pack("7q", *numbers, *map(ctypes.addressof, memory))
+        return Kernel("table", packed, memory=memory)
 
     # --- codes ---------------------------------------------------------------------------------
 
@@ -190,6 +188,13 @@ class Table(CodedFormat):
         known = torch.tensor(self.values, dtype=torch.float64, device=codes.device)
         values = taken(known, CLAMP(codes, max=len(self.values) - 1))
         return values.masked_fill_(GE(codes, len(self.values)), math.nan)
+
+
+def small_struct(p: TableParams) -> bytes:
+    """Returns the values and the thresholds of a table of up to `SMALL_TABLE` values, both filled up to that."""
+    spare = SMALL_TABLE - len(p.values)
+    values = [*p.values, *p.values[-1:] * spare]
+    return struct.pack(f"{2 * SMALL_TABLE}f", *values, *p.thresholds, *[math.inf] * (spare + 1))
 
 
 def zero_index(p: TableParams) -> int:
