@@ -102,46 +102,42 @@ def _encoded(
     run, count = rounding_of(format, rounding, overflow), x.numel()
     if x.dtype not in run.encoders:
         run.encoders[x.dtype] = _encoder(run, x.dtype)
-    plan, coding, function = run.encoders[x.dtype]
-    shared = format if isinstance(format, SharedScales) else None
-    if function is None or (shared and not count and shared.scale_format != "mx"):
+    kernel, coding, function = run.encoders[x.dtype]
+    shared, (dtype, *of_scales) = isinstance(format, SharedScales), _dtypes(format)
+    if function is None or (shared and not count):
         return None
     keys = NO_KEYS if run.mode != "stochastic" else draw_keys(generator)
     if shared or keys is not NO_KEYS:
         x = CONTIGUOUS(x)
-    dtypes = _dtypes(format)
-    codes = EMPTY_LIKE(x, dtype=dtypes[0])
+    codes, parts = EMPTY_LIKE(x, dtype=dtype), []
     if codes.stride() != x.stride():
         x = CLONE(x)
-    shapes = () if shared is None else (shared.scales_shape(x.shape), ())
-    parts = [EMPTY(s, dtype=d, device="cpu") for s, d in zip(shapes, dtypes[1:], strict=False)]
-    struct = plan.kernel.struct_for(x)
-    if count or not shared:
-        written = [part.data_ptr() for part in parts]
-        if coding.kind == "scaled":
-            written = [*written, 0][:2]
-        function(
-            *(x.data_ptr(), codes.data_ptr(), count, struct, *keys, kernels.threads_for(count)),
-            *(coding.spec, codes.element_size(), *written),
-        )
+    if isinstance(format, SharedScales):
+        shapes = format.scales_shape(x.shape), ()
+        parts = [EMPTY(s, dtype=d, device="cpu") for s, d in zip(shapes, of_scales, strict=False)]
+    written = [part.data_ptr() for part in parts]
+    if coding.kind == "scaled":
+        written = [*written, 0][:2]
+    function(
+        *(x.data_ptr(), codes.data_ptr(), count, kernel.struct_for(x), *keys),
+        *(kernels.threads_for(count), coding.spec, codes.element_size(), *written),
+    )
     return (codes, *parts) if shared else codes
 
 
 def _encoder(run: FormatRounding, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """Returns the plan, the coding and the kernel that encode tensors of a dtype; the last is None if none does."""
+    """Returns the kernel that rounds tensors of a dtype, the coding, and the C function that encodes, or None."""
     format: Any = run.format
     is_drawn = isinstance(format, Table) and run.mode == "stochastic"
     is_known = dtype is torch.float64 or format.is_exact_in_float32
     plan = None if is_drawn or not is_known else run.plan(dtype)
     if plan is None or plan.kernel is None or plan.params.binary.dtype is not dtype:
-        return plan, None, None
-    coding = format.coding(plan.params.binary)
+        return None, None, None
+    coding, width = format.coding(plan.params.binary), plan.params.binary.width
     if coding is None or not coding.can_encode:
-        return plan, coding, None
-    name, kind = f"encode_{plan.kernel.name}_f{plan.params.binary.width}", "encode"
-    if isinstance(format, SharedScales):
-        kind = f"encode_{coding.kind}"
-    return plan, coding, kernels.function(name, kind)
+        return None, None, None
+    kind = f"encode_{coding.kind}" if isinstance(format, SharedScales) else "encode"
+    return plan.kernel, coding, kernels.function(f"encode_{plan.kernel.name}_f{width}", kind)
 
 
 def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Format) -> Tensor:

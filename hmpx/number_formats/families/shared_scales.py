@@ -33,6 +33,7 @@ from ..unpatched import (
     RIGHT,
     WHERE,
 )
+from ..vocabulary import Overflow
 from .fixed import Fixed
 from .floats import Float
 from .granularity import Granularity, grid, join, noise_index, scales_shape, split
@@ -100,8 +101,23 @@ class SharedScales(MeasuredFormat):
             """That of `Scaled`, or "mx" in a `Block`."""
 
         @property
+        def rule(self) -> Rule | None:
+            """How to choose powers of two; None: ``"rceil"``."""
+
+        @property
         def tensor_scale(self) -> bool:
             """Whether scales are divided by one of the whole tensor."""
+
+        @property
+        def scale_limits(self) -> tuple[float, float]:
+            """The least and the largest scale: of the tensor if it has one, or else of blocks."""
+
+    @property
+    def _largest(self) -> float:
+        """The largest magnitude of an element."""
+        if isinstance(self.element, Table):
+            return max(abs(to_float32(value)) for value in self.element.values)
+        return self.element.max
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the scales of values of a shape, without the tensor's."""
@@ -121,7 +137,7 @@ class SharedScales(MeasuredFormat):
             scale = CLAMP(scale, p.least_scale, p.most_scale)
         tensor_scale = None
         if self.tensor_scale:
-            tensor_scale = self.tensor_scale_of(x, p) if scale is None else scale
+            tensor_scale = self._tensor_scale(x, p) if scale is None else scale
         if scale is None or self.tensor_scale:
             scale, inverse = self.block_scales(blocks, tensor_scale, p)
         else:
@@ -153,6 +169,21 @@ class SharedScales(MeasuredFormat):
         p: Params = element.params_in(binary, mode, "saturate")
         return p._replace(least=-p.most) if isinstance(element, Fixed) else p
 
+    def params_in(self, binary: Binary, mode: str, overflow: Overflow) -> ScaledParams:
+        largest, (least, most) = self._largest, self.scale_limits
+        amax_type = binary if self.scale_format == "mx" else FP32
+        return ScaledParams(
+            binary,
+            mode,
+            element=self.element_params(binary, mode),
+            largest=largest,
+            divisor=min(largest * E4M3_MOST, FLOAT32_MOST) if self.tensor_scale else largest,
+            least_scale=least,
+            most_scale=most,
+            max_exponent=exponent_of(largest),
+            carry=carry(self.rule or "rceil", largest, self.significand_bits, amax_type.mantissa),
+        )
+
     # --- scales --------------------------------------------------------------------------------
 
     def scale_of(self, amax: Tensor, p: ScaledParams) -> Tensor:
@@ -168,7 +199,7 @@ class SharedScales(MeasuredFormat):
         is_coarse = self.scale_format == "e4m3" and not self.tensor_scale
         return E4M3.round(scale, None, _E4M3_PARAMS) if is_coarse else scale
 
-    def tensor_scale_of(self, x: Tensor, p: ScaledParams) -> Tensor:
+    def _tensor_scale(self, x: Tensor, p: ScaledParams) -> Tensor:
         """Returns the scale of the whole tensor."""
         every = x.reshape(1, -1) if x.numel() else x.new_zeros(1, 1)
         return self.scale_of(amax_of(every, p.binary), p).reshape(())
@@ -256,7 +287,7 @@ class SharedScales(MeasuredFormat):
 
     def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, ...]:
         p, scales_shape = params_of(self, binary.dtype), self.scales_shape(values.shape)
-        tensor_scale = self.tensor_scale_of(values, p) if self.tensor_scale else None
+        tensor_scale = self._tensor_scale(values, p) if self.tensor_scale else None
         if values.numel():
             blocks, of_rounded = (split(x, self.granularity, self.axis) for x in (values, rounded))
             block_scale, _ = self.block_scales(blocks, tensor_scale, p)

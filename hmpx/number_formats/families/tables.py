@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import struct
+from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
@@ -159,17 +159,14 @@ class Table(CodedFormat):
                 return None
             between = thresholds[first.clamp(max=count - 2)].masked_fill(first == last, math.inf)
             entries = list(zip(between.tolist(), first.tolist(), strict=True))
-        memory = [
-            ctypes.create_string_buffer(content)
-            for content in (
-                struct.pack(f"{count + 1}f", *p.values, p.values[-1]),
-                struct.pack(f"{count}f", *p.thresholds, math.inf),
-                b"".join([struct.pack("fi", *entry) for entry in entries]),
-            )
-        ]
+        memory = (
+            array("f", [*p.values, p.values[-1]]),
+            array("f", [*p.thresholds, math.inf]),
+            array("B", b"".join([struct.pack("fi", *entry) for entry in entries])),
+        )
         numbers = ROUNDING_MODES.index(p.mode), count, shift, zero_index(p)
-        packed = struct.pack("7q", *numbers, *map(ctypes.addressof, memory))
-        return Kernel("table", packed, memory=memory)
+        addresses = [each.buffer_info()[0] for each in memory]
+        return Kernel("table", struct.pack("7q", *numbers, *addresses), memory=memory)
 
     # --- codes ---------------------------------------------------------------------------------
 
@@ -178,11 +175,10 @@ class Table(CodedFormat):
         return self._index(WHERE(NE(rounded, rounded), 0.0, rounded), p)
 
     def coding(self, binary: Binary) -> Coding:
-        count, kind = 1 << self.bits, "f" if binary.width == 32 else "d"
-        numbers = [*self.values, *[math.nan] * (count - len(self.values))]
-        values = ctypes.create_string_buffer(struct.pack(f"{count}{kind}", *numbers))
-        spec = struct.pack("2q", count - 1, ctypes.addressof(values))
-        return Coding("table", spec, can_encode=binary.width == 32, memory=values)
+        missing = [math.nan] * ((1 << self.bits) - len(self.values))
+        values = array("f" if binary.width == 32 else "d", [*self.values, *missing])
+        spec = struct.pack("2q", len(values) - 1, values.buffer_info()[0])
+        return Coding("table", spec, memory=values)
 
     def values_of(self, codes: Tensor) -> Tensor:
         known = torch.tensor(self.values, dtype=torch.float64, device=codes.device)
