@@ -18,15 +18,13 @@ from ..number_formats import (
     FormatRounding,
     Rounder,
     Scaled,
-    is_compiled,
     largest_magnitude,
     rounding_in,
+    takes_operators,
     text_of,
 )
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import (
-    FakeTensor,
-    FunctionalTensor,
     disable_modes,
     dispatch_modes,
     has_tangents,
@@ -42,9 +40,6 @@ from ..torch_state import is_training, spot, without_casts
 from .amaxes import end_step_in_force, in_force
 
 _NO_CONTEXT: Final = contextlib.nullcontext()
-
-#: The classes of tensors that dynamo and AOTAutograd trace.
-_TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 
 
 def rounder_for(rounding: Rounder, op: str, role: str) -> Rounder:
@@ -76,7 +71,7 @@ def round_delayed(rounding: FormatRounding, key: str, records: bool, x: Tensor) 
     """
     format, histories = rounding.format, in_force()
     if torch.compiler.is_dynamo_compiling() or not _has_values(x):
-        if type(x) not in _TRACED or not is_compiled():
+        if not takes_operators(x):
             return rounding(x)
         operator = _ROUNDED_BY_CHANCE if rounding.mode == "stochastic" else _ROUNDED
         text = text_of(format, rounding.mode, rounding.overflow)
