@@ -5,7 +5,6 @@ The compiled kernels encode and decode them; without kernels, torch ops do the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,32 +157,34 @@ def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Forma
         tensor([ 1., -2.])
     """
     known = _coded(format)
-    values = None
-    if not torch.compiler.is_dynamo_compiling():
-        parts = codes if isinstance(known, SharedScales) else (codes,)
-        values = _decoded(parts, known) if isinstance(parts, tuple | list) else None
+    values = _decoded(codes if isinstance(known, SharedScales) else (codes,), known)
     return known.decoded(codes) if values is None else values
 
 
-def _decoded(parts: Sequence[Any], format: Coded) -> Tensor | None:
+def _decoded(parts: Any, format: Coded) -> Tensor | None:
     """Returns the values of codes by a kernel; None if there is none, or if they are wrong."""
-    shared, dtypes = format if isinstance(format, SharedScales) else None, _dtypes(format)
+    if torch.compiler.is_dynamo_compiling() or not isinstance(parts, tuple | list):
+        return None
+    dtypes, (coding, function, kernel) = _dtypes(format), _decoder(format)
     is_right = len(parts) == len(dtypes) and all(map(_is_readable, parts, dtypes))
-    coding, function, kernel = _decoder(format)
     if function is None or not is_right:
         return None
     codes, count = CONTIGUOUS(parts[0]), parts[0].numel()
     values = EMPTY_LIKE(codes, dtype=torch.float32 if format.is_exact_in_float32 else torch.float64)
     options = coding.spec, codes.element_size(), kernels.threads_for(count)
-    if shared is None:
+    if not isinstance(format, SharedScales):
         function(codes.data_ptr(), values.data_ptr(), count, *options)
         return values
-    if tuple(parts[1].shape) != shared.scales_shape(codes.shape) or (parts[2:] and parts[2].dim()):
+    scales, *tensor_scale = parts[1:]
+    if tuple(scales.shape) != format.scales_shape(codes.shape) or any(
+        map(Tensor.dim, tensor_scale)
+    ):
         return None
     if count:
-        scales, tensor_scale = CONTIGUOUS(parts[1]), parts[2].item() if parts[2:] else 1.0
+        scales = CONTIGUOUS(scales)
         addresses = codes.data_ptr(), scales.data_ptr(), values.data_ptr()
-        function(*addresses, count, kernel.struct_for(codes), *options, tensor_scale)
+        whole = tensor_scale[0].item() if tensor_scale else 1.0
+        function(*addresses, count, kernel.struct_for(codes), *options, whole)
     return values
 
 

@@ -151,8 +151,6 @@ class Float(CodedFormat):
         """Whether 0 and -0 differ."""
         return _KINDS[self.kind].has_negative_zero
 
-    # --- rounding ------------------------------------------------------------------------------
-
     @property
     def allowed_overflow(self) -> tuple[Overflow, ...]:
         return _KINDS[self.kind].overflows
@@ -211,21 +209,14 @@ class Float(CodedFormat):
         lowest_power = p.lowest + (lift if p.subnormals else place << place)
         return kernel_of("float", p, p.lowest, p.highest, lift, lowest_power, *ends)
 
-    # --- codes ---------------------------------------------------------------------------------
-
-    @property
-    def _last_codes(self) -> tuple[int, int, int]:
-        """The codes without sign of infinity, or if there is none the last one; of NaN; and of the last number."""
-        ones = (1 << (self.bits - 1)) - 1
-        if self.kind == "ieee":
-            infinity = ones >> self.mantissa_bits << self.mantissa_bits
-            return infinity, infinity | (1 << self.mantissa_bits) >> 1, infinity
-        return (ones, ones, ones - 1) if self.kind == "fn" else (ones, 0, ones)
-
     def _codes_in(self, binary: Binary) -> FloatCodes:
         mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
         is_lifted = self.min_exponent > 1 - binary.bias
-        infinity, nan, last = self._last_codes
+        ones = (1 << (self.bits - 1)) - 1
+        infinity, nan, last = (ones, ones, ones - 1) if self.kind == "fn" else (ones, 0, ones)
+        if self.kind == "ieee":
+            infinity = last = ones >> mantissa << mantissa
+            nan = infinity | (1 << mantissa) >> 1
         keeps, flips = _KINDS[self.kind].sign_of_nan
         return FloatCodes(
             dropped=dropped,
@@ -237,7 +228,7 @@ class Float(CodedFormat):
             nan=nan,
             keeps_sign_of_nan=keeps,
             flips_sign_of_nan=flips,
-            mask=(1 << (self.bits - 1)) - 1,
+            mask=ones,
             first_normal=1 << mantissa if is_lifted or not self.subnormals else 0,
             step=self.smallest_subnormal if self.subnormals and is_lifted else 0.0,
             infinite=infinity if self.has_inf else -1,
@@ -288,7 +279,7 @@ class FloatCodes(NamedTuple):
     low_limit: int  # the bits of the smallest number with an exponent in its code; 0 if all have
     low_power: float  # if added to numbers below that, their codes are in the lowest bits
     sign_place: int
-    infinity: int  # the code without sign
+    infinity: int  # the code without sign, of infinity, or if there is none the last one
     nan: int
     keeps_sign_of_nan: bool
     flips_sign_of_nan: bool

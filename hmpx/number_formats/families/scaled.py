@@ -149,8 +149,6 @@ class Scaled(SharedScales):
             )
         return rule or "max"
 
-    # --- figures -------------------------------------------------------------------------------
-
     @property
     def bits(self) -> float:
         """Bits per value, including blocks' scales; other scales are negligible."""
@@ -191,8 +189,6 @@ class Scaled(SharedScales):
     @property
     def block_axis(self) -> int | None:
         return None if self.granularity == "tensor" else self.axis
-
-    # --- scales --------------------------------------------------------------------------------
 
     def amax(self, x: Tensor) -> Tensor:
         """Returns the largest magnitudes of the values that share a scale, as in histories.

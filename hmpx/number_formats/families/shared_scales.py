@@ -190,8 +190,7 @@ class SharedScales(MeasuredFormat):
         """Returns the scales for largest magnitudes, of the tensor if it has one; NaN for infinity."""
         amax = FILL(amax, EQ(amax, math.inf), math.nan)
         if self.scale_format == "e8m0":
-            exponent = RIGHT(ADD(amax.view(torch.int32), p.carry), 23).sub_(p.max_exponent)
-            power = LEFT(CLAMP(exponent, 1, 254), 23).view(torch.float32)
+            power = _power(self._exponent(amax.view(torch.int32), FP32, p), FP32)
             scale = power.masked_fill_(NE(amax, amax), math.nan)
         else:
             scale = _divided(amax, p.divisor)
@@ -214,13 +213,19 @@ class SharedScales(MeasuredFormat):
                 return self.scale_of(amax, p), None
             scale = CLAMP(DIV(_divided(amax, p.largest), tensor_scale), E4M3_LEAST, E4M3_MOST)
             return E4M3.round(scale, None, _E4M3_PARAMS), None
-        most, is_fixed = _most_of(blocks, p.binary), isinstance(self.element, Fixed)
-        carried = ADD(most, p.carry) if p.carry else most
-        exponent = RIGHT(carried, p.binary.mantissa).sub_(p.binary.bias + p.max_exponent)
-        exponent = CLAMP(exponent, -126 if is_fixed else -127, 127 - p.max_exponent)
+        most = _most_of(blocks, p.binary)
+        exponent = self._exponent(most, p.binary, p)
         scale = _power(exponent, p.binary).masked_fill_(GE(most, p.binary.infinity), math.nan)
         # 2**-127 may be flushed, so it can't be a divisor.
-        return scale, None if is_fixed else _power(exponent.neg(), p.binary)
+        is_divisor = isinstance(self.element, Fixed)
+        return scale, None if is_divisor else _power(exponent.neg(), p.binary)
+
+    def _exponent(self, most: Tensor, binary: Binary, p: ScaledParams) -> Tensor:
+        """Returns the exponents of scales from the bits of largest magnitudes."""
+        carried = ADD(most, p.carry) if p.carry else most
+        exponent = RIGHT(carried, binary.mantissa).sub_(binary.bias + p.max_exponent)
+        has_subnormal = self.scale_format == "mx" and not isinstance(self.element, Fixed)
+        return CLAMP(exponent, -127 if has_subnormal else -126, min(127 - p.max_exponent, 127))
 
     # --- kernels -------------------------------------------------------------------------------
 

@@ -168,8 +168,6 @@ class Table(CodedFormat):
         addresses = [each.buffer_info()[0] for each in memory]
         return Kernel("table", struct.pack("7q", *numbers, *addresses), memory=memory)
 
-    # --- codes ---------------------------------------------------------------------------------
-
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         p = params_of(self, binary.dtype)
         return self._index(WHERE(NE(rounded, rounded), 0.0, rounded), p)
