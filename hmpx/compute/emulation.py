@@ -248,13 +248,12 @@ class Emulation:
             role = name or f"factor {i}"
             kind = self._kind(name, originals.get(id(factor), factor))
             format = getattr(self.formats, kind)
-            is_late = has_axis(format)
-            if is_late:
-                factor = self._straight_through(factor, None, role)  # noqa: PLW2901
+            if has_axis(format):
+                factors.append(self._straight_through(factor, None, role))
+                rounders.append(functools.partial(self._rounder, format))
             else:
-                factor = self._rounded(role, factor, kind)  # noqa: PLW2901
-            factors.append(factor)
-            rounders.append(functools.partial(self._rounder, format) if is_late else None)
+                factors.append(self._rounded(role, factor, kind))
+                rounders.append(None)
         by_axis: ByAxis | None = None
         if gradients is not None and has_axis(gradients):
             by_axis = functools.partial(self._rounder, gradients)

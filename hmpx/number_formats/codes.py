@@ -177,7 +177,7 @@ def _decoded(parts: Any, format: Coded) -> Tensor | None:
         return values
     scales, *tensor_scale = parts[1:]
     if tuple(scales.shape) != format.scales_shape(codes.shape) or any(
-        map(Tensor.dim, tensor_scale)
+        each.dim() for each in tensor_scale
     ):
         return None
     if count:

@@ -299,9 +299,8 @@ class CodedFormat(MeasuredFormat):
 
     if TYPE_CHECKING:
 
-        @property
-        def bits(self) -> int:
-            """Bits of a code."""
+        @property  # of a code
+        def bits(self) -> int: ...
 
     @property
     def is_exact_in_float32(self) -> bool:

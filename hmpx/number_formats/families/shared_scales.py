@@ -88,29 +88,23 @@ class SharedScales(MeasuredFormat):
     if TYPE_CHECKING:
         axis: int
 
-        @property
-        def element(self) -> Float | Fixed | Table:
-            """The format of the elements, divided by their scale."""
+        @property  # of values divided by their scale
+        def element(self) -> Float | Fixed | Table: ...
 
-        @property
-        def granularity(self) -> Granularity:
-            """The values that share a scale."""
+        @property  # which values share a scale
+        def granularity(self) -> Granularity: ...
 
-        @property
-        def scale_format(self) -> str:
-            """That of `Scaled`, or "mx" in a `Block`."""
+        @property  # that of `Scaled`, or "mx" in a `Block`
+        def scale_format(self) -> str: ...
 
-        @property
-        def rule(self) -> Rule | None:
-            """How to choose powers of two; None: ``"rceil"``."""
+        @property  # how to choose powers of two; None: "rceil"
+        def rule(self) -> Rule | None: ...
 
-        @property
-        def tensor_scale(self) -> bool:
-            """Whether scales are divided by one of the whole tensor."""
+        @property  # whether scales are divided by one of the whole tensor
+        def tensor_scale(self) -> bool: ...
 
-        @property
-        def scale_limits(self) -> tuple[float, float]:
-            """The least and the largest scale: of the tensor if it has one, or else of blocks."""
+        @property  # the least and the largest scale: of the tensor if it has one, or else of blocks
+        def scale_limits(self) -> tuple[float, float]: ...
 
     @property
     def _largest(self) -> float:
