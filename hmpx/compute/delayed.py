@@ -120,6 +120,10 @@ def _run(x: Tensor, rounding: str, key: str, records: bool) -> Tensor:
     return found.clone() if found is x else found
 
 
+def _shaped(x: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _defined(signature: str, function: Any, fake: Any, *tags: str) -> Any:
     operator = own_operator(signature, fake, "cudagraph_unsafe", *tags)
     set_kernel(operator, function, "CompositeExplicitAutograd")
@@ -127,13 +131,10 @@ def _defined(signature: str, function: Any, fake: Any, *tags: str) -> Any:
 
 
 _SIGNATURE: Final = "(Tensor x, str rounding, str key, bool records) -> Tensor"
-_ROUNDED, _ROUNDED_BY_CHANCE = [
-    _defined(f"{name}{_SIGNATURE}", _run, lambda x, *others: torch.empty_like(x), *tags)
-    for name, *tags in (
-        ("rounded_delayed",),
-        ("rounded_delayed_by_chance", "nondeterministic_seeded"),
-    )
-]
+_ROUNDED: Final = _defined(f"rounded_delayed{_SIGNATURE}", _run, _shaped)
+_ROUNDED_BY_CHANCE: Final = _defined(
+    f"rounded_delayed_by_chance{_SIGNATURE}", _run, _shaped, "nondeterministic_seeded"
+)
 #: Declared as writing to an updated parameter, so that compilers run it, after the update.
 _STEP_ENDED: Final = _defined(
     "step_ended(Tensor(a!) x) -> ()", lambda x: end_step_in_force(), lambda x: None

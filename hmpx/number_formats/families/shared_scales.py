@@ -244,7 +244,7 @@ class SharedScales(MeasuredFormat):
             self.tensor_scale,
             p.max_exponent,
             p.carry,
-            zero_index(table) if table else 0,
+            zero_index(table.values) if table else 0,
         )
         limits = struct.pack("4f", p.largest, p.divisor, p.least_scale, p.most_scale)
         small_table = b"" if table is None else small_struct(table)

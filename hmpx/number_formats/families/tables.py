@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -164,7 +163,7 @@ class Table(CodedFormat):
             array("f", [*p.thresholds, math.inf]),
             array("B", b"".join([struct.pack("fi", *entry) for entry in entries])),
         )
-        numbers = ROUNDING_MODES.index(p.mode), count, shift, zero_index(p)
+        numbers = ROUNDING_MODES.index(p.mode), count, shift, zero_index(p.values)
         addresses = [each.buffer_info()[0] for each in memory]
         return Kernel("table", struct.pack("7q", *numbers, *addresses), memory=memory)
 
@@ -191,9 +190,9 @@ def small_struct(p: TableParams) -> bytes:
     return struct.pack(f"{2 * SMALL_TABLE}f", *values, *p.thresholds, *[math.inf] * (spare + 1))
 
 
-def zero_index(p: TableParams) -> int:
-    """Returns the index of the value nearest to 0."""
-    return bisect_left(_thresholds(p.values, p.binary, "nearest"), 0.0)
+def zero_index(values: tuple[float, ...]) -> int:
+    """Returns the index of the value nearest to 0; of two the even one."""
+    return min(range(len(values)), key=lambda index: (abs(values[index]), index % 2))
 
 
 def _significant_bits(value: float) -> int:
