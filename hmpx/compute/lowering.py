@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import arguments, number_formats, ops, tensors
 from ..errors import OptionError, raised_here, said_by, shown
-from ..number_formats import Custom, Format, Scaled, decode, encode, get
+from ..number_formats import Custom, Format, Rounded, Scaled, decode, encode, get
 from ..registry import change_together, exclusive
 from ..tensors import Args, Kwargs, map_all, map_tensors
 from ..torch_internals import HAS_OPERATORS, may_learn
@@ -62,8 +62,9 @@ class Lowering:
                     f"{tuple(result.shape)}"
                 )
             found = found.to(result.dtype)
-        apply: Callable[..., Tensor] = _InPlaceOf.apply
-        return apply(result, found) if may_learn(result) else found
+        if not may_learn(result):
+            return found
+        return _InPlaceOf.apply(result, lambda _, found: found.view_as(found), None, found)
 
     def _in_graph(self, args: Args, kwargs: Kwargs, like: Tensor) -> Tensor:
         tensors: list[Tensor] = []
@@ -113,28 +114,8 @@ if HAS_OPERATORS:  # else `convert` raises an error
 _TENSOR: Final = "hmpx::tensor"
 
 
-class _InPlaceOf(torch.autograd.Function):
-    """Replaces the values of torch's result, and keeps its gradient."""
-
+class _InPlaceOf(Rounded):
     drawn_as = "lowered op"
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(result: Tensor, found: Tensor) -> Tensor:
-        return found.view_as(found)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Saves nothing."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
-        return tangent.view_as(tangent)
 
 
 def _copied(value: Any) -> Any:

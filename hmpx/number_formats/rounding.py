@@ -403,3 +403,7 @@ class _Rounded(torch.autograd.Function):
         if ctx.round is None:
             return tangent.view_as(tangent)
         return straight_through(tangent, ctx.round, ctx.round)
+
+
+#: The function of autograd whose nodes `straight_through` makes.
+Rounded = _Rounded
