@@ -58,7 +58,8 @@ def key_of(op: str, role: str, format: str, is_taken: bool) -> str:
 
     With ``is_taken``, or in training mode, the outermost module reserves its label.
     """
-    (root, path), histories, label = spot(), in_force(), ""
+    root, path = spot()
+    histories, label = in_force(), ""
     if root is not None and histories is not None:
         label = histories.label_of(root, is_taken=is_taken or root.training)
     return f"{label}:{path}:{op}:{role}:{format}"
@@ -69,7 +70,7 @@ def round_delayed(rounding: FormatRounding, key: str, records: bool, x: Tensor) 
 
     With ``records`` its amax affects later steps.
     """
-    format, histories = rounding.format, in_force()
+    format = rounding.format
     if torch.compiler.is_dynamo_compiling() or not _has_values(x):
         if not takes_operators(x):
             return rounding(x)
@@ -77,6 +78,7 @@ def round_delayed(rounding: FormatRounding, key: str, records: bool, x: Tensor) 
         text = text_of(format, rounding.mode, rounding.overflow)
         rounded: Tensor = operator(x.detach(), text, key, records)
         return rounded
+    histories = in_force()
     if histories is None:
         return rounding(x)
     assert isinstance(format, Scaled)

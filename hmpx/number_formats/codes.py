@@ -102,18 +102,18 @@ def _encoded(
     if x.dtype not in run.encoders:
         run.encoders[x.dtype] = _encoder(run, x.dtype)
     kernel, coding, function = run.encoders[x.dtype]
-    shared, (dtype, *of_scales) = isinstance(format, SharedScales), _dtypes(format)
+    shared = format if isinstance(format, SharedScales) else None
     if function is None or (shared and not count):
         return None
     keys = NO_KEYS if run.mode != "stochastic" else draw_keys(generator)
     if shared or keys is not NO_KEYS:
         x = CONTIGUOUS(x)
-    codes, parts = EMPTY_LIKE(x, dtype=dtype), []
+    dtype, *of_scales = _dtypes(format)
+    codes = EMPTY_LIKE(x, dtype=dtype)
     if codes.stride() != x.stride():
         x = CLONE(x)
-    if isinstance(format, SharedScales):
-        shapes = format.scales_shape(x.shape), ()
-        parts = [EMPTY(s, dtype=d, device="cpu") for s, d in zip(shapes, of_scales, strict=False)]
+    shapes = () if shared is None else (shared.scales_shape(x.shape), ())
+    parts = [EMPTY(s, dtype=d, device="cpu") for s, d in zip(shapes, of_scales, strict=False)]
     written = [part.data_ptr() for part in parts]
     if coding.kind == "scaled":
         written = [*written, 0][:2]

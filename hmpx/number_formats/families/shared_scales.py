@@ -251,15 +251,13 @@ class SharedScales(MeasuredFormat):
 
         def make(x: Tensor, given: float | None) -> bytes:
             g = grid(x, granularity, self.axis)
-            if is_wide:
+            if is_wide:  # block_spec
                 extent = (g.rows, g.mid * g.columns) if g.is_across else (g.columns, 1)
-                return element.struct_for(x) + struct.pack(
-                    "5q", p.max_exponent, p.carry, granularity, *extent
-                )
-            places = struct.pack(
-                "11q", *g[:5], granularity == "tensor", *g.places, given is not None
-            )
-            return start + places + limits + struct.pack("f128s4x", given or 0.0, small_table)
+                block = struct.pack("5q", p.max_exponent, p.carry, granularity, *extent)
+                return element.struct_for(x) + block
+            end = struct.pack("f128s4x", given or 0.0, small_table)
+            is_whole, is_given = granularity == "tensor", given is not None
+            return start + struct.pack("11q", *g[:5], is_whole, *g.places, is_given) + limits + end
 
         return Kernel(
             "block" if is_wide else "scaled",
