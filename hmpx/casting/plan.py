@@ -392,9 +392,12 @@ def _formats(decision: Decision, format: Format, options: Options) -> Formats:
     if gradients is not None and number_formats.rounds_nothing(gradients):
         gradients = None
     return compute.Formats(
-        *(format, decision.weights or format, decision.activations or format, gradients),
-        decision.rounding or options.rounding,
-        decision.overflow or options.overflow,
+        result=format,
+        weights=decision.weights or format,
+        activations=decision.activations or format,
+        gradients=gradients,
+        rounding=decision.rounding or options.rounding,
+        overflow=decision.overflow or options.overflow,
     )
 
 
@@ -417,13 +420,13 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
             formats,
             plan.site.op,
             plan.site.parameters.names,
-            decision.accumulate_dtype,
-            None if decision.output_dtype == INPUT else decision.output_dtype,
-            facts.is_view,
-            facts.kind in PRODUCTS,
-            plan.lowerings,
-            decision.reason,
-            _numbers(plan.site),
+            accumulate_dtype=decision.accumulate_dtype,
+            output_dtype=None if decision.output_dtype == INPUT else decision.output_dtype,
+            is_view=facts.is_view,
+            is_product=facts.kind in PRODUCTS,
+            lowerings=plan.lowerings,
+            line=decision.reason,
+            numbers=_numbers(plan.site),
         )
     keeps_parameters = (
         options.keep_weight_casts is not True

@@ -18,15 +18,13 @@ from ..number_formats import (
     FormatRounding,
     Rounder,
     Scaled,
-    is_compiled,
     largest_magnitude,
     rounding_in,
+    takes_operators,
     text_of,
 )
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import (
-    FakeTensor,
-    FunctionalTensor,
     disable_modes,
     dispatch_modes,
     has_tangents,
@@ -43,16 +41,14 @@ from .amaxes import end_step_in_force, in_force
 
 _NO_CONTEXT: Final = contextlib.nullcontext()
 
-#: The classes of tensors that dynamo and AOTAutograd trace.
-_TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 
-
-def rounder_for(rounding: Rounder, op: str, role: str, format: str) -> Rounder:
+def rounder_for(rounding: Rounder, op: str, role: str) -> Rounder:
     """Returns the function that rounds a tensor with this role in the current call of an op."""
+    assert isinstance(rounding, FormatRounding)
     records = is_training()
     # A graph's keys are fixed.
     is_taken = records or torch.compiler.is_dynamo_compiling()
-    key = key_of(op, role, format, is_taken)
+    key = key_of(op, role, rounding.format.name, is_taken)
     return functools.partial(round_delayed, rounding, key, records)
 
 
@@ -63,42 +59,37 @@ def key_of(op: str, role: str, format: str, is_taken: bool) -> str:
     With ``is_taken``, or in training mode, the outermost module reserves its label.
     """
     root, path = spot()
-    histories = in_force()
-    label = (
-        ""
-        if root is None or histories is None
-        else histories.label_of(root, is_taken=is_taken or root.training)
-    )
+    histories, label = in_force(), ""
+    if root is not None and histories is not None:
+        label = histories.label_of(root, is_taken=is_taken or root.training)
     return f"{label}:{path}:{op}:{role}:{format}"
 
 
-def round_delayed(rounding: Rounder, key: str, records: bool, x: Tensor) -> Tensor:
+def round_delayed(rounding: FormatRounding, key: str, records: bool, x: Tensor) -> Tensor:
     """Returns ``x`` rounded to a format with a history, scaled by earlier steps, if any.
 
     With ``records`` its amax affects later steps.
     """
-    assert isinstance(rounding, FormatRounding)
+    format = rounding.format
     if torch.compiler.is_dynamo_compiling() or not _has_values(x):
-        if type(x) not in _TRACED or not is_compiled():
+        if not takes_operators(x):
             return rounding(x)
         operator = _ROUNDED_BY_CHANCE if rounding.mode == "stochastic" else _ROUNDED
-        rounded: Tensor = operator(
-            x.detach(), text_of(rounding.format, rounding.mode, rounding.overflow), key, records
-        )
+        text = text_of(format, rounding.mode, rounding.overflow)
+        rounded: Tensor = operator(x.detach(), text, key, records)
         return rounded
     histories = in_force()
     if histories is None:
         return rounding(x)
-    format = rounding.format
     assert isinstance(format, Scaled)
-    amax = largest_magnitude(x) if _is_on_host(x) else None
-    if amax is not None:
-        scale = histories.scale_for(key, format, amax, records=records)
-    else:
+    amax: float | Tensor | None = largest_magnitude(x) if _is_on_host(x) else None
+    if amax is None:
         with torch.no_grad(), without_casts(), disable_modes() if dispatch_modes() else _NO_CONTEXT:
             found = format.amax(x)
-            found_here = found.item() if _is_on_host(x) else found
-            scale = histories.scale_for(key, format, found_here, records=records)
+            amax = found.item() if _is_on_host(x) else found
+            scale = histories.scale_for(key, format, amax, records=records)
+    else:
+        scale = histories.scale_for(key, format, amax, records=records)
     return rounding(x) if scale is None else rounding(x, None, scale)
 
 
@@ -131,6 +122,10 @@ def _run(x: Tensor, rounding: str, key: str, records: bool) -> Tensor:
     return found.clone() if found is x else found
 
 
+def _shaped(x: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _defined(signature: str, function: Any, fake: Any, *tags: str) -> Any:
     operator = own_operator(signature, fake, "cudagraph_unsafe", *tags)
     set_kernel(operator, function, "CompositeExplicitAutograd")
@@ -138,13 +133,10 @@ def _defined(signature: str, function: Any, fake: Any, *tags: str) -> Any:
 
 
 _SIGNATURE: Final = "(Tensor x, str rounding, str key, bool records) -> Tensor"
-_ROUNDED, _ROUNDED_BY_CHANCE = [
-    _defined(f"{name}{_SIGNATURE}", _run, lambda x, *others: torch.empty_like(x), *tags)
-    for name, *tags in (
-        ("rounded_delayed",),
-        ("rounded_delayed_by_chance", "nondeterministic_seeded"),
-    )
-]
+_ROUNDED: Final = _defined(f"rounded_delayed{_SIGNATURE}", _run, _shaped)
+_ROUNDED_BY_CHANCE: Final = _defined(
+    f"rounded_delayed_by_chance{_SIGNATURE}", _run, _shaped, "nondeterministic_seeded"
+)
 #: Declared as writing to an updated parameter, so that compilers run it, after the update.
 _STEP_ENDED: Final = _defined(
     "step_ended(Tensor(a!) x) -> ()", lambda x: end_step_in_force(), lambda x: None

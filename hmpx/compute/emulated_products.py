@@ -21,6 +21,18 @@ from ..patching import unpatched
 from ..tensors import SEQUENCES, Args, Kwargs
 from ..torch_internals import HAS_OPERATORS, each_of_batch, is_gradient_batch, may_learn
 
+# Unpatched: op lists may name any of them.
+_mul, _add, _expand, _unsqueeze = unpatched(torch.mul, torch.add, Tensor.expand, Tensor.unsqueeze)
+_squeeze, _reshape, _pad, _convolution = unpatched(
+    Tensor.squeeze,
+    Tensor.reshape,
+    torch.constant_pad_nd,
+    torch.convolution,
+)
+_aten: Any = torch.ops.aten if HAS_OPERATORS else None  # else `convert` raises an error
+_einsum: Any = getattr(_aten, "einsum", None)
+_convolution_backward: Any = getattr(_aten, "convolution_backward", None)
+
 #: A dimension along which a window slides: it does not match a single index of another factor.
 WINDOW: Final = "_"
 
@@ -31,12 +43,14 @@ _GROUPS: Final = {"A": "ABCDEFGHIJKL", "B": "MNOPQRSTUVWX"}
 _BROADCAST: Final = "pqrstuvwxyz"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Contraction:
-    """The letters of a product's factors, and of its result."""
+    """The letters of a product's factors, and of its result; how to multiply them, and the gradient of each."""
 
     factors: tuple[str, ...]
     result: str
+    function: Callable[[Sequence[Tensor]], Tensor] | None = None  # None: like `torch.einsum`
+    convolution: tuple[Any, ...] | None = None  # the settings, if `torch.convolution` multiplies
 
     def axes(self, target: int | None = None) -> tuple[int | None, ...]:
         """Returns the last reduced axis of each factor, or None.
@@ -59,6 +73,30 @@ class Contraction:
         given = (self.result, *[f for i, f in enumerate(self.factors) if i != target])
         kept = "".join([letter for letter in self.factors[target] if letter in "".join(given)])
         return f"{','.join(given)}->{kept}", kept
+
+    def multiply(self, factors: Sequence[Tensor]) -> Tensor:
+        """Returns the product."""
+        if self.convolution is not None:
+            value, weight = factors
+            return _convolution(value, weight, None, *self.convolution)
+        if self.function is not None:
+            return self.function(factors)
+        found: Tensor = _einsum(self.equation()[0], list(factors))
+        return found
+
+    def gradient(self, target: int, factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
+        """Returns the gradient of a factor, of which only the shape is used."""
+        if self.convolution is not None:
+            mask = [target == 0, target == 1, False]
+            found = _convolution_backward(gradient, *factors, None, *self.convolution, mask)
+            return found[target]  # type: ignore[no-any-return]
+        equation, kept = self.equation(target)
+        others = [factor for i, factor in enumerate(factors) if i != target]
+        found = _einsum(equation, [gradient, *others])
+        for axis, letter in enumerate(self.factors[target]):
+            if letter not in kept:
+                found = _unsqueeze(found, axis)
+        return _expand(found, factors[target].shape)
 
 
 def _last_reduced(letters: str, kept: str) -> int | None:
@@ -152,25 +190,11 @@ def of_dimensions(a: Tensor, b: Tensor, dims_a: Any, dims_b: Any) -> Contraction
     return Contraction(("".join(of_a), "".join(of_b)), result)
 
 
-# --- products ------------------------------------------------------------------------------------
-
-# Unpatched: op lists may name any of them.
-_mul, _add, _expand, _unsqueeze = unpatched(torch.mul, torch.add, Tensor.expand, Tensor.unsqueeze)
-_squeeze, _reshape, _pad, _convolution = unpatched(
-    Tensor.squeeze,
-    Tensor.reshape,
-    torch.constant_pad_nd,
-    torch.convolution,
-)
-_aten: Any = torch.ops.aten if HAS_OPERATORS else None  # else `convert` raises an error
-_einsum: Any = getattr(_aten, "einsum", None)
-_convolution_backward: Any = getattr(_aten, "convolution_backward", None)
-
 #: Returns the function that rounds along an axis; None for the format's own axis.
 ByAxis: TypeAlias = Callable[[int | None], Rounder]
 
 #: Returns a call's arguments with other factors.
-_Replace: TypeAlias = Callable[[Sequence[Tensor]], tuple[Args, Kwargs]]
+_WithFactors: TypeAlias = Callable[[Sequence[Tensor]], tuple[Args, Kwargs]]
 
 
 def has_axis(format: Format) -> bool:
@@ -179,43 +203,10 @@ def has_axis(format: Format) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Multiplication:
-    """How to multiply factors, and to compute the gradient of each."""
-
-    contraction: Contraction  # the factors' dimensions
-    function: Callable[[Sequence[Tensor]], Tensor] | None = None  # None: like `torch.einsum`
-    convolution: tuple[Any, ...] | None = None  # the settings, if `torch.convolution` multiplies
-
-    def multiply(self, factors: Sequence[Tensor]) -> Tensor:
-        """Returns the product."""
-        if self.convolution is not None:
-            value, weight = factors
-            return _convolution(value, weight, None, *self.convolution)
-        if self.function is not None:
-            return self.function(factors)
-        found: Tensor = _einsum(self.contraction.equation()[0], list(factors))
-        return found
-
-    def gradient(self, target: int, factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
-        """Returns the gradient of a factor, of which only the shape is used."""
-        if self.convolution is not None:
-            mask = [target == 0, target == 1, False]
-            found = _convolution_backward(gradient, *factors, None, *self.convolution, mask)
-            return found[target]  # type: ignore[no-any-return]
-        equation, kept = self.contraction.equation(target)
-        others = [factor for i, factor in enumerate(factors) if i != target]
-        found = _einsum(equation, [gradient, *others])
-        for axis, letter in enumerate(self.contraction.factors[target]):
-            if letter not in kept:
-                found = _unsqueeze(found, axis)
-        return _expand(found, factors[target].shape)
-
-
-@dataclass(frozen=True, eq=False)
 class EmulatedProduct:
     """A product, and how its factors are rounded."""
 
-    multiplication: Multiplication  # the product, and the gradients of its factors
+    contraction: Contraction  # the product, and the gradients of its factors
     rounders: tuple[ByAxis | None, ...]  # each factor's; None if it is already rounded
     #: Rounds the result's gradient for the products of the backward; None computes gradients in full precision,
     #: from the forward's rounded values.
@@ -224,12 +215,12 @@ class EmulatedProduct:
     def compute(self, factors: Sequence[Tensor]) -> Tensor:
         """Returns the product of the rounded factors."""
         if self.gradient is None or not may_learn(*factors):
-            return self.multiplication.multiply(self.rounded(factors))
+            return self.contraction.multiply(self.rounded(factors))
         return _EmulatedMatmul.apply(self, *factors)  # type: ignore[no-any-return, no-untyped-call]
 
     def rounded(self, factors: Sequence[Tensor], target: int | None = None) -> list[Tensor]:
         """Returns the factors rounded for the forward's product, or for that of a gradient."""
-        axes = self.multiplication.contraction.axes(target)
+        axes = self.contraction.axes(target)
         return [
             factor if by_axis is None or i == target else straight_through(factor, by_axis(axes[i]))
             for i, (factor, by_axis) in enumerate(zip(factors, self.rounders, strict=True))
@@ -237,9 +228,9 @@ class EmulatedProduct:
 
     def gradient_of(self, target: int, factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
         """Returns the unrounded gradient of a factor."""
-        axis = self.multiplication.contraction.axes(target)[-1]
+        axis = self.contraction.axes(target)[-1]
         rounded = self.rounded_gradient(gradient, axis)
-        return self.multiplication.gradient(target, self.rounded(factors, target), rounded)
+        return self.contraction.gradient(target, self.rounded(factors, target), rounded)
 
     def rounded_gradient(self, gradient: Tensor, axis: int | None) -> Tensor:
         """Returns a gradient, or a tangent, rounded along the axis over which a product sums."""
@@ -257,7 +248,7 @@ class _EmulatedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(product: EmulatedProduct, *factors: Tensor) -> Tensor:
-        return product.multiplication.multiply(product.rounded(factors))
+        return product.contraction.multiply(product.rounded(factors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -282,12 +273,12 @@ class _EmulatedMatmul(torch.autograd.Function):
         return None, *gradients(gradient)
 
     @staticmethod
-    def jvp(ctx: Any, product: None, *tangents: Tensor | None) -> Tensor:
-        multiplication, rounded = ctx.product.multiplication, ctx.product.rounded(ctx.saved_tensors)
-        axes = multiplication.contraction.axes()
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
+        product, rounded = ctx.product, ctx.product.rounded(ctx.saved_tensors)
+        axes = product.contraction.axes()
         terms = [
-            multiplication.multiply(
-                [*rounded[:i], ctx.product.rounded_gradient(tangent, axes[i]), *rounded[i + 1 :]]
+            product.contraction.multiply(
+                [*rounded[:i], product.rounded_gradient(tangent, axes[i]), *rounded[i + 1 :]]
             )
             for i, tangent in enumerate(tangents)
             if tangent is not None
@@ -304,9 +295,9 @@ class Factored:
 
     names: tuple[str, ...]  # names of the arguments that are factors
     factors: tuple[Tensor, ...]  # their values
-    multiplication: Multiplication  # how they are multiplied
+    contraction: Contraction  # how they are multiplied
     finish: Callable[[Tensor], Tensor]  # converts the product to the call's result
-    replace: _Replace  # returns the call's arguments with other factors
+    with_factors: _WithFactors  # returns the call's arguments with other factors
 
 
 def may_be_factored(op: str) -> bool:
@@ -329,7 +320,7 @@ def factored(
     if not _are_tensors(factors):
         return None
 
-    def replace(new: Sequence[Tensor], **others: None) -> tuple[Args, Kwargs]:
+    def with_factors(new: Sequence[Tensor], **others: None) -> tuple[Args, Kwargs]:
         changed = {**dict(zip(known.names, new, strict=True)), **others}
         new_args = [changed.get(name, value) for name, value in zip(names, args, strict=False)]
         return tuple(new_args), {
@@ -337,23 +328,23 @@ def factored(
         }
 
     if known.is_convolution:
-        return _convolved(known, factors, given, replace)
+        return _convolved(known, factors, given, with_factors)
     found = contraction(known, factors)
     addend = given.get(known.addend) if known.addend else None
     if found is None or given.get("out_dtype") is not None:
         return None
 
     def call(new: Sequence[Tensor]) -> Tensor:
-        new_args, new_kwargs = replace(new, **({known.addend: None} if known.addend else {}))
+        new_args, new_kwargs = with_factors(new, **({known.addend: None} if known.addend else {}))
         return function(*new_args, **new_kwargs)  # type: ignore[no-any-return]
 
     is_bias = known.addend in (None, "bias")
     return Factored(
         known.names,
         factors,
-        Multiplication(found, call if is_bias else None),
+        Contraction(found.factors, found.result, call if is_bias else None),
         lambda result: _scaled_sum(result, given.get("alpha", 1), addend, given.get("beta", 1)),
-        replace,
+        with_factors,
     )
 
 
@@ -366,7 +357,7 @@ def _scaled_sum(result: Tensor, alpha: Any, addend: Any, beta: Any) -> Tensor:
 
 
 def _convolved(
-    known: Product, factors: Sequence[Any], given: Mapping[str, Any], replace: _Replace
+    known: Product, factors: Sequence[Any], given: Mapping[str, Any], with_factors: _WithFactors
 ) -> Factored | None:
     value, weight = factors
     dims = weight.dim() - 2
@@ -400,14 +391,14 @@ def _convolved(
             result = _add(result, _reshape(bias, (-1, *[1] * dims)))
         return result if is_batch else _squeeze(result, 0)
 
-    def replace_unpadded(new: Sequence[Tensor]) -> tuple[Args, Kwargs]:
+    def with_unpadded(new: Sequence[Tensor]) -> tuple[Args, Kwargs]:
         value = new[0] if is_batch else _squeeze(new[0], 0)
         for axis, size in enumerate(reversed(missing), start=1):
             value = value.narrow(-axis, 0, value.shape[-axis] - size)
-        return replace((value, new[1]))
+        return with_factors((value, new[1]))
 
-    multiplication = Multiplication(found, convolution=settings)
-    return Factored(known.names, (value, weight), multiplication, finish, replace_unpadded)
+    found = Contraction(found.factors, found.result, convolution=settings)
+    return Factored(known.names, (value, weight), found, finish, with_unpadded)
 
 
 def _each(value: Any, dims: int) -> list[int]:
@@ -435,17 +426,16 @@ def _of_arguments(
     if found is None:
         return None
 
-    def replace(new: Sequence[Tensor]) -> tuple[Args, Kwargs]:
+    def with_factors(new: Sequence[Tensor]) -> tuple[Args, Kwargs]:
         changed = (args[0], list(new)) if is_equation else tuple(new)
         return (*changed, *args[2:]), kwargs
 
     def call(new: Sequence[Tensor]) -> Tensor:
-        new_args, new_kwargs = replace(new)
+        new_args, new_kwargs = with_factors(new)
         return function(*new_args, **new_kwargs)  # type: ignore[no-any-return]
 
-    names = ("",) * len(factors)
-    multiplication = Multiplication(found, call)
-    return Factored(names, tuple(factors), multiplication, lambda result: result, replace)
+    names, found = ("",) * len(factors), Contraction(found.factors, found.result, call)
+    return Factored(names, tuple(factors), found, lambda result: result, with_factors)
 
 
 def _are_tensors(values: Any) -> bool:

@@ -122,18 +122,13 @@ class Emulation:
         return without_casts()(found) if isinstance(format, Custom) else found
 
     def _rounder_for(self, role: str, kind: str) -> Rounder | None:
-        """Returns the rounding function for a tensor's role, to the format in the field ``kind`` of `Formats`.
-
-        None if there is no such format.
-        """
-        if not self._has_history:
-            return self._rounders.get(kind)
-        format = getattr(self.formats, kind)
-        if not has_history(format):
-            return self._rounders.get(kind)
+        """Returns the function that rounds a tensor with this role to the field ``kind`` of `Formats`, or None."""
+        found = self._rounders.get(kind)
+        if found is None or not self._has_history or not has_history(getattr(self.formats, kind)):
+            return found
         from .delayed import rounder_for
 
-        return rounder_for(self._rounder(format), self.op, role, format.name)
+        return rounder_for(found, self.op, role)
 
     def _straight_through(self, tensor: Tensor, round_: Rounder | None, role: str) -> Tensor:
         """Rounds an input by ``round_``, and its gradient."""
@@ -166,7 +161,7 @@ class Emulation:
             )
 
     def _rounded(self, role: str, tensor: Tensor, kind: str) -> Tensor:
-        round_ = self._rounder_for(role, kind) if self._has_history else self._rounders[kind]
+        round_ = self._rounder_for(role, kind)
         if EMULATION_WATCHERS and round_ and self.is_product and type(tensor) is nn.Parameter:
             note_rounding(tensor, getattr(self.formats, kind))
             with disable_modes():
@@ -226,10 +221,7 @@ class Emulation:
         def finish(tensor: Tensor) -> Tensor:
             if tensor.is_nested or tensor.layout is not torch.strided:
                 return tensor
-            round_ = self._rounders.get("result")
-            if self._has_history and round_ is not None:
-                round_ = self._rounder_for("result", "result")
-            found = straight_through(tensor, round_, incoming)
+            found = straight_through(tensor, self._rounder_for("result", "result"), incoming)
             return CAST[self.output_dtype or torch.float32](found)
 
         return rounded(result, finish, dtype)
@@ -256,22 +248,21 @@ class Emulation:
             role = name or f"factor {i}"
             kind = self._kind(name, originals.get(id(factor), factor))
             format = getattr(self.formats, kind)
-            is_late = has_axis(format)
-            if is_late:
-                factor = self._straight_through(factor, None, role)  # noqa: PLW2901
+            if has_axis(format):
+                factors.append(self._straight_through(factor, None, role))
+                rounders.append(functools.partial(self._rounder, format))
             else:
-                factor = self._rounded(role, factor, kind)  # noqa: PLW2901
-            factors.append(factor)
-            rounders.append(functools.partial(self._rounder, format) if is_late else None)
+                factors.append(self._rounded(role, factor, kind))
+                rounders.append(None)
         by_axis: ByAxis | None = None
         if gradients is not None and has_axis(gradients):
             by_axis = functools.partial(self._rounder, gradients)
         elif incoming is not None:
             by_axis = functools.partial(lambda found, axis: found, incoming)
-        product = EmulatedProduct(call.multiplication, tuple(rounders), by_axis)
+        product = EmulatedProduct(call.contraction, tuple(rounders), by_axis)
         result = call.finish(product.compute(factors))
         if self.lowerings:
-            args, kwargs = call.replace(product.rounded(factors))
+            args, kwargs = call.with_factors(product.rounded(factors))
         return result, args, kwargs, None
 
     def _with_rounded(self, name: str, value: Any) -> Any:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .. import arguments, number_formats, ops, tensors
 from ..errors import OptionError, raised_here, said_by, shown
-from ..number_formats import Custom, Format, Scaled, decode, encode, get
+from ..number_formats import Custom, Format, Rounded, Scaled, decode, encode, get
 from ..registry import change_together, exclusive
-from ..tensors import SEQUENCES, Args, Kwargs, map_tensors
+from ..tensors import Args, Kwargs, map_all, map_tensors
 from ..torch_internals import HAS_OPERATORS, may_learn
 from ..torch_state import without_casts
 from .composition import is_exported, is_traced
@@ -62,13 +62,19 @@ class Lowering:
                     f"{tuple(result.shape)}"
                 )
             found = found.to(result.dtype)
-        apply: Callable[..., Tensor] = _InPlaceOf.apply
-        return apply(result, found) if may_learn(result) else found
+        if not may_learn(result):
+            return found
+        return _InPlaceOf.apply(result, lambda _, found: found.view_as(found), None, found)
 
     def _in_graph(self, args: Args, kwargs: Kwargs, like: Tensor) -> Tensor:
         tensors: list[Tensor] = []
+
+        def placed(tensor: Tensor) -> Any:
+            tensors.append(tensor.detach())
+            return {_TENSOR: len(tensors) - 1}
+
         try:
-            given = json.dumps(_emptied([args, kwargs], tensors))
+            given = json.dumps(map_all([args, kwargs], placed))
         except TypeError as error:
             raise OptionError(
                 f"{self.name}: torch.compile can't hold a call of a registered function with such an "
@@ -92,65 +98,24 @@ def _run(op: str, format: str, given: str, tensors: list[Tensor], like: Tensor) 
         raise OptionError(
             f"{op} in {format}: no function is registered any more; compile the model again"
         )
-    args, kwargs = _filled(json.loads(given), tensors)
+    args, kwargs = json.loads(
+        given, object_hook=lambda value: tensors[value[_TENSOR]] if _TENSOR in value else value
+    )
     with torch.no_grad(), without_casts():
         return lowering.called(tuple(args), kwargs).to(like.dtype, copy=True)
-
-
-def _shaped(op: str, format: str, given: str, tensors: list[Tensor], like: Tensor) -> Tensor:
-    return torch.empty_like(like)
 
 
 _OPERATOR: Any = None
 if HAS_OPERATORS:  # else `convert` raises an error
     _OPERATOR = torch.library.custom_op("hmpx::lowered", _run, mutates_args=())
-    _OPERATOR.register_fake(_shaped)
+    _OPERATOR.register_fake(lambda op, format, given, tensors, like: torch.empty_like(like))
 
 #: Key of a tensor's placeholder in a call that a graph stores as JSON.
 _TENSOR: Final = "hmpx::tensor"
 
 
-def _emptied(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value.detach())
-        return {_TENSOR: len(tensors) - 1}
-    if isinstance(value, SEQUENCES):
-        return [_emptied(each, tensors) for each in value]
-    if isinstance(value, dict):
-        return {name: _emptied(each, tensors) for name, each in value.items()}
-    return value
-
-
-def _filled(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, dict):
-        if _TENSOR in value:
-            return tensors[value[_TENSOR]]
-        return {name: _filled(each, tensors) for name, each in value.items()}
-    return [_filled(each, tensors) for each in value] if isinstance(value, list) else value
-
-
-class _InPlaceOf(torch.autograd.Function):
-    """Replaces the values of torch's result, and keeps its gradient."""
-
+class _InPlaceOf(Rounded):
     drawn_as = "lowered op"
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(result: Tensor, found: Tensor) -> Tensor:
-        return found.view_as(found)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Saves nothing."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
-        return tangent.view_as(tangent)
 
 
 def _copied(value: Any) -> Any:

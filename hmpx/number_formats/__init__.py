@@ -44,12 +44,13 @@ if TYPE_CHECKING:
     from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
     from .rounding import (
         FormatRounding,
-        is_compiled,
+        Rounded,
         quantize,
         rounder,
         rounding_in,
         rounds_nothing,
         straight_through,
+        takes_operators,
         text_of,
     )
 else:  # only needed for number formats
@@ -60,6 +61,6 @@ else:  # only needed for number formats
             "families": "FORMATS Block CodedFormat Custom Exponent Fixed Float Format Posit Rounder Scaled Table Takum code_dtype",
             "kernels": "MOST_THREADS Bfloat16Kernels bfloat16_kernels extremes_kernels kernels_in_use largest_magnitude",
             "registered": "FORMATS_BY_NAME canonical get names register without",
-            "rounding": "FormatRounding is_compiled quantize rounder rounding_in rounds_nothing straight_through text_of",
+            "rounding": "FormatRounding Rounded quantize rounder rounding_in rounds_nothing straight_through takes_operators text_of",
         },
     )

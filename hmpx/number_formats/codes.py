@@ -5,7 +5,6 @@ The compiled kernels encode and decode them; without kernels, torch ops do the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,46 +101,42 @@ def _encoded(
     run, count = rounding_of(format, rounding, overflow), x.numel()
     if x.dtype not in run.encoders:
         run.encoders[x.dtype] = _encoder(run, x.dtype)
-    plan, coding, function = run.encoders[x.dtype]
+    kernel, coding, function = run.encoders[x.dtype]
     shared = format if isinstance(format, SharedScales) else None
-    if function is None or (shared and not count and shared.scale_format != "mx"):
+    if function is None or (shared and not count):
         return None
     keys = NO_KEYS if run.mode != "stochastic" else draw_keys(generator)
     if shared or keys is not NO_KEYS:
         x = CONTIGUOUS(x)
-    dtypes = _dtypes(format)
-    codes = EMPTY_LIKE(x, dtype=dtypes[0])
+    dtype, *of_scales = _dtypes(format)
+    codes = EMPTY_LIKE(x, dtype=dtype)
     if codes.stride() != x.stride():
         x = CLONE(x)
     shapes = () if shared is None else (shared.scales_shape(x.shape), ())
-    parts = [EMPTY(s, dtype=d, device="cpu") for s, d in zip(shapes, dtypes[1:], strict=False)]
-    struct = plan.kernel.struct_for(x)
-    if count or not shared:
-        written = [part.data_ptr() for part in parts]
-        if coding.kind == "scaled":
-            written = [*written, 0][:2]
-        function(
-            *(x.data_ptr(), codes.data_ptr(), count, struct, *keys, kernels.threads_for(count)),
-            *(coding.spec, codes.element_size(), *written),
-        )
+    parts = [EMPTY(s, dtype=d, device="cpu") for s, d in zip(shapes, of_scales, strict=False)]
+    written = [part.data_ptr() for part in parts]
+    if coding.kind == "scaled":
+        written = [*written, 0][:2]
+    function(
+        *(x.data_ptr(), codes.data_ptr(), count, kernel.struct_for(x), *keys),
+        *(kernels.threads_for(count), coding.spec, codes.element_size(), *written),
+    )
     return (codes, *parts) if shared else codes
 
 
 def _encoder(run: FormatRounding, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """Returns the plan, the coding and the kernel that encode tensors of a dtype; the last is None if none does."""
+    """Returns the kernel that rounds tensors of a dtype, the coding, and the C function that encodes, or None."""
     format: Any = run.format
     is_drawn = isinstance(format, Table) and run.mode == "stochastic"
     is_known = dtype is torch.float64 or format.is_exact_in_float32
     plan = None if is_drawn or not is_known else run.plan(dtype)
     if plan is None or plan.kernel is None or plan.params.binary.dtype is not dtype:
-        return plan, None, None
-    coding = format.coding(plan.params.binary)
+        return None, None, None
+    coding, width = format.coding(plan.params.binary), plan.params.binary.width
     if coding is None or not coding.can_encode:
-        return plan, coding, None
-    name, kind = f"encode_{plan.kernel.name}_f{plan.params.binary.width}", "encode"
-    if isinstance(format, SharedScales):
-        kind = f"encode_{coding.kind}"
-    return plan, coding, kernels.function(name, kind)
+        return None, None, None
+    kind = f"encode_{coding.kind}" if isinstance(format, SharedScales) else "encode"
+    return plan.kernel, coding, kernels.function(f"encode_{plan.kernel.name}_f{width}", kind)
 
 
 def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Format) -> Tensor:
@@ -162,32 +157,34 @@ def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Forma
         tensor([ 1., -2.])
     """
     known = _coded(format)
-    values = None
-    if not torch.compiler.is_dynamo_compiling():
-        parts = codes if isinstance(known, SharedScales) else (codes,)
-        values = _decoded(parts, known) if isinstance(parts, tuple | list) else None
+    values = _decoded(codes if isinstance(known, SharedScales) else (codes,), known)
     return known.decoded(codes) if values is None else values
 
 
-def _decoded(parts: Sequence[Any], format: Coded) -> Tensor | None:
+def _decoded(parts: Any, format: Coded) -> Tensor | None:
     """Returns the values of codes by a kernel; None if there is none, or if they are wrong."""
-    shared, dtypes = format if isinstance(format, SharedScales) else None, _dtypes(format)
+    if torch.compiler.is_dynamo_compiling() or not isinstance(parts, tuple | list):
+        return None
+    dtypes, (coding, function, kernel) = _dtypes(format), _decoder(format)
     is_right = len(parts) == len(dtypes) and all(map(_is_readable, parts, dtypes))
-    coding, function, kernel = _decoder(format)
     if function is None or not is_right:
         return None
     codes, count = CONTIGUOUS(parts[0]), parts[0].numel()
     values = EMPTY_LIKE(codes, dtype=torch.float32 if format.is_exact_in_float32 else torch.float64)
     options = coding.spec, codes.element_size(), kernels.threads_for(count)
-    if shared is None:
+    if not isinstance(format, SharedScales):
         function(codes.data_ptr(), values.data_ptr(), count, *options)
         return values
-    if tuple(parts[1].shape) != shared.scales_shape(codes.shape) or (parts[2:] and parts[2].dim()):
+    scales, *tensor_scale = parts[1:]
+    if tuple(scales.shape) != format.scales_shape(codes.shape) or any(
+        each.dim() for each in tensor_scale
+    ):
         return None
     if count:
-        scales, tensor_scale = CONTIGUOUS(parts[1]), parts[2].item() if parts[2:] else 1.0
+        scales = CONTIGUOUS(scales)
         addresses = codes.data_ptr(), scales.data_ptr(), values.data_ptr()
-        function(*addresses, count, kernel.struct_for(codes), *options, tensor_scale)
+        whole = tensor_scale[0].item() if tensor_scale else 1.0
+        function(*addresses, count, kernel.struct_for(codes), *options, whole)
     return values
 
 

@@ -85,7 +85,7 @@ class FormatRounding:
             params = params_of(format, x.dtype, self.mode, self.overflow)
             if params is None:
                 return x
-            if scale is None and _is_taken(x):
+            if scale is None and x.is_cpu and takes_operators(x):
                 return self._in_graph(x, generator)
             return _by_ops(x, format, params, _traced_keys(x, params.mode, generator), scale)
         plan = self._plans[x.dtype] if x.dtype in self._plans else self.plan(x.dtype)
@@ -96,7 +96,7 @@ class FormatRounding:
             return _rounded(x, plan, keys, scale)
         if is_gradient_batch(x):
             return one_of_batch(lambda each: self(each, generator, scale), x)
-        if scale is None and _is_taken(x):
+        if scale is None and x.is_cpu and takes_operators(x):
             return self._in_graph(x, generator)
         check_dense(x)
         with torch.no_grad():
@@ -261,14 +261,13 @@ def _format_of(values: dict[str, Any]) -> Format:
     return getattr(families, values.pop("family"))(**values)  # type: ignore[no-any-return]
 
 
-def _is_taken(x: Tensor) -> bool:
-    """Whether a graph that torch.compile traces uses the op for ``x``."""
-    return type(x) in _TRACED and x.device.type == "cpu" and is_compiled()
+def takes_operators(x: Tensor) -> bool:
+    """Whether ``x`` is in a graph of torch.compile, without transforms that have no rule for operators of hmpx."""
+    return type(x) in _TRACED and _is_compiled()
 
 
 @run_when_traced
-def is_compiled() -> bool:
-    """Whether torch.compile is tracing, without transforms that have no rule for the op."""
+def _is_compiled() -> bool:
     return (
         HAS_OPERATORS
         and tracing_context() is not None
@@ -404,3 +403,7 @@ class _Rounded(torch.autograd.Function):
         if ctx.round is None:
             return tangent.view_as(tangent)
         return straight_through(tangent, ctx.round, ctx.round)
+
+
+#: The function of autograd whose nodes `straight_through` makes.
+Rounded = _Rounded

@@ -10,11 +10,10 @@ from typing import ClassVar, Final
 from ... import arguments
 from ...errors import OptionError, shown
 from ..bits import Binary
-from ..vocabulary import Overflow
 from .fixed import Fixed
 from .floats import Float
 from .number_format import Coding, Figures, check_int, check_name
-from .shared_scales import RULES, Rule, ScaledParams, SharedScales, carry, exponent_of
+from .shared_scales import RULES, Rule, SharedScales, exponent_of
 
 #: Elements of the largest block in float64 that the kernel encodes, STRIP_ELEMENTS in ``code_kernels.h``.
 _MOST_ENCODED: Final = 2048
@@ -96,19 +95,9 @@ class Block(SharedScales):
     def block_axis(self) -> int:
         return self.axis
 
-    def params_in(self, binary: Binary, mode: str, overflow: Overflow) -> ScaledParams:
-        exponent = exponent_of(self.element.max)
-        return ScaledParams(
-            binary,
-            mode,
-            element=self.element_params(binary, mode),
-            largest=1.0,
-            divisor=1.0,
-            least_scale=2.0**-126,
-            most_scale=math.ldexp(1.0, 127 - exponent),
-            max_exponent=exponent,
-            carry=carry(self.rule, self.element.max, self.significand_bits, binary.mantissa),
-        )
+    @property
+    def scale_limits(self) -> tuple[float, float]:
+        return 2.0**-126, math.ldexp(1.0, 127 - exponent_of(self.element.max))
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return super().scales_shape(shape or (1,))

@@ -107,8 +107,6 @@ class Fixed(CodedFormat):
         numbers = p.scale, 1 / p.scale, p.least, p.most
         return Kernel("fixed", struct.pack("q4d", ROUNDING_MODES.index(p.mode), *numbers))
 
-    # --- codes ---------------------------------------------------------------------------------
-
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         codes = MUL(rounded, 1 / self.epsilon).nan_to_num_(nan=0.0).to(torch.int64)
         return codes.bitwise_and_((1 << self.bits) - 1)

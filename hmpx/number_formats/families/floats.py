@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -24,6 +23,7 @@ from .number_format import (
     check_int,
     check_name,
     kernel_of,
+    packed,
 )
 
 Kind: TypeAlias = Literal["ieee", "p3109", "fn", "fnuz", "finite"]
@@ -151,8 +151,6 @@ class Float(CodedFormat):
         """Whether 0 and -0 differ."""
         return _KINDS[self.kind].has_negative_zero
 
-    # --- rounding ------------------------------------------------------------------------------
-
     @property
     def allowed_overflow(self) -> tuple[Overflow, ...]:
         return _KINDS[self.kind].overflows
@@ -211,79 +209,86 @@ class Float(CodedFormat):
         lowest_power = p.lowest + (lift if p.subnormals else place << place)
         return kernel_of("float", p, p.lowest, p.highest, lift, lowest_power, *ends)
 
-    # --- codes ---------------------------------------------------------------------------------
-
-    @property
-    def _last_codes(self) -> tuple[int, int, int]:
-        """The codes without sign of infinity, or if there is none the last one; of NaN; and of the last number."""
-        ones = (1 << (self.bits - 1)) - 1
-        if self.kind == "ieee":
-            infinity = ones >> self.mantissa_bits << self.mantissa_bits
-            return infinity, infinity | (1 << self.mantissa_bits) >> 1, infinity
-        return (ones, ones, ones - 1) if self.kind == "fn" else (ones, 0, ones)
-
-    def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
-        mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
-        infinity, nan, _ = self._last_codes
-        bits = rounded.view(binary.integer)
-        whole = AND(bits, binary.magnitude)
-        codes = RIGHT(whole, dropped).sub_((binary.bias - self.exponent_bias) << mantissa)
-        if self.min_exponent > 1 - binary.bias:
-            # Adding a power of two leaves multiples of the smallest number in the lowest bits.
-            power = math.ldexp(1.0, self.min_exponent + dropped)
-            low = ADD(whole.view(binary.dtype), power).view(binary.integer)
-            low = low.sub_(binary.bits_of(power))
-            is_low = LT(whole, (self.min_exponent + binary.bias) << binary.mantissa)
-            codes = WHERE(is_low, low, codes)
-        sign = AND(RIGHT(bits, binary.width - 1), 1)
-        is_nan = GT(whole, binary.infinity)
-        codes = codes.masked_fill_(EQ(whole, binary.infinity), infinity).masked_fill_(is_nan, nan)
-        keeps, flips = _KINDS[self.kind].sign_of_nan
-        if flips:
-            sign = WHERE(is_nan, SUB(1, sign) if keeps else 1, sign)
-        return OR(codes, LEFT(sign, self.bits - 1))
-
-    def values_of(self, codes: Tensor) -> Tensor:
-        mantissa, ones = self.mantissa_bits, (1 << (self.bits - 1)) - 1
-        infinity, _, last = self._last_codes
-        field = AND(RIGHT(codes, mantissa), (1 << self.exponent_bits) - 1)
-        fraction = AND(codes, (1 << mantissa) - 1)
-        bits = LEFT(ADD(field, FP64.bias - self.exponent_bias), FP64.mantissa)
-        normal = OR(bits, LEFT(fraction, FP64.mantissa - mantissa)).view(torch.float64)
-        step = math.ldexp(1.0, self.min_exponent - mantissa) if self.subnormals else 0.0
-        values = WHERE(EQ(field, 0), MUL(fraction.to(torch.float64), step), normal)
-        whole = AND(codes, ones)
-        if self.kind in ("ieee", "fn"):
-            values = values.masked_fill_(GT(whole, last), math.nan)
-        if self.has_inf:
-            values = values.masked_fill_(EQ(whole, infinity), math.inf)
-        if not self.has_negative_zero:
-            values = values.masked_fill_(EQ(AND(codes, 2 * ones + 1), ones + 1), math.nan)
-        sign = LEFT(RIGHT(codes, self.bits - 1), 63)
-        return OR(values.view(torch.int64), sign).view(torch.float64)
-
-    def coding(self, binary: Binary, keeps_sign_of_nan: bool = True) -> Coding:
+    def _codes_in(self, binary: Binary) -> FloatCodes:
         mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
         is_lifted = self.min_exponent > 1 - binary.bias
-        power = math.ldexp(1.0, self.min_exponent + dropped) if is_lifted else 1.0
-        step = self.smallest_subnormal if self.subnormals and is_lifted else 0.0
-        infinity, nan, last = self._last_codes
+        ones = (1 << (self.bits - 1)) - 1
+        infinity, nan, last = (ones, ones, ones - 1) if self.kind == "fn" else (ones, 0, ones)
+        if self.kind == "ieee":
+            infinity = last = ones >> mantissa << mantissa
+            nan = infinity | (1 << mantissa) >> 1
         keeps, flips = _KINDS[self.kind].sign_of_nan
-        spec = struct.pack(
-            "15q",  # float_codes
-            *(dropped, (binary.bias - self.exponent_bias) << mantissa),
-            (self.min_exponent + binary.bias) << binary.mantissa if is_lifted else 0,
-            *(binary.bits_of(power), self.bits - 1),
-            *(infinity, nan, keeps and keeps_sign_of_nan, flips),
-            (1 << (self.bits - 1)) - 1,
-            1 << mantissa if is_lifted or not self.subnormals else 0,
-            binary.bits_of(step),
-            *(infinity if self.has_inf else -1, last),
-            -1 if self.has_negative_zero else binary.sign,
+        return FloatCodes(
+            dropped=dropped,
+            rebias=(binary.bias - self.exponent_bias) << mantissa,
+            low_limit=(self.min_exponent + binary.bias) << binary.mantissa if is_lifted else 0,
+            low_power=math.ldexp(1.0, self.min_exponent + dropped) if is_lifted else 1.0,
+            sign_place=self.bits - 1,
+            infinity=infinity,
+            nan=nan,
+            keeps_sign_of_nan=keeps,
+            flips_sign_of_nan=flips,
+            mask=ones,
+            first_normal=1 << mantissa if is_lifted or not self.subnormals else 0,
+            step=self.smallest_subnormal if self.subnormals and is_lifted else 0.0,
+            infinite=infinity if self.has_inf else -1,
+            last_number=last,
+            nan_code=-1 if self.has_negative_zero else binary.sign,
         )
+
+    def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
+        c, bits = self._codes_in(binary), rounded.view(binary.integer)
+        whole = AND(bits, binary.magnitude)
+        codes = RIGHT(whole, c.dropped).sub_(c.rebias)
+        if c.low_limit:
+            # Adding a power of two leaves multiples of the smallest number in the lowest bits.
+            low = ADD(whole.view(binary.dtype), c.low_power).view(binary.integer)
+            codes = WHERE(LT(whole, c.low_limit), low.sub_(binary.bits_of(c.low_power)), codes)
+        sign = AND(RIGHT(bits, binary.width - 1), 1)
+        is_nan = GT(whole, binary.infinity)
+        codes = codes.masked_fill_(EQ(whole, binary.infinity), c.infinity)
+        codes = codes.masked_fill_(is_nan, c.nan)
+        if c.flips_sign_of_nan:
+            sign = WHERE(is_nan, SUB(1, sign) if c.keeps_sign_of_nan else 1, sign)
+        return OR(codes, LEFT(sign, c.sign_place))
+
+    def values_of(self, codes: Tensor) -> Tensor:
+        c = self._codes_in(FP64)
+        whole, sign = AND(codes, c.mask), LEFT(RIGHT(codes, c.sign_place), 63)
+        low = MUL(whole.to(torch.float64), c.step).view(torch.int64)
+        bits = WHERE(LT(whole, c.first_normal), low, LEFT(ADD(whole, c.rebias), c.dropped))
+        bits = bits.masked_fill_(EQ(whole, c.infinite), FP64.infinity)
+        bits = bits.masked_fill_(GT(whole, c.last_number), FP64.nan)
+        bits = bits.masked_fill_(EQ(OR(whole, sign), c.nan_code), FP64.nan)
+        return OR(bits, sign).view(torch.float64)
+
+    def coding(self, binary: Binary, keeps_sign_of_nan: bool = True) -> Coding:
+        codes = self._codes_in(binary)
         # A subnormal step is 0 if the processor flushes subnormals.
-        is_normal = step == 0 or step >= math.ldexp(1.0, 1 - binary.bias)
-        return Coding("float", spec, can_decode=is_normal)
+        is_normal = codes.step == 0 or codes.step >= math.ldexp(1.0, 1 - binary.bias)
+        if not keeps_sign_of_nan:
+            codes = codes._replace(keeps_sign_of_nan=False)
+        return Coding("float", packed(binary, codes), can_decode=is_normal)
+
+
+class FloatCodes(NamedTuple):
+    """The numbers with which floats of one type get codes, and codes values: ``float_codes`` of the kernels."""
+
+    dropped: int  # mantissa bits of the type that the format lacks
+    rebias: int  # the difference of the biases, in the place of a code's exponent
+    low_limit: int  # the bits of the smallest number with an exponent in its code; 0 if all have
+    low_power: float  # if added to numbers below that, their codes are in the lowest bits
+    sign_place: int
+    infinity: int  # the code without sign, of infinity, or if there is none the last one
+    nan: int
+    keeps_sign_of_nan: bool
+    flips_sign_of_nan: bool
+    mask: int  # of a code without sign
+    first_normal: int  # the code of ``low_limit``
+    step: float  # between numbers below that
+    infinite: int  # the code of infinity; -1 if there is none
+    last_number: int  # larger codes are NaN
+    nan_code: int  # a NaN with the code of -0, as bits of the type; -1 if there is none
 
 
 # --- rounding ------------------------------------------------------------------------------------

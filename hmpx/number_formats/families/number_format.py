@@ -178,9 +178,14 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(name: str, p: Params, *numbers: float) -> Kernel:
-    """Returns the kernel whose struct is the mode and these numbers: int64, of floats the bits."""
-    bits = [p.binary.bits_of(each) if isinstance(each, float) else each for each in numbers]
-    return Kernel(name, struct.pack(f"{len(bits) + 1}q", ROUNDING_MODES.index(p.mode), *bits))
+    """Returns the kernel whose struct is the mode and these numbers."""
+    return Kernel(name, packed(p.binary, (ROUNDING_MODES.index(p.mode), *numbers)))
+
+
+def packed(binary: Binary, numbers: Iterable[float]) -> bytes:
+    """Returns numbers as int64: integers, and the bits of floats."""
+    bits = [binary.bits_of(each) if isinstance(each, float) else each for each in numbers]
+    return struct.pack(f"{len(bits)}q", *bits)
 
 
 @dataclass(frozen=True)
@@ -294,9 +299,8 @@ class CodedFormat(MeasuredFormat):
 
     if TYPE_CHECKING:
 
-        @property
-        def bits(self) -> int:
-            """Bits of a code."""
+        @property  # of a code
+        def bits(self) -> int: ...
 
     @property
     def is_exact_in_float32(self) -> bool:

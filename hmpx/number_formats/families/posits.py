@@ -101,8 +101,6 @@ class Tapered(CodedFormat):
     def _parity(self, mantissa: int) -> int:
         raise NotImplementedError
 
-    # --- codes ---------------------------------------------------------------------------------
-
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         bits = rounded.view(binary.integer)
         whole = AND(bits, binary.magnitude)
@@ -185,8 +183,6 @@ class Posit(Tapered):
     def kernel(self, p: TaperedParams) -> Kernel:
         return kernel_of("posit", p, self.bits, self.es, p.least, p.most, p.parity, p.last)
 
-    # --- codes ---------------------------------------------------------------------------------
-
     def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
         most, places = self.max_exponent << mantissa, mantissa + self.es
         scaled = scaled.clamp_(-most, most)
@@ -259,8 +255,6 @@ class Takum(Tapered):
 
     def kernel(self, p: TaperedParams) -> Kernel:
         return kernel_of("takum", p, self.bits, p.least, p.most, p.last)
-
-    # --- codes ---------------------------------------------------------------------------------
 
     def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
         exponent = RIGHT(scaled, mantissa).clamp_(-_RANGE, _RANGE - 1)

@@ -14,8 +14,8 @@ from torch import Tensor
 from ... import arguments
 from ...errors import OptionError, shown
 from ...tensors import CAST, SPARSE
-from ..bits import FP32, Binary, to_float32
-from ..vocabulary import MOST_STEPS, Overflow
+from ..bits import FP32, to_float32
+from ..vocabulary import MOST_STEPS
 from .fixed import Fixed
 from .floats import Float
 from .granularity import Granularity, checked_granularity, split
@@ -25,10 +25,8 @@ from .shared_scales import (
     E4M3_MOST,
     RULES,
     Rule,
-    ScaledParams,
     SharedScales,
     amax_of,
-    carry,
     check_scales,
     exponent_of,
 )
@@ -151,8 +149,6 @@ class Scaled(SharedScales):
             )
         return rule or "max"
 
-    # --- figures -------------------------------------------------------------------------------
-
     @property
     def bits(self) -> float:
         """Bits per value, including blocks' scales; other scales are negligible."""
@@ -177,13 +173,10 @@ class Scaled(SharedScales):
     @property
     def largest(self) -> float:
         """The largest magnitude of an element."""
-        if isinstance(self.element, Table):
-            return max(abs(to_float32(value)) for value in self.element.values)
-        return self.element.max
+        return self._largest
 
     @property
     def scale_limits(self) -> tuple[float, float]:
-        """The least and the largest scale: of the tensor if it has one, or else of blocks."""
         most = Fraction(FLOAT32_MOST) / Fraction(self.largest)  # keeps values finite
         if self.scale_format == "e8m0":
             return 2.0**-126, math.ldexp(1.0, min(127 - exponent_of(self.largest), 127))
@@ -193,27 +186,9 @@ class Scaled(SharedScales):
             return 2.0**-121, FP32.before(FP32.floor(min(most / 448, Fraction(2) ** 117)))
         return E4M3_LEAST, E4M3_MOST
 
-    # --- rounding ------------------------------------------------------------------------------
-
     @property
     def block_axis(self) -> int | None:
         return None if self.granularity == "tensor" else self.axis
-
-    def params_in(self, binary: Binary, mode: str, overflow: Overflow) -> ScaledParams:
-        largest, (least, most) = self.largest, self.scale_limits
-        return ScaledParams(
-            binary,
-            mode,
-            element=self.element_params(binary, mode),
-            largest=largest,
-            divisor=min(largest * E4M3_MOST, FLOAT32_MOST) if self.tensor_scale else largest,
-            least_scale=least,
-            most_scale=most,
-            max_exponent=exponent_of(largest),
-            carry=carry(self.rule or "rceil", largest, self.significand_bits, 23),
-        )
-
-    # --- scales --------------------------------------------------------------------------------
 
     def amax(self, x: Tensor) -> Tensor:
         """Returns the largest magnitudes of the values that share a scale, as in histories.

@@ -33,6 +33,7 @@ from ..unpatched import (
     RIGHT,
     WHERE,
 )
+from ..vocabulary import Overflow
 from .fixed import Fixed
 from .floats import Float
 from .granularity import Granularity, grid, join, noise_index, scales_shape, split
@@ -46,7 +47,7 @@ from .number_format import (
     code_dtype,
     params_of,
 )
-from .tables import SMALL_TABLE, Table, zero_index
+from .tables import SMALL_TABLE, Table, small_struct, zero_index
 
 Rule: TypeAlias = Literal["floor", "rceil", "ceil", "even"]
 
@@ -87,21 +88,30 @@ class SharedScales(MeasuredFormat):
     if TYPE_CHECKING:
         axis: int
 
-        @property
-        def element(self) -> Float | Fixed | Table:
-            """The format of the elements, divided by their scale."""
+        @property  # of values divided by their scale
+        def element(self) -> Float | Fixed | Table: ...
 
-        @property
-        def granularity(self) -> Granularity:
-            """The values that share a scale."""
+        @property  # which values share a scale
+        def granularity(self) -> Granularity: ...
 
-        @property
-        def scale_format(self) -> str:
-            """That of `Scaled`, or "mx" in a `Block`."""
+        @property  # that of `Scaled`, or "mx" in a `Block`
+        def scale_format(self) -> str: ...
 
-        @property
-        def tensor_scale(self) -> bool:
-            """Whether scales are divided by one of the whole tensor."""
+        @property  # how to choose powers of two; None: "rceil"
+        def rule(self) -> Rule | None: ...
+
+        @property  # whether scales are divided by one of the whole tensor
+        def tensor_scale(self) -> bool: ...
+
+        @property  # the least and the largest scale: of the tensor if it has one, or else of blocks
+        def scale_limits(self) -> tuple[float, float]: ...
+
+    @property
+    def _largest(self) -> float:
+        """The largest magnitude of an element."""
+        if isinstance(self.element, Table):
+            return max(abs(to_float32(value)) for value in self.element.values)
+        return self.element.max
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the scales of values of a shape, without the tensor's."""
@@ -117,17 +127,15 @@ class SharedScales(MeasuredFormat):
         if x.numel() == 0:
             return x.clone()
         binary, blocks = p.binary, split(x, self.granularity, self.axis)
-        tensor_scale = inverse = None
         if scale is not None:
             scale = CLAMP(scale, p.least_scale, p.most_scale)
+        tensor_scale = None
         if self.tensor_scale:
-            tensor_scale = (
-                self.scale_of(amax_of(x.reshape(1, -1), binary), p) if scale is None else scale
-            )
+            tensor_scale = self._tensor_scale(x, p) if scale is None else scale
         if scale is None or self.tensor_scale:
             scale, inverse = self.block_scales(blocks, tensor_scale, p)
         else:
-            scale = _in_blocks(scale, blocks)
+            scale, inverse = _in_blocks(scale, blocks), None
         if tensor_scale is not None:
             inverse = DIV(RECIPROCAL(tensor_scale), scale)
             scale = MUL(tensor_scale, scale)
@@ -155,20 +163,39 @@ class SharedScales(MeasuredFormat):
         p: Params = element.params_in(binary, mode, "saturate")
         return p._replace(least=-p.most) if isinstance(element, Fixed) else p
 
+    def params_in(self, binary: Binary, mode: str, overflow: Overflow) -> ScaledParams:
+        largest, (least, most) = self._largest, self.scale_limits
+        amax_type = binary if self.scale_format == "mx" else FP32
+        return ScaledParams(
+            binary,
+            mode,
+            element=self.element_params(binary, mode),
+            largest=largest,
+            divisor=min(largest * E4M3_MOST, FLOAT32_MOST) if self.tensor_scale else largest,
+            least_scale=least,
+            most_scale=most,
+            max_exponent=exponent_of(largest),
+            carry=carry(self.rule or "rceil", largest, self.significand_bits, amax_type.mantissa),
+        )
+
     # --- scales --------------------------------------------------------------------------------
 
     def scale_of(self, amax: Tensor, p: ScaledParams) -> Tensor:
         """Returns the scales for largest magnitudes, of the tensor if it has one; NaN for infinity."""
         amax = FILL(amax, EQ(amax, math.inf), math.nan)
         if self.scale_format == "e8m0":
-            exponent = RIGHT(ADD(amax.view(torch.int32), p.carry), 23).sub_(p.max_exponent)
-            power = LEFT(CLAMP(exponent, 1, 254), 23).view(torch.float32)
+            power = _power(self._exponent(amax.view(torch.int32), FP32, p), FP32)
             scale = power.masked_fill_(NE(amax, amax), math.nan)
         else:
             scale = _divided(amax, p.divisor)
         scale = CLAMP(scale, p.least_scale, p.most_scale)
         is_coarse = self.scale_format == "e4m3" and not self.tensor_scale
         return E4M3.round(scale, None, _E4M3_PARAMS) if is_coarse else scale
+
+    def _tensor_scale(self, x: Tensor, p: ScaledParams) -> Tensor:
+        """Returns the scale of the whole tensor."""
+        every = x.reshape(1, -1) if x.numel() else x.new_zeros(1, 1)
+        return self.scale_of(amax_of(every, p.binary), p).reshape(())
 
     def block_scales(
         self, blocks: Tensor, tensor_scale: Tensor | None, p: ScaledParams
@@ -180,13 +207,19 @@ class SharedScales(MeasuredFormat):
                 return self.scale_of(amax, p), None
             scale = CLAMP(DIV(_divided(amax, p.largest), tensor_scale), E4M3_LEAST, E4M3_MOST)
             return E4M3.round(scale, None, _E4M3_PARAMS), None
-        most, is_fixed = _most_of(blocks, p.binary), isinstance(self.element, Fixed)
-        carried = ADD(most, p.carry) if p.carry else most
-        exponent = RIGHT(carried, p.binary.mantissa).sub_(p.binary.bias + p.max_exponent)
-        exponent = CLAMP(exponent, -126 if is_fixed else -127, 127 - p.max_exponent)
+        most = _most_of(blocks, p.binary)
+        exponent = self._exponent(most, p.binary, p)
         scale = _power(exponent, p.binary).masked_fill_(GE(most, p.binary.infinity), math.nan)
         # 2**-127 may be flushed, so it can't be a divisor.
-        return scale, None if is_fixed else _power(exponent.neg(), p.binary)
+        is_divisor = isinstance(self.element, Fixed)
+        return scale, None if is_divisor else _power(exponent.neg(), p.binary)
+
+    def _exponent(self, most: Tensor, binary: Binary, p: ScaledParams) -> Tensor:
+        """Returns the exponents of scales from the bits of largest magnitudes."""
+        carried = ADD(most, p.carry) if p.carry else most
+        exponent = RIGHT(carried, binary.mantissa).sub_(binary.bias + p.max_exponent)
+        has_subnormal = self.scale_format == "mx" and not isinstance(self.element, Fixed)
+        return CLAMP(exponent, -127 if has_subnormal else -126, min(127 - p.max_exponent, 127))
 
     # --- kernels -------------------------------------------------------------------------------
 
@@ -197,34 +230,37 @@ class SharedScales(MeasuredFormat):
             return None
         if table and (p.mode != "nearest" or len(table.values) > SMALL_TABLE):
             return None
-        if p.binary.width == 64 and not (is_mx and element.name == "float"):
+        granularity, is_wide = self.granularity, p.binary.width == 64
+        if is_wide and not (is_mx and element.name == "float"):
             return None
-        is_fixed, granularity = element.name == "fixed", self.granularity
-        numbers = [0.0] * 2 * SMALL_TABLE
-        if table:
-            spare = SMALL_TABLE - len(table.values)
-            numbers = [*table.values, *table.values[-1:] * spare]
-            numbers += [*table.thresholds, *[math.inf] * (spare + 1)]
+        is_fixed = element.name == "fixed"
+        start = struct.pack(
+            "64s64s40s6q",  # scaled_spec until its grid
+            element.struct,
+            _E4M3_STRUCT,
+            element.struct if is_fixed else b"",
+            _ELEMENTS.index(element.name),
+            _SCALE_FORMATS.index("e8m0" if is_mx and is_fixed else self.scale_format),
+            self.tensor_scale,
+            p.max_exponent,
+            p.carry,
+            zero_index(table.values) if table else 0,
+        )
+        limits = struct.pack("4f", p.largest, p.divisor, p.least_scale, p.most_scale)
+        small_table = b"" if table is None else small_struct(table)
 
         def make(x: Tensor, given: float | None) -> bytes:
             g = grid(x, granularity, self.axis)
-            if p.binary.width == 64:
+            if is_wide:  # block_spec
                 extent = (g.rows, g.mid * g.columns) if g.is_across else (g.columns, 1)
-                return struct.pack(
-                    "64s5q", element.struct, p.max_exponent, p.carry, granularity, *extent
-                )
-            return struct.pack(
-                "64s64s40s6q11q5f32f4x",  # scaled_spec
-                *(element.struct, _E4M3_STRUCT, element.struct if is_fixed else b""),
-                _ELEMENTS.index(element.name),
-                _SCALE_FORMATS.index("e8m0" if is_mx and is_fixed else self.scale_format),
-                *(self.tensor_scale, p.max_exponent, p.carry, zero_index(table) if table else 0),
-                *(*g[:5], granularity == "tensor", *g.places, given is not None),
-                *(p.largest, p.divisor, p.least_scale, p.most_scale, given or 0.0, *numbers),
-            )
+                block = struct.pack("5q", p.max_exponent, p.carry, granularity, *extent)
+                return element.struct_for(x) + block
+            end = struct.pack("f128s4x", given or 0.0, small_table)
+            is_whole, is_given = granularity == "tensor", given is not None
+            return start + struct.pack("11q", *g[:5], is_whole, *g.places, is_given) + limits + end
 
         return Kernel(
-            "block" if p.binary.width == 64 else "scaled",
+            "block" if is_wide else "scaled",
             make,
             takes_strides=not isinstance(granularity, tuple) and granularity != "column",
             takes_scale=self.tensor_scale or granularity == "tensor",
@@ -247,11 +283,8 @@ class SharedScales(MeasuredFormat):
         return Coding("scaled", coding.spec, differ, can_decode, coding.memory)
 
     def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, ...]:
-        p, tensor_scale = params_of(self, binary.dtype), None
-        scales_shape = self.scales_shape(values.shape)
-        if self.tensor_scale:
-            every = values.reshape(1, -1) if values.numel() else values.new_zeros(1, 1)
-            tensor_scale = self.scale_of(amax_of(every, p.binary), p).reshape(())
+        p, scales_shape = params_of(self, binary.dtype), self.scales_shape(values.shape)
+        tensor_scale = self._tensor_scale(values, p) if self.tensor_scale else None
         if values.numel():
             blocks, of_rounded = (split(x, self.granularity, self.axis) for x in (values, rounded))
             block_scale, _ = self.block_scales(blocks, tensor_scale, p)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import struct
-from bisect import bisect_left
+from array import array
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -159,32 +158,24 @@ class Table(CodedFormat):
                 return None
             between = thresholds[first.clamp(max=count - 2)].masked_fill(first == last, math.inf)
             entries = list(zip(between.tolist(), first.tolist(), strict=True))
-        structs = [struct.pack("fi", *entry) for entry in entries]
-        arrays = [
-            ctypes.create_string_buffer(memory)
-            for memory in (
-                struct.pack(f"{count + 1}f", *p.values, p.values[-1]),
-                struct.pack(f"{count}f", *p.thresholds, math.inf),
-                b"".join(structs),
-            )
-        ]
-        numbers = ROUNDING_MODES.index(p.mode), count, shift, zero_index(p)
-        return Kernel(
-            "table", struct.pack("7q", *numbers, *map(ctypes.addressof, arrays)), memory=arrays
+        memory = (
+            array("f", [*p.values, p.values[-1]]),
+            array("f", [*p.thresholds, math.inf]),
+            array("B", b"".join([struct.pack("fi", *entry) for entry in entries])),
         )
-
-    # --- codes ---------------------------------------------------------------------------------
+        numbers = ROUNDING_MODES.index(p.mode), count, shift, zero_index(p.values)
+        addresses = [each.buffer_info()[0] for each in memory]
+        return Kernel("table", struct.pack("7q", *numbers, *addresses), memory=memory)
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         p = params_of(self, binary.dtype)
         return self._index(WHERE(NE(rounded, rounded), 0.0, rounded), p)
 
     def coding(self, binary: Binary) -> Coding:
-        count, kind = 1 << self.bits, "f" if binary.width == 32 else "d"
-        numbers = [*self.values, *[math.nan] * (count - len(self.values))]
-        values = ctypes.create_string_buffer(struct.pack(f"{count}{kind}", *numbers))
-        spec = struct.pack("2q", count - 1, ctypes.addressof(values))
-        return Coding("table", spec, can_encode=binary.width == 32, memory=values)
+        missing = [math.nan] * ((1 << self.bits) - len(self.values))
+        values = array("f" if binary.width == 32 else "d", [*self.values, *missing])
+        spec = struct.pack("2q", len(values) - 1, values.buffer_info()[0])
+        return Coding("table", spec, memory=values)
 
     def values_of(self, codes: Tensor) -> Tensor:
         known = torch.tensor(self.values, dtype=torch.float64, device=codes.device)
@@ -192,9 +183,16 @@ class Table(CodedFormat):
         return values.masked_fill_(GE(codes, len(self.values)), math.nan)
 
 
-def zero_index(p: TableParams) -> int:
-    """Returns the index of the value nearest to 0."""
-    return bisect_left(_thresholds(p.values, p.binary, "nearest"), 0.0)
+def small_struct(p: TableParams) -> bytes:
+    """Returns the values and the thresholds of a table of up to `SMALL_TABLE` values, both filled up to that."""
+    spare = SMALL_TABLE - len(p.values)
+    values = [*p.values, *p.values[-1:] * spare]
+    return struct.pack(f"{2 * SMALL_TABLE}f", *values, *p.thresholds, *[math.inf] * (spare + 1))
+
+
+def zero_index(values: tuple[float, ...]) -> int:
+    """Returns the index of the value nearest to 0; of two the even one."""
+    return min(range(len(values)), key=lambda index: (abs(values[index]), index % 2))
 
 
 def _significant_bits(value: float) -> int:

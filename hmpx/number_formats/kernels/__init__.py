@@ -151,8 +151,6 @@ _EXTREMES: Final = {
     torch.float16: "extremes_f16",
 }
 
-_FLOAT32_MOST: Final = torch.finfo(torch.float32).max
-
 
 @functools.cache
 def extremes_kernels() -> Mapping[torch.dtype, Extremes]:
@@ -180,7 +178,7 @@ def largest_magnitude(x: Tensor) -> float | None:
     threads = min(threads_for(count), MOST_THREADS)
     extremes(x.data_ptr(), count, ctypes.addressof(found), threads)
     amax = abs(max(-found[0], found[1]))
-    return amax if amax <= _FLOAT32_MOST else math.nan
+    return amax if math.isfinite(amax) else math.nan
 
 
 # --- bfloat16 ----------------------------------------------------------------------------------
