@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hmpx.number_formats.families.number_format import NumberFormat
 from hmpx.reports import Written
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -197,20 +198,27 @@ def _items(body: str, types: dict[str, str]) -> Iterator[str]:
 
 
 def _methods(cls: type) -> Iterator[str]:
-    members = [*_members(cls)]
-    if members:
-        yield "Members:\n"
-    if issubclass(cls, Written):
-        yield "- `to_json`, `to_html`, `to_csv`, `to_dataframe`: see [Results](#results)."
-    for name, value in members:
-        if value is getattr(Written, name, None):
+    described = set(re.findall(r"(?:^- |, )`(\w+)", TEMPLATE.read_text("utf-8"), re.MULTILINE))
+    elsewhere = next((place for base, place in SHARED.items() if issubclass(cls, base)), "")
+    lines, shared = [], []
+    for name, value in _members(cls):
+        if elsewhere and name in described:
+            shared.append(f"`{name}`")
             continue
         own = value.fget if isinstance(value, property) else value
         said = " ".join((inspect.getdoc(own) or "").partition("\n\n")[0].split())
         shown = name if isinstance(value, property) else signature(name, value, width=10**6)
-        yield f"- `{shown}`: {_plain(said)}"
-    if members:
+        lines.append(f"- `{shown}`: {_plain(said)}")
+    if shared:
+        lines.append(f"- {', '.join(shared)}: see {elsewhere}.")
+    if lines:
+        yield "Members:\n"
+        yield from lines
         yield ""
+
+
+#: Classes with members that the template describes once, for all subclasses, and where.
+SHARED = {Written: "[results](#results)", NumberFormat: "[number formats](#number-formats)"}
 
 
 def _plain(text: str) -> str:
