@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import arguments, casting, compute, ops
+from .. import arguments, casting, compute, ops, torch_state
 from ..errors import OptionError, raised_here, shown, suggestion
 from ..number_formats import Format
 from ..policy import (
@@ -214,7 +214,9 @@ def _notes(name: str, policy: Policy) -> Iterable[str]:
             "statistics keep their dtype"
         )
     if is_converted() and not casts_enabled():
-        yield "casts are switched off here and now, by disable_casts or a region of autocast"
+        where = "convert(within=...) casts inside of its module only"
+        off = "casts are switched off here and now, by disable_casts or a region of autocast"
+        yield where if torch_state.is_outside() else off
 
 
 # --- how calls compute on a device ---------------------------------------------------------------

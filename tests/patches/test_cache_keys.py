@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import hmpx
 from hmpx import formats
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("no_search_for_early_names")
 
 BASE: dict[str, Any] = {"device_types": {"cpu"}, "low_precision_type": "float8_e4m3fn"}
 
+MODULE = torch.nn.Linear(2, 2)
+
 #: Each changes one thing that decides; options by their names.
 CHANGES: dict[str, dict[str, Any]] = {
     "policy": {"policy": {"low": ["linear"]}, "low_precision_type": None},
@@ -28,6 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rounding": {"rounding": "toward_zero"},
     "overflow": {"overflow": "saturate"},
     "round_gradients": {"round_gradients": True},
+    "within": {"within": MODULE},
 }
 
 

@@ -184,6 +184,12 @@ def test_rules_and_records_work_there() -> None:
     assert rec.report().about["within"] == "Block"
 
 
+def test_explain_says_where_it_casts() -> None:
+    ours, _ = pair()
+    with hmpx.convert(**CPU, within=ours):
+        assert "convert(within=...) casts inside of its module only" in str(hmpx.explain("linear"))
+
+
 def test_other_conversions_differ_from_it_and_modules_are_not_kept_alive() -> None:
     ours, theirs = pair()
     for each, dtype in ((ours, torch.bfloat16), (theirs, torch.float32), (None, torch.bfloat16)):
