@@ -48,13 +48,16 @@ def lacks_kernel(error: BaseException) -> str:
 
 def differs_in_devices(error: BaseException) -> bool:
     """Whether an error is about fake tensors on several devices."""
-    return _is_named(error, "FakeTensorDeviceMismatchError")
+    # Before torch 2.13 it had no class of its own.
+    is_it = _is_named(error, "FakeTensorDeviceMismatchError")
+    return is_it or "found two different devices" in str(error)
 
 
 def _is_named(error: BaseException, *names: str) -> bool:
     from torch._subclasses import fake_tensor  # takes long to import
 
-    return isinstance(error, tuple([getattr(fake_tensor, name) for name in names]))
+    found = [getattr(fake_tensor, name) for name in names if hasattr(fake_tensor, name)]
+    return isinstance(error, tuple(found))
 
 
 class _Hidden(type):
