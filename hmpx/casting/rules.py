@@ -111,8 +111,7 @@ def register_rule(
     all calls that agree in the fields that it read, so it must depend on nothing else. Tensors
     that an op writes to always keep their dtype.
 
-    Applies to current and later conversions, until `unregister_rule`. Modelled on TVM's
-    mixed-precision pass.
+    Applies to current and later conversions, until ``unregister_rule``.
 
     Args:
         op: An op name as in the lists, several of them, or ``"*"`` for every op.

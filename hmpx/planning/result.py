@@ -54,9 +54,6 @@ class Run:
 class Plan(Written):
     """The planned cost of a training step, or of a forward.
 
-    Printing it shows the low-precision share, a table of memory with float32, torch.autocast and hmpx side
-    by side, for large models also which cards hold it in how many processes, remedies, and the decisions by op.
-
     Attributes:
         model: Name of the model's class.
         device_type: Type of the planned device.
@@ -69,7 +66,7 @@ class Plan(Written):
             if it can't freeze the model.
         notes: Further remarks.
         groups: Parameters that FSDP2 gathers together.
-        about: What it was measured with: command, date, device, versions, policy.
+        about: See [results](#results).
 
     Example:
         >>> def inputs():

@@ -114,7 +114,7 @@ class Invariance(Written):
         skipped: Why calls were not repeated with other batches -> how many.
         calls: Number of calls.
         is_converted: Whether torch was converted.
-        about: What it was measured with: command, date, device, versions, policy.
+        about: See [results](#results).
 
     Example:
         >>> model = torch.nn.Linear(4, 2, dtype=torch.float64)

@@ -375,10 +375,9 @@ def watch(
 ) -> Watch:
     """Returns a context manager that reports the first op that makes finite values NaN or infinite.
 
-    It covers the forward, checkpoints' recomputation and the backward, and names the module and the line of
-    the program. It ignores masks of infinities, and ops that only pass on non-finite values. A step ends
-    where an optimizer steps, at `Watch.step`, and with the block. Only then is anything read from a
-    device.
+    It covers the forward, checkpoints' recomputation and the backward. It ignores masks of
+    infinities, and ops that only pass on non-finite values. A step ends where an optimizer steps,
+    at `Watch.step`, and with the block. Only then is a device read.
 
     Args:
         mode: ``"raise"`` raises an error at the end of the step, before the optimizer changes any weight;

@@ -28,8 +28,8 @@ class Block(SharedScales):
 
     Attributes:
         name: An identifier.
-        element: The format of the elements, divided by their block's scale: a `Float`, or a `Fixed` one
-            as in MXINT8, without its least number, so that it is symmetric.
+        element: The format of the elements; a `Fixed` one, as in MXINT8, is used without its least
+            number, so that it is symmetric.
         size: Elements of a block; the last block of a row may be shorter.
         axis: The axis along which elements form blocks.
         rule: How to choose the shared exponent, by torchao's names (ScaleCalculationMode). ``"floor"``: that
