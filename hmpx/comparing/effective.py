@@ -40,7 +40,7 @@ def contents(tensor: Tensor) -> torch.dtype | None:
     """Returns the narrowest dtype that holds each value of ``tensor`` exactly.
 
     The dtype is float32, float16 or bfloat16 (which is preferred to float16 where both fit), or the
-    tensor's own. None where values do not show rounding: at most 16 distinct magnitudes
+    tensor's own. None where values can't show rounding: at most 16 distinct magnitudes
     (constants, masks), small integers times a power of two (positions, images), or hardly any that
     needs the last bit of the dtype (positions times slopes).
 

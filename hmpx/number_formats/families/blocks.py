@@ -32,11 +32,8 @@ class Block(SharedScales):
             number, so that it is symmetric.
         size: Elements of a block; the last block of a row may be shorter.
         axis: The axis along which elements form blocks.
-        rule: How to choose the shared exponent, by torchao's names (ScaleCalculationMode). ``"floor"``: that
-            of amax minus that of the largest element, as in the OCP specification; amax may saturate.
-            ``"rceil"``: the least without saturation, as on Blackwell. ``"ceil"``: like ``"floor"``, for amax
-            rounded up to a power of two. ``"even"``: like ``"floor"``, for amax rounded to the element's
-            mantissa bits.
+        rule: How to choose the shared exponent: ``"floor"``, as in the OCP specification,
+            ``"rceil"``, ``"ceil"`` or ``"even"``; see [blocks](formats.md#blocks).
 
     Example:
         >>> element = hmpx.formats.Float("e2m1", exponent_bits=2, mantissa_bits=1, kind="finite")
