@@ -44,9 +44,9 @@ def compare(
 ) -> Comparison:
     """Compares each call of a model in low precision with float32, and ranks ops by their effect.
 
-    The model runs forward and backward in low precision, then in float32. There each call also runs in
-    low precision on the same inputs, and one backward gives the effect of each difference on the loss.
-    The model, its inputs and the RNG state are restored afterwards, bit for bit.
+    The model runs in low precision, then in float32. There each call also runs in low precision on
+    the same inputs, and one backward gives the effect of each difference on the loss. Model, inputs
+    and RNG state are restored.
 
     Args:
         model: The model, or any function. A compiled one runs uncompiled.

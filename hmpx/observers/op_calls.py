@@ -40,11 +40,10 @@ class OpCall:
         op: Op name.
         site: The patched call site: ``torch.nn.functional.linear``.
         function: The original callable.
-        cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` if the argument that the
-            call writes to decided; ``"PASS"`` if the op is never cast.
+        cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` if the tensor
+            that is written to decided.
         reason: The origin of the decision: ``"lists/hmpx/bf16.txt:20"``, ``"in-place rule"``.
-        dtype: The dtype, or number format, to which hmpx or torch.autocast cast the inputs; None if the
-            call was left alone.
+        dtype: The dtype, or number format, to which inputs were cast; None for none.
         input_dtypes: Dtypes of the floating inputs, before and
         cast_dtypes: after casting by hmpx.
         output_dtypes: Dtypes of the tensors returned.
@@ -55,8 +54,8 @@ class OpCall:
         phase: ``"forward"``; ``"recompute"`` when a checkpoint reruns its forward; ``"backward"`` in other
             Python code that autograd calls.
         seconds: Duration of the call, with its casts; None if no observer needs times.
-        legalized: Whether it computed in fp32 and rounded: legalized, in a number format, or because a
-            kernel is missing.
+        legalized: Whether it computed in fp32 and rounded: legalized, emulated, or for lack of a
+            kernel.
         kernels: Dtypes that the kernels computed in, below torch.autocast; () if no observer needs
             them.
 

@@ -19,9 +19,8 @@ from .recorder import Recorder
 class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     """Records each call of an op that computes: its dtypes, casts, costs, module and line.
 
-    It holds for all threads, and nests. Inside the block compiled functions run uncompiled, including those
-    compiled there. No tensor of the program is kept alive, and no device is waited for unless ``times``
-    is set. Memory grows with distinct ops, dtypes and lines, not with calls.
+    It holds for all threads, and nests. Compiled functions run uncompiled. No tensor of the program
+    is kept alive, and no device is waited for unless ``times`` is set.
 
     Not recorded: calls that raise, calls that are traced for a graph, tangents, and batched
     gradients such as those of ``torch.func.jacrev``. Under ``torch.func.vmap`` a call's costs cover

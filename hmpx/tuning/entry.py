@@ -46,7 +46,7 @@ def tune(
     their effect on the result. With the set the error is within the tolerance, without any of its
     members it is not; both are measured.
 
-    The model, its inputs, the RNG state and the conversion in force are restored afterwards.
+    Model, inputs, RNG state and conversion are restored.
 
     Args:
         model: The model: a module, or a function that calls some.

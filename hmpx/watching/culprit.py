@@ -85,9 +85,9 @@ class Offence:
         module: Qualified name of the innermost module; ``""`` for none.
         site: The call site: ``"torch.nn.functional.linear"``.
         location: ``"train.py:12"``.
-        kind: ``"nan"``; ``"inf"``, which float32 also gives; ``"overflow"`` of a low-precision type or
-            number format; ``"underflow"``: an input that rounding made zero; ``"scale"``: gradients
-            overflow at every scale that a `torch.amp.GradScaler` tries.
+        kind: ``"nan"``; ``"inf"``, which float32 also gives; ``"overflow"`` of a low-precision type
+            or number format; ``"underflow"``: an input that rounding made zero; ``"scale"``:
+            gradients overflow at every loss scale.
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
         step: Number of the step, from 0.
         source: ``"op"``; or where the values were non-finite before any observed op: in an
