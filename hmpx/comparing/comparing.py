@@ -66,7 +66,7 @@ def compare(
 
     Raises:
         OptionError: An argument has an invalid value, casts are off, ``loss_fn`` returns no such
-            tensor, or the model does not take such inputs, or returns a generator or a coroutine.
+            tensor, the model rejects the inputs, or it returns a generator or a coroutine.
         FreezeError: The model, or one that the function or an input holds, is frozen.
 
     Example:

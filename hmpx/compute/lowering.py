@@ -143,8 +143,8 @@ def register_op(
     format; gradients are those of torch's own op. Registering again replaces the function.
 
     Args:
-        fn: Takes the op's arguments, its tensors rounded to the format, and returns one tensor. Or
-            a function prepared by `create_lower_func`.
+        fn: Takes the op's arguments, tensors rounded to the format, and returns one tensor. Or a
+            result of ``create_lower_func``.
         op: Op name, as in the lists.
         format: The format, or its name.
         device_type: Limits this to tensors on such devices; None for all device types without their own

@@ -79,8 +79,7 @@ def freeze(
             then untouched, as it is if its forward raises an error. With ``compute="float32"``:
             torch is converted, the model is in training mode or frozen, or has a module of
             TorchScript.
-        OptionError: ``outputs``, ``store``, ``compute`` or ``keep_fp32`` has an invalid value, or they do
-            not fit together.
+        OptionError: An argument has an invalid value, or two do not fit together.
 
     Example:
         >>> model = torch.nn.Linear(2, 3).eval()

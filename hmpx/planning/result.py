@@ -126,12 +126,12 @@ class Plan(Written):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd keeps for the backward, without casts of weights."""
+        """Bytes kept for the backward, without casts of weights."""
         return self.memory.saved_bytes
 
     @property
     def weight_cast_bytes(self) -> int:
-        """Bytes of casts of weights that autograd keeps for the backward."""
+        """Bytes of casts of weights kept for the backward."""
         return self.memory.weight_cast_bytes
 
     @property
@@ -147,7 +147,7 @@ class Plan(Written):
 
     @property
     def low_precision_bytes_share(self) -> float:
-        """The share of bytes read and written by calls in low precision, from 0 to 1."""
+        """The share of bytes in low precision, from 0 to 1."""
         totals = self.report.totals
         return totals.low_bytes / totals.bytes if totals.bytes else 0.0
 

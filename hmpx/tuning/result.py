@@ -99,7 +99,7 @@ class Tuned(Written):
 
     @property
     def follows(self) -> Kept:
-        """Ops that are in low precision only if all their inputs are, and else in fp32."""
+        """Ops that are in low precision only if all their inputs are."""
         return frozenset(map(bare, filter(is_following, self.kept)))
 
     @property
@@ -109,7 +109,7 @@ class Tuned(Written):
 
     @property
     def policy(self) -> Policy:
-        """The policy that keeps these in fp32; ops that the model does not call keep their default."""
+        """The policy that keeps these in fp32."""
         types = assigned(self.candidates, self.kept, self.low_precision_type)
         return policy_of(types, self.low_precision_type)
 
@@ -135,7 +135,7 @@ class Tuned(Written):
         return found[-1] if found else None
 
     def write(self, directory: str | os.PathLike[str]) -> list[Path]:
-        """Writes lists (or a policy file where modules differ) with reasons in comments, and reports.
+        """Writes lists, or a policy file where modules differ, and reports.
 
         Args:
             directory: The directory, created if missing.

@@ -23,8 +23,8 @@ _MOST_ENCODED: Final = 2048
 class Block(SharedScales):
     """Blocks of elements that share a power of two, as in the OCP Microscaling (MX) specification.
 
-    The shared exponent derives from the block's largest magnitude (amax), is from -127 to 127 (in fixed point
-    from -126), and is stored in 8 bits (E8M0). No element times its scale is infinite.
+    The shared exponent derives from the block's largest magnitude. It is from -127 to 127 (in fixed
+    point from -126), in 8 bits (E8M0).
 
     Attributes:
         name: An identifier.

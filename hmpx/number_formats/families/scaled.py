@@ -55,8 +55,7 @@ class Scaled(SharedScales):
 
     - All values that share their scale with infinity or NaN become NaN.
     - Zeros stay zeros: a scale is at least ``2**-126``, that of a tensor with e4m3 scales at least
-      ``2**-121``, and an e4m3 scale at least ``2**-6``, so that its reciprocal exists. Values far below
-      that become zero.
+      ``2**-121``, and an e4m3 scale at least ``2**-6``. Values far below become zero.
     - float64 beyond float32's largest number saturates.
 
     Attributes:
