@@ -41,7 +41,7 @@ class OpCall:
         site: The patched call site: ``torch.nn.functional.linear``.
         function: The original callable.
         cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` if the tensor
-            that is written to decided.
+            that is written to decided; ``"PASS"`` if the op is never cast.
         reason: The origin of the decision: ``"lists/hmpx/bf16.txt:20"``, ``"in-place rule"``.
         dtype: The dtype, or number format, to which inputs were cast; None for none.
         input_dtypes: Dtypes of the floating inputs, before and
