@@ -171,7 +171,7 @@ def entry(name: str) -> Iterator[str]:
     if _is_called(value):
         yield f"```text\n{signature(name, value)}\n```\n"
     elif _is_error(value):
-        bases = [each.__name__ for each in value.__mro__[1:] if each is not object]
+        bases = [each.__name__ for each in value.__mro__[1:] if issubclass(each, Exception)]
         yield f"Is also: {', '.join(f'`{each}`' for each in bases)}.\n"
     text, *rest = _SECTION.split(inspect.getdoc(value) or "")
     yield f"{_plain(text.strip())}\n"
@@ -198,27 +198,36 @@ def _items(body: str, types: dict[str, str]) -> Iterator[str]:
 
 
 def _methods(cls: type) -> Iterator[str]:
-    described = set(re.findall(r"(?:^- |, )`(\w+)", TEMPLATE.read_text("utf-8"), re.MULTILINE))
-    elsewhere = next((place for base, place in SHARED.items() if issubclass(cls, base)), "")
+    title = next((title for base, title in SHARED.items() if issubclass(cls, base)), "")
+    described = _described(title) if title else set()
     lines, shared = [], []
     for name, value in _members(cls):
-        if elsewhere and name in described:
-            shared.append(f"`{name}`")
+        if name in described:
+            shared.append(name)
             continue
         own = value.fget if isinstance(value, property) else value
         said = " ".join((inspect.getdoc(own) or "").partition("\n\n")[0].split())
         shown = name if isinstance(value, property) else signature(name, value, width=10**6)
         lines.append(f"- `{shown}`: {_plain(said)}")
     if shared:
-        lines.append(f"- {', '.join(shared)}: see {elsewhere}.")
+        place = f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
+        named = ", ".join(f"`{name}`" for name in shared)
+        is_whole = described == {*shared}
+        lines.append(f"- Those of all {place}." if is_whole else f"- {named}: see {place}.")
     if lines:
         yield "Members:\n"
         yield from lines
         yield ""
 
 
-#: Classes with members that the template describes once, for all subclasses, and where.
-SHARED = {Written: "[results](#results)", NumberFormat: "[number formats](#number-formats)"}
+#: Classes with members that the template describes once, for all subclasses, and under which heading.
+SHARED = {Written: "Results", NumberFormat: "Number formats"}
+
+
+def _described(title: str) -> set[str]:
+    """Returns the members that the template lists under a heading."""
+    _, _, rest = TEMPLATE.read_text("utf-8").partition(f"\n## {title}\n")
+    return set(re.findall(r"(?:^- |, )`(\w+)", rest.partition("\n:::")[0], re.MULTILINE))
 
 
 def _plain(text: str) -> str:

@@ -107,12 +107,11 @@ def register_rule(
     """Registers a function that decides the calls of an op before the op lists do.
 
     It is called with a `Call` and returns a `Decision`, or a `CastPolicy` (`ALLOW`, `FOLLOW`,
-    `DENY`), or None to leave the call to the next rule and then to the lists. Its result is cached for
-    all calls that agree in the fields that it read, so it must depend on nothing else. Tensors
-    that an op writes to always keep their dtype.
+    `DENY`), or None to leave the call to the next rule and then to the lists. Its result is cached
+    by the fields that it read, so it must depend on nothing else. Tensors that an op writes to
+    always keep their dtype.
 
-    Applies to current and later conversions, until `unregister_rule`. Modelled on TVM's
-    mixed-precision pass.
+    Applies to current and later conversions, until ``unregister_rule``.
 
     Args:
         op: An op name as in the lists, several of them, or ``"*"`` for every op.

@@ -101,9 +101,9 @@ class _Subject(NamedTuple):
 class expect:  # noqa: N801  # a context manager, like torch.no_grad
     """Checks each call and tensor of the block against a contract.
 
-    Works with and without a conversion, also over torch.autocast, FSDP2 and ``model.bfloat16()``; changes no
-    result. It holds for all threads, but ``saved`` only for the one that entered the block. Compiled functions
-    run uncompiled.
+    Works with and without a conversion, also over torch.autocast, FSDP2 and ``model.bfloat16()``;
+    changes no result. It holds for all threads, ``saved`` only for the one that entered the block.
+    Compiled functions run uncompiled.
 
     Args:
         contract: A file, the text of one, such as `expect.of` returns, or a mapping with its keys.

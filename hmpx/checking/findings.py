@@ -42,8 +42,7 @@ class Finding:
     Attributes:
         code: ``"HP101"``.
         op: Op name; the tensor's name for parameters.
-        module: Qualified name of the module, of several the one with the largest effect; ``""`` outside of
-            modules.
+        module: Qualified name of the module with the largest effect; ``""`` for none.
         location: ``"train.py:40"``; ``""`` for tensors by name.
         evidence: The values that prove it.
         effect: Relative error of the call, or the share of values or bytes that it costs.

@@ -38,7 +38,7 @@ class Lint(Written):
     """A context manager returned by `lint`; iterates over its findings.
 
     Attributes:
-        about: What it was measured with: command, date, device, versions, policy.
+        about: See [results](#results).
 
     Example:
         >>> with hmpx.lint() as findings:
@@ -254,13 +254,14 @@ def _subnormal_in_fp16(gradient: Tensor) -> float:
 def lint(*, every: int = 50, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> Lint:
     """Finds calls of the block that lose precision or time, without changing a result.
 
-    Works with and without a conversion, also over torch.autocast. Effects are measured in float64 next to
-    the program; a finding about values is reported only if its effect is more than five times what one
-    rounding explains, and more than four times that of the remedy. ``# hmpx: ignore[HP103]`` on a line of
-    the program leaves it out. Keeps the arguments of the last 64 calls alive.
+    Works with and without a conversion, also over torch.autocast. Effects are measured in float64;
+    a finding about values is reported only if its effect is over five times that of one rounding,
+    and over four times that of the remedy. ``# hmpx: ignore[HP103]`` on a line of the program
+    leaves it out. Keeps the arguments of the last 64 calls alive.
 
     Args:
-        every: Checks one optimizer step in ``every``, beginning with the first. A checked step is much slower.
+        every: Checks one optimizer step in ``every``, from the first on. A checked step is much
+            slower.
         select: Codes to check; default: all.
         ignore: Codes to leave out.
 

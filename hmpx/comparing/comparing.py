@@ -44,32 +44,30 @@ def compare(
 ) -> Comparison:
     """Compares each call of a model in low precision with float32, and ranks ops by their effect.
 
-    The model runs forward and backward in low precision, then in float32. There each call also runs in
-    low precision on the same inputs, and one backward gives the effect of each difference on the loss.
-    The model, its inputs and the RNG state are restored afterwards, bit for bit.
+    The model runs in low precision, then in float32. There each call also runs in low precision on
+    the same inputs, and one backward gives the effect of each difference on the loss. Model, inputs
+    and RNG state are restored.
 
     Args:
         model: The model, or any function. A compiled one runs uncompiled.
         inputs: Its arguments ([inputs](#inputs)), or with ``forward_step`` any batch.
         forward_step: Takes the model and the batch, and returns the output.
-        loss_fn: Takes the output, upcast to float32, and the batch, or the output alone. Returns a tensor of
-            one element. Its own ops run in float32. None: effects are relative to the outputs, by random
-            projections.
+        loss_fn: Takes the output, upcast to float32, and the batch, or the output alone; returns a
+            tensor of one element. Its own ops run in float32. None: effects are relative to the
+            outputs.
         reference: ``torch.float32``, or ``torch.float64`` to compare each call with itself in float64.
-        passes: Number of runs over which the comparison is spread. More take longer but need less memory:
-            each result keeps half of its float32 size until the backward.
+        passes: Number of runs over which the comparison is spread. More take longer but need less
+            memory.
         seed: Seed of the random projections.
-        **conversion: Arguments of `convert`. None given: the conversion in force, or the default if there
-            is none or it decides on no op.
+        **conversion: Arguments of `convert`. None given: the conversion in force, else the default.
 
     Returns:
         The rows, by effect.
 
     Raises:
-        OptionError: An argument has an invalid value, casts are off, ``loss_fn`` returns no such tensor,
-            or the model does not take such inputs, or returns a generator or a coroutine, which has not run.
-        FreezeError: The model, or one that the function or an input holds, is frozen by `freeze`: its
-            float32 weights are gone.
+        OptionError: An argument has an invalid value, casts are off, ``loss_fn`` returns no such
+            tensor, the model rejects the inputs, or it returns a generator or a coroutine.
+        FreezeError: The model, or one that the function or an input holds, is frozen.
 
     Example:
         >>> _ = torch.manual_seed(0)

@@ -50,19 +50,16 @@ _MOST_ROWS, _MOST_GRADIENTS, _MOST_NOTES, _MOST_IN_NOTEBOOK = 15, 3, 5, 30
 class Comparison(Written):
     """The effect of low precision on each call of a model.
 
-    Printing it shows a verdict, the rows of largest effect, and the gradients that differ most.
-
     Attributes:
         rows: A row per op, module and line, largest effect first.
         gradients: A row per parameter, largest relative difference first.
         loss: The loss in float32; NaN without ``loss_fn``.
         low_loss: The loss in low precision; NaN without ``loss_fn``.
-        output_error: Norm of the difference over the float32 norm, over all floating-point outputs. Python
-            floats count only if the model returns no floating-point tensor or array.
+        output_error: Norm of the difference over the float32 norm, over all floating-point outputs.
         output_notes: Differences in other outputs, and outputs that can't be compared.
         unmatched: Number of calls that the model makes in float32 only.
         backward_error: The error of the backward, without ``loss_fn``; effects are unknown then.
-        about: What it was measured with: command, date, device, versions, policy.
+        about: See [results](#results).
 
     Example:
         >>> comparison = hmpx.compare(torch.nn.Linear(8, 2), torch.ones(4, 8))

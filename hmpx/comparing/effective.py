@@ -39,11 +39,10 @@ _BELOW_FP16: Final = (1 << 13) - 1
 def contents(tensor: Tensor) -> torch.dtype | None:
     """Returns the narrowest dtype that holds each value of ``tensor`` exactly.
 
-    The dtype is float32, float16 or bfloat16 (which is preferred to float16 where both fit), or the tensor's
-    own. n random fp32 values pass for bfloat16 with a probability of ``2 ** (-16 * n)``. Where values are no
-    evidence of rounding, the answer is None: where there are at most 16 distinct magnitudes (zeros,
-    constants, masks, one-hot rows), all are small integers times a power of two (positions, counters,
-    images), or hardly any needs the last bit of the dtype (positions times slopes).
+    The dtype is float32, float16 or bfloat16 (which is preferred to float16 where both fit), or the
+    tensor's own. None where values can't show rounding: at most 16 distinct magnitudes
+    (constants, masks), small integers times a power of two (positions, images), or hardly any that
+    needs the last bit of the dtype (positions times slopes).
 
     Reads the values once; stops at the first part that tells them from low precision.
 

@@ -185,11 +185,11 @@ class ErrorStatistics:
         nan: Number of values that were NaN before; not counted below.
         inf: Number of values that were infinite before; not counted below.
         overflow: Share of the finite values that became infinity or NaN.
-        saturated: Share of the finite values that were clipped: they lie outside the format's range, but
-            are finite after rounding. In blocks, outside the range that their scale allows.
+        saturated: Share of the finite values that were clipped to the format's range, or to that of
+            their block's scale.
         underflow: Share of the nonzero finite values that became zero.
-        sqnr_db: Signal to quantization noise ratio, in decibel: 6 more for each bit of a significand.
-            Infinity if rounding changed nothing.
+        sqnr_db: Signal to quantization noise ratio, in decibel. Infinity if rounding changed
+            nothing.
         max_abs: The largest difference.
         max_rel: The largest difference relative to the value, over nonzero values.
         mean_rel: The mean difference relative to the value, over nonzero values.
@@ -227,7 +227,7 @@ class ErrorTable:
     """The errors of rounding one tensor to several number formats. Printed, it is a table.
 
     Attributes:
-        rows: A row for each format, in the order given; a list of them makes a pandas.DataFrame.
+        rows: A row for each format, in the order given.
 
     Example:
         >>> print(hmpx.formats.table(torch.tensor([1.0, 1.1, 500.0, 1e-9]), ["e4m3", "e5m2"]))

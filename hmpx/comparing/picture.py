@@ -28,8 +28,8 @@ def plot(x: Tensor, format: str | torch.dtype | Format) -> Any:
     """Draws where magnitudes of ``x`` lie, and where the format has values.
 
     Each bar is the share of values between one power of two and the next; the line is the number of
-    format values there. Values left of the line become zero or the smallest value; values right of it
-    overflow. For formats with scales or more than 16 bits, the range replaces the line.
+    format values there, or the range for formats with scales or more than 16 bits. Values left of
+    it become zero or the smallest value; values right of it overflow.
 
     Args:
         x: As for `quantize`. Zeros, NaN and infinities are ignored.

@@ -40,34 +40,32 @@ class ComparedSite:
 
     Attributes:
         op: Op name.
-        module: Qualified name of the innermost module whose forward made the calls; ``""`` for none.
+        module: Qualified name of the innermost module; ``""`` for none.
         location: ``"model.py:12"``: the line of the program.
         cast_policy: Name of the `CastPolicy` that decided.
         reason: The source of the decision: ``"lists/hmpx/bf16.txt:20"``.
-        dtype: Name of the low-precision type that the op computed with; ``""`` if it used none: all its
-            errors are 0 then.
+        dtype: Name of the low-precision type that the op computed with; ``""`` if it used none.
         calls: Number of calls.
-        effect: First-order effect of this op's own rounding on the loss: a norm of gradient times
-            difference. Without a loss: on the outputs, relative to their norm. Infinity if a low result is
-            not finite though the reference is; NaN if no gradient arrives.
+        effect: First-order effect of this op's own rounding on the loss, in its units. Without a
+            loss: on the outputs, relative to their norm. Infinity if only the reference is finite;
+            NaN if no gradient arrives.
         error: Norm of the differences over norm of the references.
         max_abs: The largest difference.
         sqnr_db: Signal to quantization noise ratio, in decibel.
         ulp: Mean error in units in the last place of the low-precision type, in a sample.
         cosine: Cosine between low results and references.
-        propagated_error: Like ``error``, with the whole model in low precision, so it includes the errors of
+        propagated_error: Like ``error``, with the whole model in low precision, so with errors of
             earlier calls; in a sample.
         range: The magnitudes of the references.
         fits: Whether inputs and results are within the range of the low-precision type.
         lost: Number of results that are finite in the reference only.
         underflow: Share of nonzero results that became zero, in a sample.
         flips: Share of integer results, such as indices, that differ; NaN if there are none.
-        flops: Floating-point operations of the forward in low precision.
+        flops: Floating-point operations in low precision.
         bytes: Bytes of inputs and results in low precision.
         exponents: Number of sampled reference values with each binary exponent, from -64 on.
         order: Position of the first call among the model's calls.
-        unseen: Number of calls that round but whose results get no gradient; ``effect`` does not include
-            them.
+        unseen: Number of calls whose results get no gradient; ``effect`` does not include them.
     """
 
     op: str

@@ -139,13 +139,12 @@ def register_op(
 ) -> None:
     """Makes ``fn`` compute an op in a number format.
 
-    The op runs in the format if it is in the low-precision list (or a rule's `ALLOW`) with it. The result
-    of ``fn`` is rounded to the format; gradients are those of torch's own op at the same inputs. Registering
-    again replaces the function.
+    The op runs in the format if a list or a rule says so. The result of ``fn`` is rounded to the
+    format; gradients are those of torch's own op. Registering again replaces the function.
 
     Args:
-        fn: Takes the op's arguments, its tensors rounded to the format, and returns one tensor. Or
-            a function prepared by `create_lower_func`.
+        fn: Takes the op's arguments, tensors rounded to the format, and returns one tensor. Or a
+            result of ``create_lower_func``.
         op: Op name, as in the lists.
         format: The format, or its name.
         device_type: Limits this to tensors on such devices; None for all device types without their own

@@ -54,9 +54,9 @@ def freeze(
 ) -> Frozen:
     """Stores in low precision, in place, the weights that ``model`` only uses in low precision.
 
-    Watches one forward on the example. A weight that it casts to bfloat16 or float16 on every use is
-    stored in that type; others stay as they are. The model then gives the same results, bit for bit,
-    without casting weights. Training it and loading weights into it are errors.
+    A weight that a forward on the example casts to bfloat16 or float16 on every use is stored in
+    that type; others stay as they are. Results stay the same, bit for bit. Training the model and
+    loading weights into it are errors.
 
     ``store="bfloat16", compute="float32"`` needs neither an example nor a conversion (LayerCast): it rounds
     all parameters, and upcasts them where a module reads them, so that every op computes in float32.
@@ -64,24 +64,22 @@ def freeze(
     Args:
         model: In evaluation mode. Its parameters stay the same objects.
         inputs: The arguments of the forward to watch ([inputs](#inputs)).
-        outputs: ``"fp32"`` upcasts bfloat16 and float16 outputs of the model to float32; ``"keep"`` leaves
-            its outputs unchanged.
-        store: ``"dtype"`` stores weights in the low type. ``"prepared"`` also keeps float32 copies of large
-            convolution weights, laid out for their kernel, once a call without gradients computes in
-            float32. ``"codes"`` stores weights used in a single number format as its codes, in uint8,
-            uint16 or int32, and decodes them at each use, if the policy has one format and no rules.
-            ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
+        outputs: ``"fp32"`` upcasts low outputs of the model to float32; ``"keep"`` leaves them
+            unchanged.
+        store: ``"dtype"`` stores weights in the low type. ``"prepared"`` also keeps float32 copies
+            of large convolution weights, laid out for their kernel. ``"codes"`` stores weights used
+            in a single number format as its codes, in uint8, uint16 or int32, if the policy has one
+            format and no rules. ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
         compute: ``"float32"`` for LayerCast; None for the conversion in force.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
 
     Raises:
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
-            training mode or already frozen, or FakeTensorMode would lose its values. The model is then
-            untouched, as it is if its forward raises an error, which passes with a note.
-            With ``compute="float32"``: torch is converted, the model is in training mode or frozen, or it
-            contains a module of TorchScript.
-        OptionError: ``outputs``, ``store``, ``compute`` or ``keep_fp32`` has an invalid value, or they do
-            not fit together.
+            training mode or already frozen, or FakeTensorMode would lose its values. The model is
+            then untouched, as it is if its forward raises an error. With ``compute="float32"``:
+            torch is converted, the model is in training mode or frozen, or has a module of
+            TorchScript.
+        OptionError: An argument has an invalid value, or two do not fit together.
 
     Example:
         >>> model = torch.nn.Linear(2, 3).eval()

@@ -37,10 +37,9 @@ def encode(
     bit, and longer ones int64. Floats have ml_dtypes' codes, posits those of their standard, fixed
     point has two's complement, and a table the indices of its values.
 
-    In blocks, elements have codes, and so have scales: uint8, the shared exponent plus 127; 255 marks a
-    block with infinity or NaN. Scales have x's shape, except that the axis of blocks has one scale per
-    block. `Scaled` formats are coded in the same way; scales in float32 stay values, and scales in e4m3
-    become its codes. With ``tensor_scale`` the tensor's scale is the third part.
+    In blocks, elements have codes, and so have scales: uint8, the shared exponent plus 127; 255
+    marks a block with infinity or NaN. Scales have x's shape, with one per block on the axis of
+    blocks. So have those of `Scaled` formats: values in float32, or codes of e4m3.
 
     NaN becomes the format's NaN. Without one it becomes zero (in floats with the opposite sign, like
     ml_dtypes), or in tables the value nearest to zero.

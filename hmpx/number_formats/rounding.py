@@ -290,10 +290,10 @@ def quantize(
 ) -> Tensor:
     """Returns ``x`` rounded to a number format, in the same shape and dtype.
 
-    Rounds once: float64 is not rounded to float32 first. If ``x``'s dtype lacks values of the format
-    (float16 numbers in bfloat16), the result is also rounded to that dtype. NaN stays NaN, even if the
-    format has none. Gradients are straight-through. If the format has every value of the dtype, ``x``
-    itself is returned, as by `Tensor.to`.
+    Rounds once, also float64. If ``x``'s dtype lacks values of the format (float16 numbers in
+    bfloat16), the result is also rounded to that dtype. NaN stays NaN, even if the format has none.
+    Gradients are straight-through. If the format has every value of the dtype, ``x`` itself is
+    returned.
 
     Args:
         x: float32, float64, bfloat16 or float16; on any device; dense, of any strides.
@@ -305,9 +305,8 @@ def quantize(
             format has them; None: by its standard.
         generator: The seed of ``"stochastic"``; None: torch's own. One draw per call.
         scale: For a `Scaled` format: scales to use instead of those of ``x``, such as results of
-            `Scaled.scale` for the largest magnitudes of earlier tensors, in the shape of `Scaled.amax`. With
-            ``tensor_scale`` the tensor's scale; blocks still have their own. Values beyond the largest
-            element saturate, also infinities.
+            `Scaled.scale`, in the shape of `Scaled.amax`. With ``tensor_scale`` the tensor's scale
+            only. Values beyond the largest element saturate, also infinities.
 
     Raises:
         OptionError: The format is unknown or does not support ``rounding``, ``overflow`` or ``scale``; ``x``

@@ -30,8 +30,7 @@ Values = tuple[list[Tensor], tuple[Any, ...], Mapping[str, Any], Any]
 class Attached:
     """An attached observer.
 
-    As a context manager, it detaches the observer at the end of the block, and attaches it at the
-    beginning if it is detached.
+    As a context manager it attaches the observer if it is detached, and detaches it at the end.
 
     Attributes:
         observer: The observer passed to `attach`.
@@ -109,10 +108,10 @@ def attach(
 ) -> Attached:
     """Calls ``observer`` after each call of a patched op, until it is detached.
 
-    Applies to the current conversion and to later ones. The observer's own torch calls are not cast, not
-    observed and not seen by the program's modes; they record no gradients unless the observer enables
-    them. Its exceptions propagate to the program. Compiled calls are reported while torch.compile traces
-    them, and not when they run. While a graph is traced, and under a FakeTensorMode, it gets no tensors.
+    Applies to the current conversion and to later ones. The observer's own torch calls are not cast
+    or observed, and record no gradients unless it enables them. Its exceptions propagate to the
+    program. Compiled calls are reported while torch.compile traces them, not when they run. While a
+    graph is traced, and under a FakeTensorMode, it gets no tensors.
 
     Without observers there is no overhead.
 
@@ -120,8 +119,8 @@ def attach(
         observer: Called as ``observer(call)`` with an `OpCall`.
         tensors: Calls it as ``observer(call, tensors)``, with `CallTensors`: arguments as given and
             as cast, results, and the call's own function to run again.
-        every_op: Also reports ops that the policy leaves alone, or whose casts are switched off: every op
-            of torch's that computes with floating-point tensors.
+        every_op: Also reports all other ops that compute with floating-point tensors, and calls
+            with casts off.
 
     Returns:
         The attached observer; as a context manager it detaches at the end of its block.

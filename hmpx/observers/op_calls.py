@@ -40,26 +40,24 @@ class OpCall:
         op: Op name.
         site: The patched call site: ``torch.nn.functional.linear``.
         function: The original callable.
-        cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` if the argument that the
-            call writes to decided; ``"PASS"`` if the op is never cast.
+        cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` if the tensor
+            that is written to decided; ``"PASS"`` if the op is never cast.
         reason: The origin of the decision: ``"lists/hmpx/bf16.txt:20"``, ``"in-place rule"``.
-        dtype: The dtype, or number format, to which hmpx or torch.autocast cast the inputs; None if the
-            call was left alone.
+        dtype: The dtype, or number format, to which inputs were cast; None for none.
         input_dtypes: Dtypes of the floating inputs, before and
         cast_dtypes: after casting by hmpx.
         output_dtypes: Dtypes of the tensors returned.
         device_type: Device type of the first floating input; None if there is none.
         cast_bytes: Bytes written by the casts of this call.
-        module: Qualified name of the innermost `torch.nn.Module` whose forward made the call;
-            ``""`` outside any module and in the outermost one.
+        module: Qualified name of the innermost module; ``""`` for none and for the outermost.
         location: ``"train.py:12"``: the innermost line outside torch and hmpx.
         phase: ``"forward"``; ``"recompute"`` when a checkpoint reruns its forward; ``"backward"`` in other
             Python code that autograd calls.
         seconds: Duration of the call, with its casts; None if no observer needs times.
-        legalized: Whether it computed in fp32 and rounded: legalized, in a number format, or because a
-            kernel is missing.
-        kernels: Dtypes of the floating inputs of the kernels that computed the call, below torch.autocast;
-            () if no observer needs them.
+        legalized: Whether it computed in fp32 and rounded: legalized, emulated, or for lack of a
+            kernel.
+        kernels: Dtypes that the kernels computed in, below torch.autocast; () if no observer needs
+            them.
 
     Example:
         >>> def show(call):
@@ -106,11 +104,10 @@ class CallTensors:
         cast_kwargs: The keyword arguments after casts.
         run: Torch's own function, to rerun on any arguments: ``tensors.run(*tensors.given)``. Without
             casts and gradients, and with the random numbers of the call.
-        run_cast: The call as hmpx runs it, to rerun likewise: it casts inputs, and computes in a number
-            format or legalized, by the policy, even if the program has switched casts off.
+        run_cast: The call as hmpx runs it by the policy, to rerun likewise, even if casts are off.
         result: The call's result.
         writes: The call writes to some of its arguments.
-        in_graph: A compiled call's: the graph may write other values to the tensors later.
+        in_graph: A compiled call: its graph may overwrite the tensors later.
 
     Example:
         >>> def error(call, tensors):

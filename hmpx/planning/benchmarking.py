@@ -60,13 +60,13 @@ def bench(
 ) -> Bench:
     """Measures a program's own step in float32, under torch.autocast, and under hmpx.
 
-    Each variant has its own step, made from the same seed, and its own random number stream. Variants
-    take turns within this process. Each run's time is divided by that of fp32's run in the same turn.
+    Each variant has its own step, made from the same seed, and its own random number stream.
+    Variants take turns, and each run's time is divided by that of fp32 in the same turn.
 
     Args:
-        make: Returns the step, a function without arguments: a number that it returns is the loss. Or
-            returns a model, whose forward is measured in evaluation mode without gradients. It is
-            called for each variant, with torch unconverted.
+        make: Returns the step, a function without arguments; a number that it returns is the loss.
+            Or returns a model, whose forward is measured in evaluation mode without gradients.
+            Called for each variant, with torch unconverted.
         inputs: The model's arguments ([inputs](#inputs)), or a function that returns them.
         variants: Any of ``"autocast"``; values of ``legalize``: ``"auto"``, ``"fast"``, ``"always"``,
             ``"never"``; for a model ``"frozen"`` and ``"prepared"``. ``"fp32"`` always runs. None: the

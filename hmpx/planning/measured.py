@@ -95,8 +95,6 @@ class Measured:
 class Bench(Written):
     """Figures of the same step in several precisions.
 
-    Printing it shows a table and a verdict.
-
     Attributes:
         device: The device it ran on.
         threads: torch's number of threads on the CPU.
@@ -106,9 +104,9 @@ class Bench(Written):
         variants: The measurements, fp32 first.
         notes: Further remarks.
         is_interrupted: Whether the user ended it before all runs.
-        low_op: The first op of fp32's step that the step itself runs in low precision, and its place:
-            ``"linear gives bfloat16, at train.py:12"``. Then there is no verdict. ``""`` if there is none.
-        about: What it was measured with: command, date, device, versions, policy.
+        low_op: The first op that fp32's step itself runs in low precision: ``"linear gives
+            bfloat16, at train.py:12"``. There is no verdict then. ``""`` if there is none.
+        about: See [results](#results).
 
     Example:
         >>> def make_step():

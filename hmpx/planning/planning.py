@@ -54,25 +54,25 @@ def plan(
 ) -> Plan:
     """Plans a training step: the dtype of each op, and the memory of its tensors.
 
-    The step runs on tensors without values, in float32, with torch.autocast's casts, and with hmpx's.
-    Sizes are those of tensors, without an allocator's overhead. An existing conversion is suspended
-    meanwhile; a given model and the RNG state are unchanged.
+    The step runs on tensors without values, in float32, with torch.autocast's casts, and with
+    hmpx's. Sizes are those of tensors, without an allocator's overhead. A given model, the
+    conversion and the RNG state are unchanged.
 
     Args:
         model: A function that returns the model; or a model, which is copied without its weights.
         inputs: Its arguments ([inputs](#inputs)), or a function that returns them; with ``forward_step`` any
             batch.
         device: A device type, such as ``"hpu"``, present or not; None for the one here.
-        forward_step: Takes the model and the batch, and returns the output.
-        loss_fn: Takes the output and the batch, or the output alone, and returns a tensor of one element.
-            None: the output's attribute ``loss`` or item ``"loss"``, else the sum of the outputs.
+        forward_step: As for ``compare``.
+        loss_fn: As for ``compare``. None: the output's attribute ``loss`` or item ``"loss"``, else
+            the sum of the outputs.
         optimizer: A name in `torch.optim`, with options: ``"SGD momentum=0.9"``; a class, or a function that
             takes a list of parameters and returns an optimizer; None for none.
-        training: False plans a forward under `torch.no_grad` in evaluation mode. None: a training step, if
-            the model has parameters that require gradients.
+        training: False plans a forward in evaluation mode without gradients. None: a training step,
+            if parameters require gradients.
         small: Runs on real tensors on the CPU, for models whose computation depends on values.
-        **conversion: Arguments of `hmpx.convert`. ``legalize`` is ``"never"`` if the device has native
-            kernels, which is assumed of all but the CPU.
+        **conversion: Arguments of `hmpx.convert`. On devices other than the CPU native kernels are
+            assumed (``legalize="never"``).
 
     Raises:
         OptionError: An argument has an invalid value, ``model`` returns no model, ``loss_fn`` no scalar, or

@@ -54,9 +54,6 @@ class Run:
 class Plan(Written):
     """The planned cost of a training step, or of a forward.
 
-    Printing it shows the low-precision share, a table of memory with float32, torch.autocast and hmpx side
-    by side, for large models also which cards hold it in how many processes, remedies, and the decisions by op.
-
     Attributes:
         model: Name of the model's class.
         device_type: Type of the planned device.
@@ -69,7 +66,7 @@ class Plan(Written):
             if it can't freeze the model.
         notes: Further remarks.
         groups: Parameters that FSDP2 gathers together.
-        about: What it was measured with: command, date, device, versions, policy.
+        about: See [results](#results).
 
     Example:
         >>> def inputs():
@@ -129,12 +126,12 @@ class Plan(Written):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd keeps for the backward, without casts of weights."""
+        """Bytes kept for the backward, without casts of weights."""
         return self.memory.saved_bytes
 
     @property
     def weight_cast_bytes(self) -> int:
-        """Bytes of casts of weights that autograd keeps for the backward."""
+        """Bytes of casts of weights kept for the backward."""
         return self.memory.weight_cast_bytes
 
     @property
@@ -150,7 +147,7 @@ class Plan(Written):
 
     @property
     def low_precision_bytes_share(self) -> float:
-        """The share of bytes read and written by calls in low precision, from 0 to 1."""
+        """The share of bytes in low precision, from 0 to 1."""
         totals = self.report.totals
         return totals.low_bytes / totals.bytes if totals.bytes else 0.0
 

@@ -76,16 +76,15 @@ class Decision:
     Attributes:
         cast_policy: The rule for its inputs.
         dtype: The dtype that `CastPolicy.LOW` and `CastPolicy.FP32` cast to, or the number format
-            that `CastPolicy.LOW` rounds to; None for the others, and for the low-precision type of
-            the policy.
-        accumulate_dtype: The op computes in it: inputs are rounded as usual, then upcast to it. None:
-            in the precision of its kernel for the inputs' dtype.
-        output_dtype: Floating outputs are cast to it; ``"input"``: to the first floating
-            input's dtype before casts. None: the inputs' dtype. Results in a number format are rounded to
-            the format only if this is None.
-        weights: The number format, or its name, that weights are rounded to: arguments called
-            ``weight``, and parameters of ops without such an argument. None: ``dtype``. If any of these three
-            is given and ``dtype`` is torch's, that is emulated as a format too.
+            that `CastPolicy.LOW` rounds to; None: the policy's low-precision type, or no cast to a
+            fixed dtype.
+        accumulate_dtype: The op computes in it: inputs are rounded as usual, then upcast to it.
+            None: as the kernel does.
+        output_dtype: Floating outputs are cast to it, not rounded to a number format; ``"input"``:
+            to the first floating input's dtype before casts. None: the inputs' dtype.
+        weights: The number format, or its name, of weights; see
+            [roles](formats.md#formats-by-role). None: ``dtype``. If any of these three is given, a
+            ``dtype`` of torch's is emulated as a format, too.
         activations: The format of all other inputs; None: ``dtype``.
         gradients: The format of gradients, ``"float32"`` for none; None: by ``round_gradients`` of
             `convert`.

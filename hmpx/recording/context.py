@@ -19,20 +19,18 @@ from .recorder import Recorder
 class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     """Records each call of an op that computes: its dtypes, casts, costs, module and line.
 
-    It holds for all threads, and nests. Inside the block compiled functions run uncompiled, including those
-    compiled there. No tensor of the program is kept alive, and no device is waited for unless ``times``
-    is set. Memory grows with distinct ops, dtypes and lines, not with calls.
+    It holds for all threads, and nests. Compiled functions run uncompiled. No tensor of the program
+    is kept alive, and no device is waited for unless ``times`` is set.
 
-    A call that raises is not recorded, so a checkpoint that stops computing early shows one call less. An
-    exception that ends the block is reported with its line. Calls that are traced for a graph are not
-    recorded. Under `torch.func.vmap` a call's costs cover the whole batch. Tangents are not included, nor
-    are batched gradients such as those of `torch.func.jacrev`.
+    Not recorded: calls that raise, calls that are traced for a graph, tangents, and batched
+    gradients such as those of ``torch.func.jacrev``. Under ``torch.func.vmap`` a call's costs cover
+    the whole batch.
 
     Args:
         times: Whether to time calls. Each call then waits for its accelerator.
-        memory: Whether to follow the memory of tensors, for `memory`: of this thread's computation and the
-            backward that it starts. Each call then takes some 10 us longer, and the record grows with
-            calls. What autograd saves inside of `torch.func.grad` and others is not counted.
+        memory: Whether to follow the memory of tensors, for ``memory``: of this thread's
+            computation and its backward, without what autograd saves inside of ``torch.func``
+            transforms. Each call then takes some 10 us longer, and the record grows with calls.
 
     Raises:
         OptionError: ``times`` or ``memory`` is not a bool, or the record is entered twice.

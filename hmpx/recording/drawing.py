@@ -40,17 +40,15 @@ def draw(
 ) -> Drawing:
     """Draws the autograd graph of a result: ops by the dtype they compute in, and casts.
 
-    A given tensor shows all that autograd knows: its own op names, and their dtypes. If ``output`` is a model
-    or a function, the drawing also has the ops' names, modules and lines, and shows which ops are
-    legalized. Casts and roundings that belong to an op are then part of it, and a diamond is a cast that
-    the policy requires.
+    For a tensor it shows autograd's names of ops, and their dtypes. For a model or a function it
+    also has names, modules and lines, and shows which ops are legalized.
 
     Args:
         output: A tensor, or any dict, list, tuple or dataclass with tensors; or a model or another
             function, which is called once with ``inputs``, and with gradients.
         inputs: The arguments of that call ([inputs](#inputs)).
-        model: The model for parameter names and module boxes; by default ``output`` itself, if it is a
-            model. For a given result, modules are inferred from the parameters around an op.
+        model: The model for parameter names and module boxes; by default ``output`` itself, if it
+            is a model.
         params: Names of other tensors, as for `torchviz.make_dot`: name -> tensor.
         max_nodes: Most nodes drawn; those nearest to the result are.
         fold: Whether the picture shows only the first of similar modules that follow each other.

@@ -25,7 +25,7 @@ class Row:
     Attributes:
         op: Op name.
         site: The patched call site: ``"torch.nn.functional.linear"``.
-        module: Qualified name of the innermost module whose forward made the calls; ``""`` for none.
+        module: Qualified name of the innermost module; ``""`` for none.
         location: ``"train.py:12"``.
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
         device_type: ``"cpu"``, ``"cuda"``, ...
@@ -41,8 +41,7 @@ class Row:
         flops: Floating-point operations, by the formulas of torch's FLOP counter.
         bytes: Bytes of the inputs, as cast, and of the results.
         seconds: Duration of the calls; None if not measured.
-        legalized: Whether the op computed in fp32 and rounded: legalized, in a number format, or for lack of
-            a kernel.
+        legalized: Whether the op computed in fp32 and rounded.
     """
 
     op: str

@@ -47,8 +47,8 @@ def explain(
     """Explains how an op is treated, why, and where; `print` shows it.
 
     Args:
-        op: An op name in any spelling that lists accept, or a glob: ``"softmax"``,
-            ``"torch.nn.functional.softmax"``, ``"aten::nll_loss2d"``, ``"*norm*"``; or a function of torch.
+        op: An op name in any spelling that lists accept, a glob such as ``"*norm*"``, or a function
+            of torch.
         record: A record of a run: adds the run's call sites of the op, and its dtypes there.
         policy: The policy to explain, in any form that `convert` takes. None: the policy in force, or
             that of ``hmpx.convert()``.

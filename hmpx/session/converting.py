@@ -118,41 +118,38 @@ def convert(
         bf16_file_path: Ops that run in ``low_precision_type``; ``""`` for the shipped list.
         fp32_file_path: Ops that run in float32; ``""`` for the shipped list.
         isVerbose: HMP's name for ``verbose``.
-        verbose: ``"once"`` logs each distinct decision, True each call. Both also log the functions that
-            torch models stored before the conversion, which stay uncast. ``"hmp"`` prints HMP's lines.
+        verbose: ``"once"`` logs each distinct decision, True each call. Both also log functions
+            that models stored before, which stay uncast. ``"hmp"`` prints HMP's lines.
         fp16_file_path: Ops that always run in float16, whatever ``low_precision_type`` is.
         opt_level: ``"O1"`` follows the lists; ``"O2"`` runs GEMMs and convolutions in
             ``low_precision_type`` and every other op in float32.
-        low_precision_type: ``torch.bfloat16``, ``torch.float16``, or a number format of `hmpx.formats` or
-            its name, such as ``"float8_e4m3fn"``, which is emulated in float32.
-        lists: Name of a shipped set, or a directory with ``bf16.txt``, ``fp32.txt``, ``widest.txt``; an
-            ``options.yaml`` there, which `hmpx.tune` writes, sets ``low_precision_type``, ``device_types``,
-            ``legalize`` and other options, unless the call does. None: ``"hmpx"``. Others: ``"lean"``,
-            ``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``, ``"o2"``.
+        low_precision_type: ``torch.bfloat16``, ``torch.float16``, or a number format or its name,
+            such as ``"float8_e4m3fn"``, emulated in float32.
+        lists: Name of a shipped set, or a directory with ``bf16.txt``, ``fp32.txt``,
+            ``widest.txt``; an ``options.yaml`` there sets ``low_precision_type``, ``device_types``
+            and others, unless the call does. None: ``"hmpx"``. Others: ``"lean"``, ``"hmp"``,
+            ``"autocast-cuda"``, ``"autocast-cpu"``, ``"o2"``.
         policy: Replaces all the lists above: a `Policy`, the path of a policy file (YAML, or a
             ``gaudi_config.json``), or a dict like such a file.
         exclude: Names of modules, as in ``model.named_modules()``, whose ops run in float32: ``["head"]``. A
             ``*`` stands for any characters.
         device_types: Types of the devices whose tensors are cast, such as ``{"cuda"}``. None: the
-            accelerator's if there is one (logged at level INFO), else ``{"cpu"}``. Looking for one
-            creates no context on it.
+            accelerator's if there is one (logged at level INFO), else ``{"cpu"}``.
         strict: Makes an unknown name in a list an error instead of a warning.
-        legalize: Which low-precision ops compute in float32, with inputs and outputs rounded to the
-            low-precision type, like hardware with that type. ``"auto"``: those that are slow in that
-            type on this machine; ``"always"``: all; ``"never"``: none. ``"fast"`` is ``"auto"``
-            without rounding float32 inputs: faster and more accurate, but unlike such hardware.
-        keep_weight_casts: Whether autograd keeps the casts of parameters that the backward of products
-            needs. False: it keeps the parameter, which exists anyway, and the backward casts it again,
-            to the same bits; that saves 2 bytes for each weight used. ``"auto"``: False on CPUs where
-            casting again takes little of the product's time, else True.
+        legalize: Which low-precision ops compute in float32, with inputs and outputs rounded, like
+            low-precision hardware. ``"auto"``: those that are slow on this machine; ``"always"``:
+            all; ``"never"``: none. ``"fast"`` is ``"auto"`` without rounding float32 inputs: faster
+            and more accurate, unlike such hardware.
+        keep_weight_casts: Whether autograd keeps the casts of parameters. False: the backward of
+            products casts them again, to the same bits, which saves 2 bytes for each weight.
+            ``"auto"``: False on CPUs where that takes little time, else True.
         rounding: How values are rounded to a number format, as for `formats.quantize`. torch's own
             dtypes always round to nearest.
-        overflow: The result for values beyond a number format's largest, as for `formats.quantize`:
-            ``"saturate"`` gives the largest; None follows the format's standard.
-        round_gradients: Whether gradients of ops in a number format are rounded to it as well; or a
-            format or its name for all of them, such as ``"float8_e5m2"``.
-        within: A module: only calls inside of its forward are cast, those that a checkpoint repeats included, so
-            that a library converts its own model only. It must be alive. None: all calls.
+        overflow: The result for values beyond a number format's largest, as for `formats.quantize`.
+        round_gradients: Whether gradients of ops in a number format are rounded to it; or a format
+            for all of them, such as ``"float8_e5m2"``.
+        within: A module: only calls inside of its forward are cast, also those that a checkpoint
+            repeats. None: all calls.
 
     Returns:
         The session in force: ``.revert()`` undoes it, and so does leaving a ``with`` block on it.

@@ -42,11 +42,11 @@ _ENVIRONMENT: Final = ("torch", "machine", "device", "threads", "processes")
 def diff_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> RunDiff:
     """Compares two traces written by `trace`, call by call: of two precisions, machines, versions, programs.
 
-    Calls are aligned by op and module, in their order; calls that only one run makes are rows, too. A row's
-    difference is estimated from random projections, with its standard error. Its verdict is ``"equal"`` (the
-    same bits), ``"rounding"`` (the types that the call computed in explain it), ``"inherited"`` (differences
-    of its inputs do), ``"unexplained"``, ``"only in a"``, ``"only in b"``, or ``"not compared"``: other
-    shapes, or values that can't be read.
+    Calls are aligned by op and module, in their order; calls that only one run makes are rows, too.
+    A row's difference is an estimate. Its verdict is ``"equal"`` (the same bits), ``"rounding"``
+    (the types that the call computed in explain it), ``"inherited"`` (differences of its inputs
+    do), ``"unexplained"``, ``"only in a"``, ``"only in b"``, or ``"not compared"``: other shapes,
+    or values that can't be read.
 
     Args:
         a: The reference's trace.

@@ -48,22 +48,20 @@ def invariance(
 ) -> Invariance:
     """Finds the calls of a model whose bits depend on the batch, on the number of threads, or on the run.
 
-    The model runs on one row of the batch and on all rows, without gradients. Each call of the second run is
-    repeated on its own inputs: the same again, with rows alone, permuted, with more rows, and with other
-    numbers of threads. The model, the RNG state and the number of threads are unchanged.
-    Works with and without a conversion, and under torch.autocast.
+    The model runs on one row of the batch and on all rows, without gradients. Each call of the
+    second run is repeated on its own inputs in several ways. The model, the RNG state and the
+    number of threads are unchanged. Works with and without a conversion, and under torch.autocast.
 
     Args:
         model: The model, or any function. A compiled one runs uncompiled.
         inputs: Its arguments ([inputs](#inputs)): tensors whose first dimension is the batch, at least two rows. Tensors with
             another first dimension are the same for each batch.
         rows: How many rows are repeated alone, at most, in each call.
-        threads: Numbers of threads to try on the CPU. Default: 1, 2 and that of the processor's cores.
+        threads: Numbers of threads to try on the CPU. Default: 1, 2 and all.
 
     Raises:
         OptionError: No tensor has two rows, ``rows`` or ``threads`` is not a positive whole number,
-            or the model returns a generator or a coroutine, which has not run. An error of the model on one
-            row passes with a note.
+            or the model returns a generator or a coroutine.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).double()

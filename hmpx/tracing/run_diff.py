@@ -47,9 +47,9 @@ class RunDiffRow:
         error: L2 norm of the difference over run a's norm, estimated; NaN if not compared.
         uncertainty: Its standard error.
         explained: The largest relative difference that types and inputs explain.
-        cause: What the trace shows of the cause; ``""`` if nothing.
-        types: What it computed in, in run a and in run b.
-        decisions: What decided that: ``"bfloat16, by lists/hmpx/bf16.txt:20"``.
+        cause: The cause; ``""`` if the trace shows none.
+        types: The dtypes that it computed in, in both runs.
+        decisions: The decision about them: ``"bfloat16, by lists/hmpx/bf16.txt:20"``.
         locations: The user's lines, in both runs.
         step: Number of the step.
     """
@@ -88,8 +88,8 @@ class RunDiff(Written):
 
     Attributes:
         rows: A row per call, then per gradient, step by step, in the order of computation.
-        a: What the first run depends on: torch, machine, device, threads, processes; its number of steps.
-        b: What the second one depends on.
+        a: The first run's torch, machine, device, threads, processes and number of steps.
+        b: The same of the second run.
 
     Example:
         >>> with hmpx.trace("a.hmpx"):

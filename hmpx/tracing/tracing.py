@@ -28,20 +28,20 @@ from .writing import Writer
 class trace:  # noqa: N801  # a context manager, like torch.no_grad
     """Writes numbers of each call of the block to a file; `diff_runs` compares two of them.
 
-    Works with and without a conversion, also over torch.autocast; changes no result of uncompiled code. For each call: op, module,
-    line, dtypes, decision and arguments; of each tensor that it takes and returns, and of each gradient that
-    comes into it, a hash of the bits, norm, range, count of non-finite values and 40 random projections; and by
-    how much it amplifies rounding, from a repetition of the call with inputs moved by bfloat16's rounding. The gradients of parameters are written where an optimizer steps, which ends a step.
+    Works with and without a conversion, also over torch.autocast; changes no result of uncompiled
+    code. For each call: op, module, line, dtypes, decision and arguments; numbers of each tensor
+    and gradient, such as a hash and the norm; and by how much the call amplifies rounding. An
+    optimizer's step ends a step: gradients of parameters are written there.
 
-    Each step is in the file when it ends. Several processes of torch.distributed write ``PATH.rank1`` and so
-    on. Of compiled functions it traces the calls of their graphs, through an operator behind each: what is fused
-    may change, and rounding with it.
+    Each step is in the file when it ends. Several processes of torch.distributed write
+    ``PATH.rank1`` and so on. Of compiled functions it traces the calls of their graphs, which may
+    be fused otherwise then.
 
     Args:
         path: The file; an earlier one is replaced.
         steps: Numbers of the steps to trace, from 0: ``range(10)``. All by default.
         every: Traces one step out of ``every``, from the first on.
-        modules: Globs of module names; only calls in these modules are traced.
+        modules: Globs of the modules whose calls are traced.
 
     Raises:
         OptionError: The file can't be written, or an option is wrong.

@@ -67,8 +67,8 @@ class Variation:
         found: What differs, of the first such call at this place: ``"alone"``, ``"permuted"``,
             ``"padded"``, ``"threads"`` or ``"repeated"`` -> a sentence.
         by_definition: Why other batches give another result, whatever the arithmetic; ``""`` for rounding.
-        remedies: Line options that were tried, and ``"row by row"`` -> the time that the call takes with
-            them, in multiples of its own; NaN if the result still differs.
+        remedies: Line options that were tried, and ``"row by row"`` -> the time with them, in
+            multiples of the call's own; NaN if the result still differs.
         is_low: Whether the call is in the low list.
         calls: Number of such calls.
 
@@ -114,7 +114,7 @@ class Invariance(Written):
         skipped: Why calls were not repeated with other batches -> how many.
         calls: Number of calls.
         is_converted: Whether torch was converted.
-        about: What it was measured with: command, date, device, versions, policy.
+        about: See [results](#results).
 
     Example:
         >>> model = torch.nn.Linear(4, 2, dtype=torch.float64)

@@ -42,43 +42,41 @@ def tune(
 ) -> Tuned:
     """Finds the smallest set of ops to keep in fp32 for a model to keep its accuracy.
 
-    All other ops that may run in low precision do so. One forward and backward ranks the ops by their
-    effect on the result. Then the set is proven: with it the error is within the tolerance, and without
-    any of its members it is not.
+    All other ops that may run in low precision do so. One forward and backward ranks the ops by
+    their effect on the result. With the set the error is within the tolerance, without any of its
+    members it is not; both are measured.
 
-    The model, its inputs, the RNG state and the conversion in force are restored afterwards.
+    Model, inputs, RNG state and conversion are restored.
 
     Args:
         model: The model: a module, or a function that calls some.
-        batches: An iterable of [inputs](#inputs), or of batches for ``forward_step``, also with ``measure``:
-            they show which ops the model calls. A tensor, tuple or mapping is one batch. With several batches, the error
-            is a limit for 95 % of further batches of their kind. The last quarter only checks the set at the
-            end.
-        loss_fn: Takes the output and the batch, or the output alone. Effects are then those on the loss, and
-            ``metric="loss"`` compares it.
-        metric: The error of a batch: ``"relative_l2"`` of the outputs (the default); ``"loss"`` for its
-            relative change; ``"kl"`` for the divergence of softmaxed logits, in nats; or a function
-            ``metric(output, fp32_output)`` that returns a number, 0 for no error. All are computed in
-            fp32 or wider.
+        batches: An iterable of [inputs](#inputs), or of batches for ``forward_step``, also with
+            ``measure``: they show which ops the model calls. A tensor, tuple or mapping is one
+            batch. With several, the error is a limit for 95 % of further batches, and the last
+            quarter only checks the set.
+        loss_fn: As for ``compare``. Effects are then those on the loss, and ``metric="loss"``
+            compares it.
+        metric: The error of a batch: ``"relative_l2"`` of the outputs (the default); ``"loss"`` for
+            its relative change; ``"kl"`` for the divergence of softmaxed logits, in nats; or a
+            function ``metric(output, fp32_output)``, 0 for no error. All compute in fp32 or wider.
         tolerance: The largest error allowed.
-        forward_step: Takes the model and a batch, and returns the output.
+        forward_step: As for ``compare``.
         by: ``"op"`` decides for each op by name; ``"module"`` for each op in each module that matters.
         fresh_batches: Batches on which the set must pass at the end.
-        measure: Replaces the metric: ``measure(model, seed)`` gets a copy of the model and returns a number
-            that should be small, such as the loss after a short training. The error is the mean increase
-            over fp32 with the same seed.
+        measure: Replaces the metric: ``measure(model, seed)`` gets a copy of the model and returns
+            a number that should be small. The error is its mean increase over fp32 with the same
+            seed.
         samples: Most seeds per set for ``measure``: 1, 2, 4, ... until it is clear whether the set passes.
             An undecided set fails.
         low_precision_type: As for `hmpx.convert`; None: that of the conversion in force, else bfloat16.
-        device_types: Types of the devices whose tensors are cast; None: those of the conversion in force,
-            else of the model and the inputs.
-        legalize: As for `hmpx.convert`; None: that of the conversion in force, else ``"always"`` on a CPU,
-            where its results are the same in every process.
+        device_types: As for `hmpx.convert`; None: those of the conversion in force, else of the
+            model and the inputs.
+        legalize: As for `hmpx.convert`; None: that of the conversion in force, else ``"always"`` on
+            a CPU.
         seed: Seed of random numbers in the model.
         budget: Most evaluations. Once spent, the best set so far is returned.
-        journal: A file of results, from which an interrupted search continues.
-        progress: Whether to print a line to stderr every ten seconds, or a function that takes each line. All are
-            logged at level INFO.
+        journal: A file from which an interrupted search continues.
+        progress: As for ``bench``.
 
     Returns:
         The set and the evidence; after Ctrl-C the best set so far.

@@ -41,32 +41,28 @@ CHECK: Final = "check"
 class Tuned(Written):
     """The smallest set of ops to keep in fp32 that a search has found, and why.
 
-    Printing it shows the verdict, the kept ops with reasons, and the path of the search.
-
     Attributes:
-        kept: Ops that are not in ``low_precision_type``: by name, or ``"module:op"``. ``"add=follows"`` is in
-            low precision only if all its inputs are.
-            Among modules, an op's name alone stands for the modules that are not candidates themselves;
-            ``candidates`` lists what each name stands for.
+        kept: Ops that are not in ``low_precision_type``: by name, or ``"module:op"``.
+            ``"add=follows"`` is in low precision only if all its inputs are. With ``by="module"`` a
+            name alone stands for all modules that are not candidates themselves.
         error: The error with these in fp32. With several batches, the limit for 95 % of further ones.
         all_low_error: The error with nothing in fp32.
-        fresh_error: The largest error on batches that the search has not seen; None without such batches.
+        fresh_error: The largest error on unseen batches; None without any.
         tolerance: The largest error allowed.
         noise: The error of fp32 against itself.
         metric: Name of the metric.
         low_precision_type: Name of the type of all other ops.
         evaluations: Number of sets evaluated.
-        is_complete: Whether the search finished: no op can be removed from the set. If not, the set is
-            the best so far.
-        stopped_by: Why it ended early: ``"budget"``, ``"interrupt"``, ``"fresh inputs"`` (each smaller set
-            failed on them), or ``""``.
-        seen: Low-precision shares of the candidates that may follow their inputs, with the set.
-        searched: The smaller tolerance of the last search, after a set failed on fresh inputs; else None.
+        is_complete: Whether no op can be removed from the set. If not, it is the best so far.
+        stopped_by: Why it ended early: ``"budget"``, ``"interrupt"``, ``"fresh inputs"`` (smaller
+            sets failed on them), or ``""``.
+        seen: Low-precision shares of the candidates that may follow their inputs.
+        searched: The smaller tolerance after a set failed on fresh inputs; else None.
         path: The evaluations, in order.
         candidates: All ops that could be kept.
-        conversion: Arguments of `hmpx.convert` with which the errors were measured, besides the policy: the
-            device types, and options such as ``legalize``. Empty for a command, which decides itself.
-        about: What it was measured with: command, date, device, versions.
+        conversion: Arguments of `hmpx.convert` in the search, without the policy. Empty for a
+            command, which decides itself.
+        about: See [results](#results).
 
     Example:
         >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.ones(2, 8)
@@ -103,7 +99,7 @@ class Tuned(Written):
 
     @property
     def follows(self) -> Kept:
-        """Ops that are in low precision only if all their inputs are, and else in fp32."""
+        """Ops that are in low precision only if all their inputs are."""
         return frozenset(map(bare, filter(is_following, self.kept)))
 
     @property
@@ -113,7 +109,7 @@ class Tuned(Written):
 
     @property
     def policy(self) -> Policy:
-        """The policy that keeps these in fp32; ops that the model does not call keep their default."""
+        """The policy that keeps these in fp32."""
         types = assigned(self.candidates, self.kept, self.low_precision_type)
         return policy_of(types, self.low_precision_type)
 
@@ -139,7 +135,7 @@ class Tuned(Written):
         return found[-1] if found else None
 
     def write(self, directory: str | os.PathLike[str]) -> list[Path]:
-        """Writes lists (or a policy file where modules differ) with reasons in comments, and reports.
+        """Writes lists, or a policy file where modules differ, and reports.
 
         Args:
             directory: The directory, created if missing.

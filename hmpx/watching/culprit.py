@@ -82,23 +82,23 @@ class Offence:
 
     Attributes:
         op: Op name; for a function that is not one of torch's ops, the name of its autograd node.
-        module: Qualified name of the module whose forward made the call; ``""`` for none.
+        module: Qualified name of the innermost module; ``""`` for none.
         site: The call site: ``"torch.nn.functional.linear"``.
-        location: ``"train.py:12"``: the line of the program that made the call.
-        kind: ``"nan"``; ``"inf"``, which float32 also gives; ``"overflow"`` of a low-precision type or
-            number format; ``"underflow"``: an input that rounding made zero; ``"scale"``: gradients
-            overflow at every scale that a `torch.amp.GradScaler` tries.
+        location: ``"train.py:12"``.
+        kind: ``"nan"``; ``"inf"``, which float32 also gives; ``"overflow"`` of a low-precision type
+            or number format; ``"underflow"``: an input that rounding made zero; ``"scale"``:
+            gradients overflow at every loss scale.
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
         step: Number of the step, from 0.
         source: ``"op"``; or where the values were non-finite before any observed op: in an
             ``"input"``, a ``"parameter"``, a ``"gradient"``.
         context: The last calls before it, the nearest last.
-        ranges: Ranges of its finite inputs, and of the result's finite part. If the result is gone by then,
-            its extremes, including an infinity.
+        ranges: Ranges of its finite inputs, and of the result's finite part, or its extremes if the
+            result is gone by then.
         remedy: A line for an op list that prevents it, ``"fp32.txt: exp"``, tried on the same values unless
             it says otherwise; or ``"none: ..."``, and the reason.
-        parameter: Qualified name of the non-finite parameter for the source ``"parameter"``; ``""`` if no
-            running module holds it.
+        parameter: Name of the parameter for the source ``"parameter"``; ``""`` if no running module
+            holds it.
 
     Example:
         >>> x = torch.full((2,), 300.0, dtype=torch.float16)

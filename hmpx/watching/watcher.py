@@ -375,17 +375,16 @@ def watch(
 ) -> Watch:
     """Returns a context manager that reports the first op that makes finite values NaN or infinite.
 
-    It covers the forward, checkpoints' recomputation and the backward, and names the module and the line of
-    the program. It ignores masks of infinities, and ops that only pass on non-finite values. A step ends
-    where an optimizer steps, at `Watch.step`, and with the block. Only then is anything read from a
-    device.
+    It covers the forward, checkpoints' recomputation and the backward. It ignores masks of
+    infinities, and ops that only pass on non-finite values. A step ends where an optimizer steps,
+    at `Watch.step`, and with the block. Only then is a device read.
 
     Args:
-        mode: ``"raise"`` raises an error at the end of the step, before the optimizer changes any weight;
-            ``"log"`` logs through ``logging.getLogger("hmpx")``; ``"collect"`` only keeps what it finds.
+        mode: ``"raise"`` raises an error at the end of the step, before the optimizer changes any
+            weight; ``"log"`` logs to the logger ``hmpx``; ``"collect"`` only fills the result.
         every: Watches one step out of ``every``, from the first on; the others cost next to nothing.
-        step: One step as a function, without the optimizer's, for `Watch.step` to run. Only its result and
-            gradients are checked; if they are not finite, it runs again with every op watched.
+        step: One step as a function, without the optimizer's, for `Watch.step` to run. If its
+            result or gradients are not finite, it runs again with every op watched.
         steps: The steps to watch, from 0: ``range(1000, 1010)``. All by default.
         underflow: Also samples values that casts to low precision make zero or subnormal: True, or the
             share of calls to sample.

@@ -23,20 +23,17 @@ _MOST_ENCODED: Final = 2048
 class Block(SharedScales):
     """Blocks of elements that share a power of two, as in the OCP Microscaling (MX) specification.
 
-    The shared exponent derives from the block's largest magnitude (amax), is from -127 to 127 (in fixed point
-    from -126), and is stored in 8 bits (E8M0). No element times its scale is infinite.
+    The shared exponent derives from the block's largest magnitude. It is from -127 to 127 (in fixed
+    point from -126), in 8 bits (E8M0).
 
     Attributes:
         name: An identifier.
-        element: The format of the elements, divided by their block's scale: a `Float`, or a `Fixed` one
-            as in MXINT8, without its least number, so that it is symmetric.
+        element: The format of the elements; a `Fixed` one, as in MXINT8, is used without its least
+            number, so that it is symmetric.
         size: Elements of a block; the last block of a row may be shorter.
         axis: The axis along which elements form blocks.
-        rule: How to choose the shared exponent, by torchao's names (ScaleCalculationMode). ``"floor"``: that
-            of amax minus that of the largest element, as in the OCP specification; amax may saturate.
-            ``"rceil"``: the least without saturation, as on Blackwell. ``"ceil"``: like ``"floor"``, for amax
-            rounded up to a power of two. ``"even"``: like ``"floor"``, for amax rounded to the element's
-            mantissa bits.
+        rule: How to choose the shared exponent: ``"floor"``, as in the OCP specification,
+            ``"rceil"``, ``"ceil"`` or ``"even"``; see [blocks](formats.md#blocks).
 
     Example:
         >>> element = hmpx.formats.Float("e2m1", exponent_bits=2, mantissa_bits=1, kind="finite")

@@ -57,10 +57,8 @@ class Float(CodedFormat):
             ``"fnuz"`` and ``"finite"``.
         bias: The offset of the exponent field; None: ``2**(exponent_bits - 1) - 1``, for ``"fnuz"`` and
             ``"p3109"`` one more.
-        kind: ``"ieee"``: the largest exponent field holds infinities and NaNs. ``"p3109"``: as in the
-            draft of IEEE P3109, the largest code is infinity, and the code of -0 is the only NaN.
-            ``"fn"``: no infinities, NaN is the code with all bits set. ``"fnuz"``: no infinities, and the
-            code of -0 is the only NaN. ``"finite"``: neither infinities nor NaN.
+        kind: Which codes are infinities and NaN: ``"ieee"``, ``"p3109"``, ``"fn"``, ``"fnuz"`` or
+            ``"finite"``; see [kinds](formats.md#formats-of-ones-own).
         subnormals: Whether an exponent field of 0 encodes numbers below the smallest normal one, or only
             zero.
         overflow: How values beyond the largest are handled: ``"inf"``, ``"nan"`` or ``"saturate"``;

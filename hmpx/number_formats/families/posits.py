@@ -217,9 +217,7 @@ class Posit(Tapered):
 class Takum(Tapered):
     """A linear takum (Hunhold, "Beating Posits at Their Own Game: Takum Arithmetic", 2024).
 
-    After the sign, a direction bit and three more give the number of exponent bits (0 to 7); the rest is the
-    mantissa. Negative numbers are two's complements, 0 is 0, and NaR is not a number. Exponents are from
-    -255 to 254 for any width, so float32 does not hold all values.
+    Exponents are from -255 to 254 for any width, so float32 does not hold all values.
 
     Attributes:
         name: An identifier.

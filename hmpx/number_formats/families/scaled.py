@@ -50,33 +50,31 @@ class Scaled(SharedScales):
     """Elements that share scales: a value is an element times its scale, rounded to float32.
 
     A scale is the largest magnitude of the values that share it (amax), divided by the element's
-    largest, so that amax becomes the largest element, as in DeepSeek-V3's kernels and torchao's
-    ``_choose_scale_float8`` and ``nvfp4_quantize``. Values are divided by their scale in their own
+    largest, as in DeepSeek-V3's kernels and torchao. Values are divided by their scale in their own
     precision, rounded to elements, saturated beyond the largest, and multiplied by the scale.
 
     - All values that share their scale with infinity or NaN become NaN.
     - Zeros stay zeros: a scale is at least ``2**-126``, that of a tensor with e4m3 scales at least
-      ``2**-121``, and an e4m3 scale at least ``2**-6``, so that its reciprocal exists. Values far below
-      that become zero.
+      ``2**-121``, and an e4m3 scale at least ``2**-6``. Values far below become zero.
     - float64 beyond float32's largest number saturates.
 
     Attributes:
         name: An identifier.
-        element: The format of the elements: a `Float`, a `Fixed` one without its least number, so that it
-            is symmetric, or a `Table`.
-        granularity: The values that share a scale. ``"tensor"``: all values. ``"row"``: those of a vector
-            along the axis. ``"column"``: those with the same index on the axis. ``n``: n neighbours along
-            the axis; the last group may be smaller. ``(m, n)``: n neighbours along the axis and m along the
-            last axis, or along the second last if the axis is the last.
+        element: The format of the elements; a `Fixed` one is used without its least number, so that
+            it is symmetric.
+        granularity: The values that share a scale. ``"tensor"``: all values. ``"row"``: a vector
+            along the axis. ``"column"``: those with the same index on the axis. ``n``: n neighbours
+            along the axis; the last group may be smaller. ``(m, n)``: n neighbours along the axis
+            and m along the last axis, or the second last if the axis is the last.
         scale_format: ``"float32"``; ``"e8m0"``: powers of two from ``2**-126`` to ``2**127``; or
             ``"e4m3"``: numbers from ``2**-6`` to 448.
-        rule: How to choose powers of two, as in `Block`; None: ``"rceil"``, the smallest without
-            saturation, as in TransformerEngine's float32 scales. For ``"e8m0"`` only.
+        rule: How to choose powers of two, as in `Block`; None: ``"rceil"``. For ``"e8m0"`` only.
         tensor_scale: Scales in e4m3 are divided by one of the whole tensor in float32: its amax divided by
             the largest element and by 448, as in NVFP4. For ``"e4m3"`` only.
         axis: The axis; ignored for ``"tensor"``.
-        history: How many ended training steps determine the scales of a conversion's ops (delayed
-            scaling); None: the tensor's own amax does, as always in `quantize`. For ``"tensor"`` only.
+        history: Number of earlier training steps that determine the scales of a conversion's ops
+            (delayed scaling); None: the tensor's own amax does, as in ``quantize``. For
+            ``"tensor"`` only.
         amax_rule: The amax to use: ``"max"``, the largest of the history; or ``"most_recent"``. None:
             ``"max"``. With a history only.
         margin: The amax is multiplied by ``2**margin``. With a history only.
