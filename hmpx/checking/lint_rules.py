@@ -16,15 +16,12 @@ from ..places import located
 from ..tensors import LOW_DTYPES, short_name
 from .findings import Finding
 from .integers import rounded_integers
-from .lint_trace import CONVERTING, DIFFERENCES, LintedCall, Trace
+from .lint_trace import CONVERTING, DIFFERENCES, SAMPLE, LintedCall, Trace
 
 #: An effect must be this many times the unit roundoff of the low type (one rounding's is 0.4 of it),
 _UNITS: Final = 2.0
 #: and this many times the remedy's.
 _TIMES: Final = 4.0
-
-#: Values read where reading all would be slow.
-_SAMPLE: Final = 1 << 16
 
 #: Streams of fewer values cost neither bytes nor time.
 _FEW: Final = 1024
@@ -93,8 +90,8 @@ def _lost_before(
         Its error, the error where the makers return float32, and the last maker; None if the error is what one
         rounding explains, or if the remedy gains little.
     """
-    makers = [trace.maker(each) for each in lows]
-    if None in makers or not makers:
+    makers = [maker for each in lows for maker in trace.makers(each)]
+    if not makers:
         return None
     exact = {id(each): trace.exact(each) for each in lows}
     kept = {id(each): trace.exact(each, round_inputs=True) for each in lows}
@@ -103,30 +100,25 @@ def _lost_before(
     given = {id(each): each for each in lows}
     reference, now, then = (_with_gradients(seen, each) for each in (exact, given, kept))  # type: ignore[arg-type]
     error, remedied = _error(now, reference), _error(then, reference)
-    maker = makers[-1]
-    assert maker is not None
-    dtypes = [each.dtype for made in makers if made is not None for each in made.outputs]
+    dtypes = [each.dtype for made in makers for each in made.outputs]
     units = [_unit(each) for each in dtypes if each in LOW_DTYPES]
     if error is None or remedied is None or not units:
         return None
     is_real = error > _UNITS * max(units) and error > _TIMES * remedied
-    return (error, remedied, maker) if is_real else None
+    return (error, remedied, makers[-1]) if is_real else None
 
 
 def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP101: an fp32 op on low contents whose maker could return fp32."""
     if seen.low is not None or seen.call.op in (*CONVERTING, *DIFFERENCES):
         return
-    lows = [
-        each
-        for each in seen.inputs
-        if each.dtype is torch.float32 and origins.contents(each) in LOW_DTYPES
-    ]
-    if (found := _lost_before(seen, trace, lows)) is None:
+    lows = [each for each in seen.inputs if trace.makers(each)]
+    if (found := _lost_before(seen, trace, lows)) is None or seen.picks:
         return
     error, remedied, maker = found
+    kind = "float32 input" if lows[-1].dtype is torch.float32 else "input"
     evidence = (
-        f"its float32 input holds {short_name(maker.outputs[0].dtype)} values, rounded in "
+        f"its {kind} holds {short_name(maker.outputs[0].dtype)} values, rounded in "
         f"{maker.call.op} ({located(maker.call.location)})"
     )
     yield Finding("HP101", *seen.place, evidence, error, remedied, maker.line(" output=float32"))
@@ -134,23 +126,16 @@ def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
 
 def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP103: a difference of rounded values, many bits smaller than they are."""
-    if seen.call.op not in DIFFERENCES or len(seen.inputs) < 2 or not seen.outputs:
+    if seen.call.op not in DIFFERENCES:
         return
-    lows = [each for each in seen.inputs if origins.contents(each) in LOW_DTYPES]
-    least = min(_size(each) for each in seen.inputs)
-    size = _size(seen.outputs[0])
-    if not lows or not 0 < size < least / 8 or (found := _lost_before(seen, trace, lows)) is None:
+    lows = [each for each in seen.inputs if trace.makers(each)]
+    if seen.cancels < 3 or not lows or (found := _lost_before(seen, trace, lows)) is None:
         return
     error, remedied, maker = found
-    evidence = f"the result is {math.log2(least / size):.0f} bits smaller than its rounded inputs"
+    is_zero = math.isinf(seen.cancels)
+    bits = "zero, unlike" if is_zero else f"{seen.cancels:.0f} bits smaller than"
+    evidence = f"the result is {bits} its rounded inputs"
     yield Finding("HP103", *seen.place, evidence, error, remedied, maker.line(" output=float32"))
-
-
-def _size(tensor: Tensor) -> float:
-    """Returns the root mean square of the finite values."""
-    values = tensor.detach().reshape(-1)[:_SAMPLE].double()
-    values = values[values.isfinite()]
-    return values.square().mean().sqrt().item() if values.numel() else 0.0
 
 
 # --- HP104: long sums ------------------------------------------------------------------------------
@@ -310,7 +295,7 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
 
 def _extremes(tensor: Tensor) -> tuple[float, float]:
     """Returns the largest magnitude, and the share of subnormal ones; without zeros and masks."""
-    limits, values = torch.finfo(tensor.dtype), tensor.detach().reshape(-1)[:_SAMPLE].double().abs()
+    limits, values = torch.finfo(tensor.dtype), tensor.detach().reshape(-1)[:SAMPLE].double().abs()
     values = values[(values < limits.max) & (values > 0)]  # masks are the largest number
     if not values.numel():
         return 0.0, 0.0

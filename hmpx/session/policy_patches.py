@@ -238,8 +238,13 @@ def _is_observed(
 ) -> bool:
     if decision.cast_policy is not CastPolicy.PASS:
         return bool(observers)
-    # A Python function calls other ops, which are observed, or wraps one of torch's C functions.
-    calls_others = site.is_python and isinstance(inspect.unwrap(function), types.FunctionType)
+    # A Python function calls other ops, which are observed, or wraps one of torch's C functions, or calls it
+    # where no slot is patched, as ``Tensor.__rsub__`` does.
+    own = inspect.unwrap(function)
+    is_in_python = isinstance(own, types.FunctionType)
+    calls_others = (
+        site.is_python and is_in_python and "_VariableFunctions" not in own.__code__.co_names
+    )
     return not calls_others and any(each.every_op for each in observers)
 
 

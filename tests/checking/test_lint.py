@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import hmpx
 from tests.upstream_bugs import BUGS, Bug, drawn
@@ -129,6 +129,84 @@ def test_each_rule_alarms_until_the_program_is_mended(
     assert found
     assert {*found} == {code}
     assert not codes(lambda: program(right))
+
+
+#: What may be between the call that rounds and the one that suffers.
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda x: x.float().view(8, -1, x.shape[-1]),
+    "view before the upcast": lambda x: x.unsqueeze(0).float(),
+    "slice": lambda x: x.float()[1:, :32],
+    "transpose": lambda x: x.float().t(),
+    "flip": lambda x: x.float().flip(0),
+    "index": lambda x: x.float().index_select(0, torch.arange(9)),
+    "join": lambda x: torch.cat([x.float(), x.float()]),
+    "join of low": lambda x: torch.cat([x, x]).float(),
+    "split": lambda x: x.float().split(16)[1],
+    "stack": lambda x: torch.stack(x.float().unbind(0)),
+    "mask": lambda x: x.float().masked_fill(torch.ones(x.shape).triu(1).bool(), -1e9),
+    "added mask": lambda x: (
+        x.float() + torch.zeros(x.shape).masked_fill_(torch.ones(x.shape).triu(1).bool(), -1e9)
+    ),
+    "choice": lambda x: torch.where(torch.ones(x.shape).tril().bool(), x.float(), -1e9),
+    "scalar": lambda x: x.float() / 1.1,
+    "number added": lambda x: x.float() + 1.0,
+    "repeat": lambda x: x.float().repeat(2, 1),
+}
+
+
+def moved(move: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    scores = LOW.to(dtype) @ (LOW.to(dtype).T * 4)
+    move(scores).softmax(-1)
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_values_are_followed(move: str) -> None:
+    """Through all that rounds nothing."""
+    assert codes(lambda: moved(MOVES[move], BF16)) == ["HP101"]
+    assert not codes(lambda: moved(MOVES[move], torch.float32))
+
+
+def test_values_are_followed_into_calls_that_upcast() -> None:
+    """By ``dtype=``, or as the lists say."""
+    scores = LOW @ (LOW.T * 4)
+    assert codes(lambda: (LOW @ (LOW.T * 4)).softmax(-1, dtype=torch.float32)) == ["HP101"]
+    assert not codes(lambda: scores.softmax(-1, dtype=torch.float32))
+    with hmpx.convert(device_types={"cpu"}, legalize="never"):
+        wide = LOW.float()
+        assert codes(lambda: (wide @ (wide.t() * 4)).softmax(-1)) == ["HP101"]
+
+
+def test_elements_that_change_places_are_no_finding() -> None:
+    """The largest of rounded values is as good, though its gradient may go to another one."""
+    x = LOW.float().requires_grad_()
+
+    def run() -> None:
+        scores = x.to(BF16) @ (x.to(BF16).T * 4)
+        (scores.float().amax(-1) + scores.float().max(-1).values).sum().backward()
+
+    assert not codes(run)
+
+
+#: Differences of rounded values.
+DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "of views": lambda x: (x.exp() + 100).unsqueeze(0) - (x.cos() + 100).unsqueeze(0),
+    "with a number": lambda x: (x + 256.0) - 256.0,
+    "from a number": lambda x: 256.0 - (256.0 - x),
+    "of parts": lambda x: torch.sub(*torch.cat([x.exp() + 100, x.cos() + 100]).chunk(2)),
+    "of upcast copies": lambda x: (x.exp() + 100).float().clone() - (x.cos() + 100).float(),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_cancellations_are_found(difference: str) -> None:
+    """And what comes after them is no other finding."""
+    x = drawn(64, 128) / 4
+
+    def run(dtype: torch.dtype) -> None:
+        DIFFERENCES[difference](x.to(dtype)).float().square().mean()
+
+    assert codes(lambda: run(BF16)) == ["HP103"]
+    assert not codes(lambda: run(torch.float32))
 
 
 def test_gradients_that_all_underflow_are_found() -> None:
