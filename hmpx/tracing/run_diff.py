@@ -39,10 +39,11 @@ class RunDiffRow:
     """A call in both runs, or in one of them.
 
     Attributes:
-        op: Op name; ``"gradient"`` for the gradient of a parameter.
+        op: Op name; ``"gradient"`` for the gradient of a parameter; the class of an optimizer.
         module: Qualified name of the module, or of the parameter.
         location: The user's line, in run b if run a has none.
-        phase: ``"forward"``: the call's result; ``"backward"``: the gradient that comes into it.
+        phase: ``"forward"``: the call's result; ``"backward"``: the gradient that comes into it;
+            ``"optimizer"``: an optimizer that steps with other settings in run b.
         verdict: See `diff_runs`.
         error: L2 norm of the difference over run a's norm, estimated; NaN if not compared.
         uncertainty: Its standard error.
@@ -74,10 +75,9 @@ class RunDiffRow:
         return self.verdict in _UNEXPLAINED
 
     def __str__(self) -> str:
-        of = "" if self.phase == "forward" else "gradient of "
         place = f" in {self.module}" if self.module else ""
         at = f" ({located(self.location)})" if self.location else ""
-        return f"{of}{self.op}{place}{at}"
+        return f"{_called(self)}{place}{at}"
 
     __repr__ = brief
 
@@ -172,6 +172,10 @@ class RunDiff(Written):
         )
 
 
+def _called(row: RunDiffRow) -> str:
+    return f"gradient of {row.op}" if row.phase == "backward" else row.op
+
+
 def _about(found: RunDiff) -> dict[str, str]:
     both = (("a", found.a), ("b", found.b))
     return {f"{name} of {run}": str(each) for run, header in both for name, each in header.items()}
@@ -195,9 +199,8 @@ _MOST_MODULES: Final = 15
 
 
 def _columns(rows: Sequence[RunDiffRow]) -> list[Column]:
-    of = [row.op if row.phase == "forward" else f"gradient of {row.op}" for row in rows]
     return [
-        Column("op", of, clean, False, least=10),
+        Column("op", [*map(_called, rows)], clean, False, least=10),
         Column("module", [row.module for row in rows], clean, False, without_start, 12),
         Column("line", [row.location for row in rows], located, False),
         Column("in a", [short_dtype(row.types[0]) for row in rows], str, False),
@@ -253,6 +256,11 @@ def _verdict(diff: RunDiff) -> list[str]:
             for name, decision in zip("ab", first.decisions, strict=True)
             if decision
         ]
+    other = next((row for row in diff.rows if row.verdict == "not compared" and row.cause), None)
+    if other is not None:
+        parts.append(
+            f"first not compared: {clean(str(other))}, step {other.step}: {clean(other.cause)}"
+        )
     parts.append(
         f"{count(len(diff.rows))} results and gradients: "
         + ", ".join(f"{count(number)} {verdict}" for verdict, number in diff.counts.items())

@@ -31,7 +31,8 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
     Works with and without a conversion, also over torch.autocast; changes no result of uncompiled code. For each call: op, module,
     line, dtypes, decision and arguments; of each tensor that it takes and returns, and of each gradient that
     comes into it, a hash of the bits, norm, range, count of non-finite values and 40 random projections; and by
-    how much it amplifies rounding, from a repetition of the call with inputs moved by bfloat16's rounding. The gradients of parameters are written where an optimizer steps, which ends a step.
+    how much it amplifies rounding, from a repetition of the call with inputs moved by bfloat16's rounding. The gradients of parameters and the optimizer's settings,
+    such as its learning rate, are written where it steps, which ends a step.
 
     Each step is in the file when it ends. Several processes of torch.distributed write ``PATH.rank1`` and so
     on. Of compiled functions it traces the calls of their graphs, through an operator behind each: what is fused
@@ -135,6 +136,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
                 for each in group["params"]:
                     if each.grad is not None:
                         self._writer.parameter_gradient(each, each.grad)
+            self._writer.optimizer(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_dynamo_compiling():

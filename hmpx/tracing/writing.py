@@ -145,6 +145,15 @@ class Writer:
             name = self._names.get(parameter, "")
             self._write("parameter", [name, self._tensor(gradient, is_copy=True)])
 
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Writes the settings of an optimizer that steps."""
+        with without_casts():
+            groups = [
+                {name: text for name, value in group.items() if (text := _plain(_number(value)))}
+                for group in optimizer.param_groups
+            ]
+        self._write("optimizer", [type(optimizer).__name__, groups])
+
     def _tensor(self, tensor: Tensor, *, is_copy: bool = False) -> int:
         """Writes a tensor, unless its values were written, and returns its number."""
         version = None if tensor.is_inference() else tensor._version
@@ -250,7 +259,14 @@ def _text(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, found))[:200]
 
 
+def _number(value: Any) -> Any:
+    """Returns the number of a tensor that holds one, such as the learning rate of a captured step."""
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and has_values(value)
+    return value.item() if is_number else value
+
+
 def _plain(value: Any) -> str:
+    """Returns numbers, strings and tuples of them as text; ``""`` for other values."""
     if isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (tuple, list)):
