@@ -19,7 +19,7 @@ from .reading import TracedCall, TracedTensor
 from .sketches import Estimate, difference
 
 #: By how much a difference may exceed its explanation, of results and of gradients: the gain is measured with
-#: random changes, and actual ones have a structure. `benchmarks/margins.py` measures what models need.
+#: random changes, and actual ones have a structure. `benchmarks/margins.py` measured 7.6 and 59 on 40 models.
 MARGIN: Final = 8.0
 GRADIENT_MARGIN: Final = 64.0
 
