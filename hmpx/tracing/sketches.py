@@ -131,7 +131,8 @@ def sketch(tensor: Tensor) -> Sketch:
     if not math.isfinite(found[0]):
         is_finite = torch.isfinite(values)
         nonfinite = len(values) - int(is_finite.sum())
-        places = _digest(values.where(~is_finite, 0).nan_to_num(1.0, 2.0, 3.0))
+        kinds = values.where(~is_finite, 0).nan_to_num(1.0, 2.0, 3.0)
+        places = _digest(kinds.to(torch.uint8))  # the same for each dtype
         found = _numbers(values.where(is_finite, 0), wide)
     norm, least, largest, *projections = found
     return Sketch(digest, nonfinite, norm, least, largest, tuple(projections), places)

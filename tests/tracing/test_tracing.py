@@ -413,6 +413,16 @@ def test_infinities_in_other_places_are_not_rounding(tmp_path: Path) -> None:
     assert (row.verdict, row.error) == ("unexplained", math.inf)
 
 
+def test_the_same_infinities_in_another_dtype_are_rounding(tmp_path: Path) -> None:
+    mask = torch.ones(8, 8).triu(1).bool()
+    for name, dtype in (("a", torch.float32), ("b", torch.bfloat16)):
+        given = torch.linspace(0, 1, 64).view(8, 8).to(dtype)
+        with hmpx.trace(tmp_path / name):
+            given.sin().masked_fill(mask, -torch.inf).softmax(-1)
+    rows = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").rows
+    assert [row.verdict for row in rows] == ["rounding"] * 3
+
+
 def test_other_shapes_are_not_compared(tmp_path: Path) -> None:
     for name, size in (("a", 4), ("b", 8)):
         torch.manual_seed(0)
