@@ -135,7 +135,7 @@ class CallPair:
 def verdict(
     found: TensorsDifference, rounding: float, gain: float, incoming: float, margin: float
 ) -> Verdict:
-    """Returns what sizes say of a difference.
+    """Returns the verdict on a difference, from sizes alone.
 
     Args:
         found: The difference.

@@ -149,36 +149,23 @@ class RunDiff(Written):
         return ReportTable.of_fields([each.name for each in fields(RunDiffRow)], self.rows, " and ")
 
     def _page(self) -> str:
-        numbered = [*enumerate(self.rows)]
-        calls = ReportTable(
-            [
-                Column("call", [index for index, _ in numbered]),
-                *_columns(self.rows),
-                Column("explained", [row.explained for row in self.rows], exponential),
-            ]
-        )
         parts = [
             paragraphs(_verdict(self), "verdict"),
             chart_section("depth", "Differences along the run", _KEYS, _by_depth(self.rows)),
             table_section("modules", "Modules, in their order"),
             table_section("calls", "Calls and gradients, in the order of computation"),
         ]
-        return page(
-            "hmpx diff-runs",
-            "Two runs compared",
-            "\n".join(parts),
-            _about(self),
-            tables={"modules": self.by_module(), "calls": calls},
-        )
+        about = {
+            f"{name} of {run}": str(each)
+            for run, header in (("a", self.a), ("b", self.b))
+            for name, each in header.items()
+        }
+        tables = {"modules": self.by_module(), "calls": _calls(self.rows)}
+        return page("hmpx diff-runs", "Two runs compared", "\n".join(parts), about, tables=tables)
 
 
 def _called(row: RunDiffRow) -> str:
     return f"gradient of {row.op}" if row.phase == "backward" else row.op
-
-
-def _about(found: RunDiff) -> dict[str, str]:
-    both = (("a", found.a), ("b", found.b))
-    return {f"{name} of {run}": str(each) for run, header in both for name, each in header.items()}
 
 
 _KEYS: Final = {"own": "unexplained", "passed": "rounding, or inherited"}
@@ -198,8 +185,9 @@ def _by_depth(rows: Sequence[RunDiffRow]) -> str:
 _MOST_MODULES: Final = 15
 
 
-def _columns(rows: Sequence[RunDiffRow]) -> list[Column]:
-    return [
+def _calls(rows: Sequence[RunDiffRow]) -> ReportTable:
+    columns = [
+        Column("call", range(len(rows))),
         Column("op", [*map(_called, rows)], clean, False, least=10),
         Column("module", [row.module for row in rows], clean, False, without_start, 12),
         Column("line", [row.location for row in rows], located, False),
@@ -209,7 +197,9 @@ def _columns(rows: Sequence[RunDiffRow]) -> list[Column]:
         Column("cause", [row.cause for row in rows], clean, False),
         Column("difference", [row.error for row in rows], _figure),
         Column("+-", [row.uncertainty for row in rows], _figure),
+        Column("explained", [row.explained for row in rows], exponential),
     ]
+    return ReportTable(columns)
 
 
 def _figure(value: float) -> str:
