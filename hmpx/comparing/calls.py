@@ -119,9 +119,9 @@ def given_floats(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tenso
 
 @dataclass(slots=True)
 class Arrival:
-    """Whether a gradient has arrived at the results of one call, and their places in `SiteNumbers.measured`."""
+    """The effects of one call, of each result and each backward, and its places in `SiteNumbers.measured`."""
 
-    is_seen: bool = False
+    effects: list[Tensor] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
 
@@ -133,7 +133,6 @@ class SiteNumbers:
     order: int  # its position among the sites
     calls: int = 0
     measured: list[Measurement] = field(default_factory=list)  # of each result
-    effects: list[Tensor] = field(default_factory=list)  # of each result and each backward
     arrivals: list[Arrival] = field(default_factory=list)  # of each compared call
     propagated: list[Tensor] = field(default_factory=list)  # samples' norms: difference, reference
     inputs: list[Tensor] = field(default_factory=list)  # the largest magnitudes
@@ -246,7 +245,7 @@ class ShadowRun:
             if result.requires_grad:
                 node_of(result)  # which `register_hook` has Python see
                 assert differing.difference is not None
-                hook = functools.partial(_keep_effect, kept, arrival, differing.difference)
+                hook = functools.partial(_keep_effect, arrival, differing.difference)
                 self._hooks.append(result.register_hook(hook))
 
     def end(self) -> None:
@@ -260,12 +259,11 @@ class ShadowRun:
                 tensor.grad = None
 
 
-def _keep_effect(kept: SiteNumbers, arrival: Arrival, difference: Tensor, gradient: Tensor) -> None:
-    arrival.is_seen = True
+def _keep_effect(arrival: Arrival, difference: Tensor, gradient: Tensor) -> None:
     if gradient.dtype.is_complex:
         gradient = torch.view_as_real(gradient.resolve_conj())
     if gradient.shape == difference.shape:
-        kept.effects.append(effect(gradient, difference))
+        arrival.effects.append(effect(gradient, difference))
 
 
 def _keep_propagated(kept: SiteNumbers, low: LowCall, results: list[Tensor]) -> None:

@@ -208,7 +208,9 @@ def _verdict(comparison: Comparison) -> list[str]:
     if worst is None:
         parts.append("no op runs in low precision")
     elif math.isnan(worst.effect):
-        parts.append("no gradient arrives at any op, so that effects are unknown")
+        parts.append(
+            "no gradient, or none that is finite, arrives at any op, so that effects are unknown"
+        )
     elif worst.effect == 0:
         parts.append("no op has an effect")
     else:
@@ -241,12 +243,15 @@ def _lines(comparison: Comparison) -> Iterator[str]:
         total = count(len(comparison.gradients))
         yield f"gradients of {total} parameters, those that differ most:"
     for each in comparison.gradients[:_MOST_GRADIENTS]:
-        said = (
-            f"differs by {exponential(each.error)}, cosine {each.cosine:.4f}"
-            if each.is_finite
-            else "is not finite in low precision"
-        )
-        yield from wrapped(f"{clean(each.name)} {said}", "  ")
+        yield from wrapped(f"{clean(each.name)} {_said(each)}", "  ")
+
+
+def _said(gradient: ComparedGradient) -> str:
+    if math.isnan(gradient.error):
+        return "is not finite in float32"
+    if not gradient.is_finite:
+        return "is not finite in low precision"
+    return f"differs by {exponential(gradient.error)}, cosine {gradient.cosine:.4f}"
 
 
 # --- charts -----------------------------------------------------------------------------------------

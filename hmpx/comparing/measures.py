@@ -148,11 +148,12 @@ def effect(gradient: Tensor, difference: Tensor) -> Tensor:
 
     It is the root mean square of two estimates. The first sums the squares of all elements, as NVIDIA's
     AutoQuantize does, and assumes independent errors. The second first sums within each sample, since a
-    rounded weight has the same error wherever it is used. Elements without a finite gradient count as
-    zero.
+    rounded weight has the same error wherever it is used. NaN if the gradient is not finite where there is a
+    difference.
     """
     product = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * difference
-    product = torch.nan_to_num(product, nan=0.0, posinf=0.0, neginf=0.0)
+    is_unknown = ~torch.isfinite(gradient)
+    product = product.masked_fill(is_unknown, math.nan).masked_fill(difference == 0, 0.0)
     by_sample = product.flatten(1).sum(1) if product.dim() > 1 else product
     norm = torch.linalg.vector_norm
     return (torch.hypot(norm(product), norm(by_sample)) / math.sqrt(2)).float()

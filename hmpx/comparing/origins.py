@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..observers import OpCall
 from ..places import located
-from ..tensors import LOW_DTYPES, edges_of, node_of, tensors_in
+from ..tensors import LOW_DTYPES, edges_of, node_of, tensors_in, version_of
 from .effective import contents, is_readable
 
 #: The key of an origin in the metadata of an autograd node.
@@ -40,7 +40,7 @@ class Origins:
         self._storages: dict[StorageWeakRef, str] = {}  # likewise, the last one in each
         self._most_storages = _MOST_STORAGES
         # Tensor -> its version, and its contents then
-        self._known: MutableMapping[Tensor, tuple[int | None, torch.dtype | None]]
+        self._known: MutableMapping[Tensor, tuple[int, torch.dtype | None]]
         self._known = WeakTensorKeyDictionary()
 
     def contents(self, tensor: Tensor) -> torch.dtype | None:
@@ -50,9 +50,8 @@ class Origins:
         """
         if not is_readable(tensor):
             return None
-        version = None if tensor.is_inference() else tensor._version
-        known = self._known.get(tensor)
-        if known is None or known[0] != version or version is None:
+        version, known = version_of(tensor), self._known.get(tensor)
+        if known is None or known[0] != version or version < 0:
             known = self._known[tensor] = version, contents(tensor)
         return known[1]
 

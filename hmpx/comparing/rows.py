@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -19,6 +21,11 @@ from .calls import SiteNumbers
 from .measures import Sums, limits
 
 _NAN: Final = math.nan
+
+#: Relative to the gradients of the module's other parameters: the largest gradient that may be zero up to rounding,
+#: and the largest difference of such a one. Those of biases before norms, and of attention's keys, are 1e-8 to 1e-6,
+#: with differences to 1e-2; others are above 1e-2.
+_ZERO, _HARMLESS = 2.0**-16, 2.0**-4
 
 
 class Magnitudes(NamedTuple):
@@ -46,9 +53,9 @@ class ComparedSite:
         reason: The source of the decision: ``"lists/hmpx/bf16.txt:20"``.
         dtype: Name of the low-precision type that the op computed with; ``""`` if it used none.
         calls: Number of calls.
-        effect: First-order effect of this op's own rounding on the loss, in its units. Without a
-            loss: on the outputs, relative to their norm. Infinity if only the reference is finite;
-            NaN if no gradient arrives.
+        effect: First-order effect of this op's own rounding on the loss: a norm of gradient times
+            difference. Without a loss: on the outputs, relative to their norm. Infinity if a low result is
+            not finite though the reference is; NaN if no gradient arrives, or none that is finite.
         error: Norm of the differences over norm of the references.
         max_abs: The largest difference.
         sqnr_db: Signal to quantization noise ratio, in decibel.
@@ -65,7 +72,8 @@ class ComparedSite:
         bytes: Bytes of inputs and results in low precision.
         exponents: Number of sampled reference values with each binary exponent, from -64 on.
         order: Position of the first call among the model's calls.
-        unseen: Number of calls whose results get no gradient; ``effect`` does not include them.
+        unseen: Number of calls that round but whose results get no gradient, or one that is not finite;
+            ``effect`` does not include them.
     """
 
     op: str
@@ -103,7 +111,8 @@ class ComparedGradient:
 
     Attributes:
         name: Qualified name of the parameter.
-        error: Norm of the difference over norm of the gradient in float32.
+        error: Norm of the difference over norm of the gradient in float32. NaN if the latter is not finite; 0
+            if the gradient is zero up to rounding, such as that of a bias before a norm.
         cosine: Cosine between the two.
         is_finite: Whether the gradient in low precision is finite.
     """
@@ -129,7 +138,8 @@ def compared_sites(
         for found in kept.values()
         for several in (
             *((each.numbers, each.exponents) for each in found.measured),
-            *(found.effects, found.propagated, found.inputs),
+            *(each.effects for each in found.arrivals),
+            *(found.propagated, found.inputs),
             [count for count, _ in found.flips],
         )
         for tensor in several
@@ -151,13 +161,45 @@ def compared_sites(
 
 def compared_gradients(found: Iterable[tuple[str, Tensor]]) -> tuple[ComparedGradient, ...]:
     """Returns the rows of gradients, the largest difference first."""
+    norms = {name: _Norms(*of_parameter.tolist()) for name, of_parameter in found}
+    squares, whole = defaultdict[str, float](float), 0.0
+    for name, each in norms.items():
+        if math.isfinite(each.reference):
+            squares[name.rpartition(".")[0]] += each.reference**2
+            whole += each.reference**2
     rows = []
-    for name, norms in found:
-        difference, reference, low = norms.tolist()
-        is_finite = math.isfinite(low)
-        angle = _cosine(difference, reference, low) if is_finite else _NAN
-        rows.append(ComparedGradient(name, _ratio(difference, reference), angle, is_finite))
-    return tuple(sorted(rows, key=lambda row: (row.is_finite, -row.error)))
+    for name, each in norms.items():
+        own = each.reference**2 if math.isfinite(each.reference) else 0.0
+        # Of the module's other parameters, or of the model's if it has no others.
+        beside = math.sqrt(
+            max(squares[name.rpartition(".")[0]] - own, 0.0) or max(whole - own, 0.0)
+        )
+        rows.append(_gradient(name, _Norms() if each.is_noise(beside) else each))
+    # Unknown errors, and infinite ones, come first.
+    return tuple(sorted(rows, key=lambda row: (row.is_finite, row.error == row.error, -row.error)))
+
+
+class _Norms(NamedTuple):
+    """Norms of a parameter's gradients."""
+
+    difference: float = 0.0
+    reference: float = 0.0
+    low: float = 0.0
+
+    def is_noise(self, beside: float) -> bool:
+        """Whether they are zero up to rounding, where those of other parameters have the norm ``beside``."""
+        is_small = self.reference <= _ZERO * beside and self.difference <= _HARMLESS * beside
+        return is_small and self.reference < 2 * self.difference
+
+
+def _gradient(name: str, norms: _Norms) -> ComparedGradient:
+    is_finite = math.isfinite(norms.low)
+    if not math.isfinite(norms.reference):
+        return ComparedGradient(name, _NAN, _NAN, is_finite)
+    if not is_finite:
+        return ComparedGradient(name, math.inf, _NAN, is_finite)
+    error = _ratio(norms.difference, norms.reference)
+    return ComparedGradient(name, error, _cosine(*norms), is_finite)
 
 
 def _on_host(tensors: Iterable[Tensor]) -> dict[int, list[float]]:
@@ -192,7 +234,10 @@ def _site(
     within = limits(low_type)
     most = max([sums.largest, *(each for (each,) in of(kept.inputs))])
     flips = sum(each for (each,) in of(count for count, _ in kept.flips))
-    effects = [each for (each,) in of(kept.effects)]
+    rounding = [any(results[i].difference for i in each.places) for each in kept.arrivals]
+    arrived = [[value for (value,) in of(each.effects)] for each in kept.arrivals]
+    known = [bool(each) and not any(map(math.isnan, each)) for each in arrived]
+    effects = [*itertools.chain(*itertools.compress(arrived, known))]
     quotient = sums.reference / sums.difference if sums.difference else math.inf
     if sums.lost:
         effect = math.inf
@@ -230,8 +275,7 @@ def _site(
         ),
         order=kept.order,
         unseen=sum(
-            not each.is_seen and any(results[place].difference != 0 for place in each.places)
-            for each in kept.arrivals
+            rounds and not is_known for rounds, is_known in zip(rounding, known, strict=True)
         ),
     )
 

@@ -20,7 +20,7 @@ from ..observers import OpCall
 from ..ops import kind
 from ..policy import CastPolicy
 from ..reports import Waste
-from ..tensors import LOW_DTYPES, PLAIN_TENSORS, edges_of, tensors_in
+from ..tensors import LOW_DTYPES, PLAIN_TENSORS, edges_of, tensors_in, version_of
 from ..torch_internals import is_of_transform
 from ..torch_state import place, running_module
 from .signatures import Shape
@@ -56,7 +56,7 @@ class _CastTensor:
     __slots__ = ("dtypes", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = weakref.ref(tensor), _version(tensor)
+        self.tensor, self.version = weakref.ref(tensor), version_of(tensor)
         self.dtypes: set[torch.dtype] = set()
 
 
@@ -122,7 +122,7 @@ class Casts:
     ) -> None:
         seen = self._seen.get(id(tensor))
         method, size_bytes = _METHODS.get(dtype, "to(...)"), tensor.numel() * dtype.itemsize
-        if seen is None or seen.tensor() is not tensor or seen.version != _version(tensor):
+        if seen is None or seen.tensor() is not tensor or seen.version != version_of(tensor):
             if len(self._seen) >= self._most_seen:
                 self._seen = {k: s for k, s in self._seen.items() if s.tensor() is not None}
                 self._most_seen = max(_MOST, 2 * len(self._seen))
@@ -196,10 +196,6 @@ def _memory(tensor: Tensor) -> int:
     if not is_plain or is_of_transform(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _is_cheap(op: str) -> bool:

@@ -20,7 +20,7 @@ from ..tensors import LOW_DTYPES, floating_in, node_of, promoted, tensors_in
 from ..torch_internals import DispatchMode, disable_modes, is_jit_tracing, is_noted_in_graph
 from ..torch_state import without_casts
 from .casts import Casts
-from .signatures import Shape, Signature, rebuilt, shapes, signature, tensors_of
+from .signatures import Shape, Signature, rebuilt, shapes, shapes_in, signature
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -276,7 +276,7 @@ def _computed_in(call: OpCall) -> str:
 
 def _input_bytes(entry: RecordedCalls) -> int:
     """Returns the bytes of all inputs, the floating ones as cast."""
-    given = _bytes(entry.inputs if entry.signature is None else tensors_of(entry.signature))
+    given = _bytes(entry.inputs if entry.signature is None else shapes_in(entry.signature))
     for shape, run in zip(entry.inputs, entry.call.cast_dtypes, strict=True):
         given += shape.bytes // shape.dtype.itemsize * (run.itemsize - shape.dtype.itemsize)
     return given

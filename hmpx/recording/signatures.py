@@ -78,7 +78,7 @@ def shapes(value: Any, *, learns: bool = False) -> tuple[Shape, ...]:
     return tuple(_shapes(_standing_for(value, learns)))
 
 
-def tensors_of(found: Signature) -> tuple[Shape, ...]:
+def shapes_in(found: Signature) -> tuple[Shape, ...]:
     """Returns the shapes in a signature."""
     args, kwargs = found
     return (*_shapes(args), *(each for _, value in kwargs for each in _shapes(value)))

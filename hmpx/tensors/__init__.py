@@ -38,6 +38,7 @@ from .nested import (
     map_tensors,
     node_of,
     tensors_in,
+    version_of,
     with_items,
 )
 from .structures import (

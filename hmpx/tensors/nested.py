@@ -108,6 +108,11 @@ def with_items(sequence: Any, items: list[Any]) -> Any:
     return made
 
 
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was written to; -1 for tensors made in inference mode, where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 #: The key under which a node's metadata holds the nodes before it.
 _BEFORE: Final = "hmpx.before"
 

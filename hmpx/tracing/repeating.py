@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -30,7 +30,6 @@ from .variations import BY_ROW, Difference, Invariance, Variation, difference
 
 _Site: TypeAlias = tuple[str, str, str]
 _Run: TypeAlias = Callable[[Arguments], list[Tensor]]
-_Where: TypeAlias = "list[Rows | None]"
 
 #: Line options tried as remedies -> the dtype that the call computes in.
 _LINES: Final = {"fp32": torch.float32, "accumulate=float64": torch.float64}
@@ -136,22 +135,130 @@ class _Way:
     index: Sequence[int] = ()
     threads: int = 0
 
-    def differs(self, run: _Run, expected: list[Tensor], where: _Where) -> Difference | None:
-        """Returns how the result differs from that on the whole batch."""
+
+class _Repeated:
+    """A call on the whole batch, to be run again in other ways.
+
+    Attributes:
+        call: The call.
+        given: Its arguments.
+        results: Its results.
+        batched: The call with its rows; None if they are unknown, or it has none.
+    """
+
+    def __init__(self, call: OpCall, tensors: CallTensors) -> None:
+        self.call, self._tensors = call, tensors
+        self.given: Arguments = tensors.given, tensors.given_kwargs
+        self.results = tensors_in([tensors.result])
+        self.batched: BatchedCall | None = None
+        self._low = call.dtype if call.dtype in LOW_DTYPES else None
+        self._rows: list[Rows | None] = []  # of each result
+
+    def find_rows(self, one: OneRow, size: int) -> None:
+        """Finds the rows by the same call on one row; raises `UnknownRowsError`."""
+        batched, ones = BatchedCall(self.given, one.arguments, size), tensors_in([one.result])
+        if len(self.results) != len(ones):
+            raise UnknownRowsError("the number of its results follows the batch")
+        self._rows = [rows_of(a, b, size) for a, b in zip(self.results, ones, strict=True)]
+        self.batched = batched if batched.has_rows else None
+
+    def run(self, given: Arguments) -> list[Tensor]:
+        """Returns the results on other arguments, as the program computes them."""
+        call, tensors = self.call, self._tensors
+        args, kwargs = as_values(given, Tensor.clone) if tensors.writes else given
+        if call.cast_policy == "PASS" and isinstance(call.dtype, torch.dtype):
+            with torch.autocast(call.device_type or "cpu", self._low):
+                return tensors_in([call.function(*args, **kwargs)])
+        function = tensors.run if call.cast_policy == "PASS" else tensors.run_cast
+        return tensors_in([function(*args, **kwargs)])
+
+    def differs(
+        self, way: _Way, run: _Run | None = None, expected: list[Tensor] | None = None
+    ) -> Difference | None:
+        """Returns how the results differ from those on the whole batch; ``expected`` if ``run`` computes them."""
+        run, expected = run or self.run, expected or self.results
         now = torch.get_num_threads()
         try:
-            if self.threads:
-                torch.set_num_threads(self.threads)
-            found = run(self.arguments)
+            if way.threads:
+                torch.set_num_threads(way.threads)
+            found = run(way.arguments)
         finally:
-            if self.threads:
+            if way.threads:
                 torch.set_num_threads(now)
-        if self.index:
-            same = [*range(len(self.index))]
-            pairs = [*zip(expected, found, where, strict=True)]
-            expected = [rows.of(each, self.index) if rows else each for each, _, rows in pairs]
+        if way.index:
+            same = [*range(len(way.index))]
+            pairs = [*zip(expected, found, self._rows, strict=True)]
+            expected = [rows.of(each, way.index) if rows else each for each, _, rows in pairs]
             found = [rows.of(each, same) if rows else each for _, each, rows in pairs]
         return difference(expected, found)
+
+    def by_definition(self, row: int, size: int) -> str:
+        """Returns why another batch gives another result, whatever the arithmetic; ``""`` if it does not."""
+        if None in self._rows or self.batched is None:
+            return "by definition: its result combines the rows"
+        if self.draws():
+            return _RANDOM
+        # The same shapes, with the row in all places
+        index = [row] * size
+        found = self.run(self.batched.with_rows(index))
+        pairs = [*zip(self.results, found, self._rows, strict=True)]
+        differs = difference(
+            *([rows.of(each[side], index) for *each, rows in pairs if rows] for side in (0, 1))
+        )
+        return "by definition: uses the values of other rows" if differs else ""
+
+    def draws(self) -> bool:
+        """Whether the call draws random numbers; the caller restores the RNG state."""
+        args, kwargs = as_values(self.given, Tensor.clone) if self._tensors.writes else self.given
+        values = [*args, *kwargs.values()]
+        before = state_of_random_numbers(values)
+        self.call.function(*args, **kwargs)
+        after = state_of_random_numbers(values)
+        pairs = zip(before.states, after.states, strict=True)
+        return any(not torch.equal(a[0], b[0]) for (_, a), (_, b) in pairs)
+
+    # --- remedies ------------------------------------------------------------------------------
+
+    def remedies(self, failed: Sequence[_Way], size: int) -> dict[str, float]:
+        """Returns the time of the call with each remedy, in multiples of its own; NaN if it still differs."""
+        own = _seconds(lambda: self.run(self.given))
+        found = {}
+        for line, dtype in _LINES.items():
+            if line == "fp32" and self._low is None:
+                continue
+            run = self._in_dtype(dtype, self._low if line != "fp32" else None)
+            try:
+                expected = run(self.given)
+                differ = any(self.differs(each, run, expected) for each in failed)
+            except raised_here(RuntimeError, TypeError, ValueError):  # no such kernel
+                continue
+            found[line] = math.nan if differ else _seconds(lambda: run(self.given)) / own  # noqa: B023
+        if self.batched is not None and not {"threads", "repeated"} & {
+            each.kind for each in failed
+        }:
+            alone = [self.batched.with_rows([row]) for row in range(size)]
+            found[BY_ROW] = _seconds(lambda: [self.run(each) for each in alone]) / own
+        return found
+
+    def _in_dtype(self, dtype: torch.dtype, low: torch.dtype | None) -> _Run:
+        """Returns the call computed in a dtype, with inputs and results rounded as before unless it is fp32."""
+        tensors, outputs = self._tensors, [each.dtype for each in self.results]
+
+        def cast(tensor: Tensor) -> Tensor:
+            if tensor.dtype not in CAST:
+                return tensor.clone() if tensors.writes else tensor
+            return (tensor if low is None else tensor.to(low)).to(dtype, copy=tensors.writes)
+
+        def run(given: Arguments) -> list[Tensor]:
+            args, kwargs = as_values(given, cast)
+            found = tensors_in([tensors.run(*args, **kwargs)])
+            if dtype is torch.float32:
+                return found
+            # Lines leave complex results as they are.
+            pairs = zip(found, outputs, strict=True)
+            return [each.to(own) if own.is_floating_point else each for each, own in pairs]
+
+        return run
 
 
 class _Repeats:
@@ -199,181 +306,58 @@ class _Repeats:
             self._found[key] = replace(known, calls=known.calls + 1) if known else found
 
     def _repeated(self, call: OpCall, tensors: CallTensors) -> Variation | None:
-        place = call.op, call.module, call.location
-        run, given = _runner(call, tensors), (tensors.given, tensors.given_kwargs)
-        expected = tensors_in([tensors.result])
-        again = difference(expected, run(given))
+        place, repeated = (call.op, call.module, call.location), _Repeated(call, tensors)
+        again = difference(repeated.results, repeated.run(repeated.given))
         if again is not None:
-            why = _RANDOM if _draws(call, tensors) else ""
+            why = _RANDOM if repeated.draws() else ""
             return Variation(*place, {"repeated": f"differs when repeated: {again}"}, why)
-        batched, where, ways = self._batch_ways(call, tensors, given)
-        ways += self._thread_ways(call, given)
+        ways = [*self._batch_ways(repeated), *self._thread_ways(repeated)]
         found: dict[str, str] = {}
         for way in ways:
-            if way.kind in found or (differing := way.differs(run, expected, where)) is None:
+            if way.kind in found or (differing := repeated.differs(way)) is None:
                 continue
             found[way.kind] = f"{way.says}: {differing}"
-            if way.kind == "alone" and batched is not None:
-                copies = batched.with_rows([way.index[0]] * self._batch)
-                same = replace(way, arguments=copies)
-                why = _by_definition(call, tensors, run, where, copies=same, expected=expected)
-                if why:
-                    return Variation(*place, found, why)
+            if way.kind == "alone" and (why := repeated.by_definition(way.index[0], self._batch)):
+                return Variation(*place, found, why)
         if not found:
             return None
-        low = call.dtype if call.dtype in LOW_DTYPES else None
         remedies = None
         if (*place, False) not in self._found:
             failed = [way for way in ways if way.kind in found]
-            remedies = self._remedies(tensors, run, failed, batched, where, low=low)
-        return Variation(*place, found, "", remedies, low is not None)
+            remedies = repeated.remedies(failed, self._batch)
+        return Variation(*place, found, "", remedies, call.dtype in LOW_DTYPES)
 
     # --- ways to repeat a call -----------------------------------------------------------------
 
-    def _thread_ways(self, call: OpCall, given: Arguments) -> list[_Way]:
+    def _thread_ways(self, repeated: _Repeated) -> Iterator[_Way]:
         now = torch.get_num_threads()
-        others = [each for each in self._threads if each != now and call.device_type == "cpu"]
-        return [
-            _Way("threads", f"differs with threads={each} instead of {now}", given, threads=each)
-            for each in others
-        ]
+        for each in self._threads if repeated.call.device_type == "cpu" else ():
+            if each != now:
+                says = f"differs with threads={each} instead of {now}"
+                yield _Way("threads", says, repeated.given, threads=each)
 
-    def _batch_ways(
-        self, call: OpCall, tensors: CallTensors, given: Arguments
-    ) -> tuple[BatchedCall | None, _Where, list[_Way]]:
-        """Returns the call with its rows, and where they are in its results; None if they are unknown."""
-        size, site = self._batch, _site(call)
+    def _batch_ways(self, repeated: _Repeated) -> Iterator[_Way]:
+        """Yields ways with other rows, if it is known where they are."""
+        size, site = self._batch, _site(repeated.call)
         index = self._next[site]
         self._next[site] += 1
         try:
             if index >= len(self._calls[site]):
                 raise UnknownRowsError("the run on one row has no such call")
-            one = self._calls[site][index]
-            batched = BatchedCall(given, one.arguments, size)
-            results, ones = tensors_in([tensors.result]), tensors_in([one.result])
-            if len(results) != len(ones):
-                raise UnknownRowsError("the number of its results follows the batch")
-            where = [rows_of(a, b, size) for a, b in zip(results, ones, strict=True)]
+            repeated.find_rows(self._calls[site][index], size)
         except UnknownRowsError as error:
             self._skipped[str(error)] += 1
-            return None, [], []
-        if not batched.has_rows:
-            return None, where, []
-        ways = [
-            _Way("alone", f"row {row} differs when alone", batched.with_rows([row]), [row])
-            for row in self._alone
-        ]
+        batched = repeated.batched
+        if batched is None:
+            return
+        for row in self._alone:
+            yield _Way("alone", f"row {row} differs when alone", batched.with_rows([row]), [row])
         back = [*range(size)][::-1]
-        ways.append(_Way("permuted", "rows differ when permuted", batched.with_rows(back), back))
+        yield _Way("permuted", "rows differ when permuted", batched.with_rows(back), back)
         if not batched.has_fixed_size:
             more = 1 << size.bit_length()
             padded = batched.with_rows([*range(size), *[0] * (more - size)])
-            ways.append(_Way("padded", f"rows differ when padded to {more}", padded, range(size)))
-        return batched, where, ways
-
-    # --- remedies ------------------------------------------------------------------------------
-
-    def _remedies(
-        self,
-        tensors: CallTensors,
-        run: _Run,
-        failed: Sequence[_Way],
-        batched: BatchedCall | None,
-        where: _Where,
-        *,
-        low: torch.dtype | None,
-    ) -> dict[str, float]:
-        """Returns the time of the call with each remedy, in multiples of its own; NaN if it still differs."""
-        given = tensors.given, tensors.given_kwargs
-        own = _seconds(lambda: run(given))
-        found = {}
-        for line, dtype in _LINES.items():
-            if line == "fp32" and low is None:
-                continue
-            other = _in_dtype(tensors, dtype, low if line != "fp32" else None)
-            try:
-                expected = other(given)
-                differ = any(each.differs(other, expected, where) for each in failed)
-            except raised_here(RuntimeError, TypeError, ValueError):  # no such kernel
-                continue
-            found[line] = math.nan if differ else _seconds(lambda: other(given)) / own  # noqa: B023
-        if batched is not None and not {"threads", "repeated"} & {each.kind for each in failed}:
-            alone = [batched.with_rows([row]) for row in range(self._batch)]
-            found[BY_ROW] = _seconds(lambda: [run(each) for each in alone]) / own
-        return found
-
-
-def _runner(call: OpCall, tensors: CallTensors) -> _Run:
-    """Returns the call as the program runs it, on other arguments."""
-    is_autocast = call.cast_policy == "PASS" and isinstance(call.dtype, torch.dtype)
-
-    def run(given: Arguments) -> list[Tensor]:
-        args, kwargs = as_values(given, Tensor.clone) if tensors.writes else given
-        if is_autocast:
-            low = call.dtype if call.dtype in LOW_DTYPES else None
-            with torch.autocast(call.device_type or "cpu", low):
-                return tensors_in([call.function(*args, **kwargs)])
-        function = tensors.run if call.cast_policy == "PASS" else tensors.run_cast
-        return tensors_in([function(*args, **kwargs)])
-
-    return run
-
-
-def _in_dtype(tensors: CallTensors, dtype: torch.dtype, low: torch.dtype | None) -> _Run:
-    """Returns the call computed in a dtype, with inputs and results rounded as before unless it is fp32."""
-    outputs = [each.dtype for each in tensors_in([tensors.result])]
-
-    def cast(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in CAST:
-            return tensor.clone() if tensors.writes else tensor
-        return (tensor if low is None else tensor.to(low)).to(dtype, copy=tensors.writes)
-
-    def run(given: Arguments) -> list[Tensor]:
-        args, kwargs = as_values(given, cast)
-        found = tensors_in([tensors.run(*args, **kwargs)])
-        if dtype is torch.float32:
-            return found
-        # Lines leave complex results as they are.
-        pairs = zip(found, outputs, strict=True)
-        return [each.to(own) if own.is_floating_point else each for each, own in pairs]
-
-    return run
-
-
-def _by_definition(
-    call: OpCall,
-    tensors: CallTensors,
-    run: _Run,
-    where: _Where,
-    *,
-    copies: _Way,
-    expected: list[Tensor],
-) -> str:
-    """Returns why another batch gives another result, whatever the arithmetic; ``""`` if it does not."""
-    if None in where:
-        return "by definition: its result combines the rows"
-    if _draws(call, tensors):
-        return _RANDOM
-    # The same shapes, with the row in all places
-    found = run(copies.arguments)
-    pairs = [*zip(expected, found, where, strict=True)]
-    differs = difference(
-        *([rows.of(each[side], copies.index) for *each, rows in pairs if rows] for side in (0, 1))
-    )
-    return "by definition: uses the values of other rows" if differs else ""
-
-
-def _draws(call: OpCall, tensors: CallTensors) -> bool:
-    """Whether the call draws random numbers; the caller restores the RNG state."""
-    args, kwargs = tensors.given, tensors.given_kwargs
-    if tensors.writes:
-        args, kwargs = as_values((args, kwargs), Tensor.clone)
-    given = [*args, *kwargs.values()]
-    before = state_of_random_numbers(given)
-    call.function(*args, **kwargs)
-    after = state_of_random_numbers(given)
-    pairs = zip(before.states, after.states, strict=True)
-    return any(not torch.equal(a[0], b[0]) for (_, a), (_, b) in pairs)
+            yield _Way("padded", f"rows differ when padded to {more}", padded, range(size))
 
 
 def _seconds(function: Callable[[], object]) -> float:

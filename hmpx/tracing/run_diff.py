@@ -39,10 +39,11 @@ class RunDiffRow:
     """A call in both runs, or in one of them.
 
     Attributes:
-        op: Op name; ``"gradient"`` for the gradient of a parameter.
+        op: Op name; ``"gradient"`` for the gradient of a parameter; the class of an optimizer.
         module: Qualified name of the module, or of the parameter.
         location: The user's line, in run b if run a has none.
-        phase: ``"forward"``: the call's result; ``"backward"``: the gradient that comes into it.
+        phase: ``"forward"``: the call's result; ``"backward"``: the gradient that comes into it;
+            ``"optimizer"``: an optimizer that steps with other settings in run b.
         verdict: See `diff_runs`.
         error: L2 norm of the difference over run a's norm, estimated; NaN if not compared.
         uncertainty: Its standard error.
@@ -74,10 +75,9 @@ class RunDiffRow:
         return self.verdict in _UNEXPLAINED
 
     def __str__(self) -> str:
-        of = "" if self.phase == "forward" else "gradient of "
         place = f" in {self.module}" if self.module else ""
         at = f" ({located(self.location)})" if self.location else ""
-        return f"{of}{self.op}{place}{at}"
+        return f"{_called(self)}{place}{at}"
 
     __repr__ = brief
 
@@ -149,32 +149,23 @@ class RunDiff(Written):
         return ReportTable.of_fields([each.name for each in fields(RunDiffRow)], self.rows, " and ")
 
     def _page(self) -> str:
-        numbered = [*enumerate(self.rows)]
-        calls = ReportTable(
-            [
-                Column("call", [index for index, _ in numbered]),
-                *_columns(self.rows),
-                Column("explained", [row.explained for row in self.rows], exponential),
-            ]
-        )
         parts = [
             paragraphs(_verdict(self), "verdict"),
             chart_section("depth", "Differences along the run", _KEYS, _by_depth(self.rows)),
             table_section("modules", "Modules, in their order"),
             table_section("calls", "Calls and gradients, in the order of computation"),
         ]
-        return page(
-            "hmpx diff-runs",
-            "Two runs compared",
-            "\n".join(parts),
-            _about(self),
-            tables={"modules": self.by_module(), "calls": calls},
-        )
+        about = {
+            f"{name} of {run}": str(each)
+            for run, header in (("a", self.a), ("b", self.b))
+            for name, each in header.items()
+        }
+        tables = {"modules": self.by_module(), "calls": _calls(self.rows)}
+        return page("hmpx diff-runs", "Two runs compared", "\n".join(parts), about, tables=tables)
 
 
-def _about(found: RunDiff) -> dict[str, str]:
-    both = (("a", found.a), ("b", found.b))
-    return {f"{name} of {run}": str(each) for run, header in both for name, each in header.items()}
+def _called(row: RunDiffRow) -> str:
+    return f"gradient of {row.op}" if row.phase == "backward" else row.op
 
 
 _KEYS: Final = {"own": "unexplained", "passed": "rounding, or inherited"}
@@ -194,10 +185,10 @@ def _by_depth(rows: Sequence[RunDiffRow]) -> str:
 _MOST_MODULES: Final = 15
 
 
-def _columns(rows: Sequence[RunDiffRow]) -> list[Column]:
-    of = [row.op if row.phase == "forward" else f"gradient of {row.op}" for row in rows]
-    return [
-        Column("op", of, clean, False, least=10),
+def _calls(rows: Sequence[RunDiffRow]) -> ReportTable:
+    columns = [
+        Column("call", range(len(rows))),
+        Column("op", [*map(_called, rows)], clean, False, least=10),
         Column("module", [row.module for row in rows], clean, False, without_start, 12),
         Column("line", [row.location for row in rows], located, False),
         Column("in a", [short_dtype(row.types[0]) for row in rows], str, False),
@@ -206,7 +197,9 @@ def _columns(rows: Sequence[RunDiffRow]) -> list[Column]:
         Column("cause", [row.cause for row in rows], clean, False),
         Column("difference", [row.error for row in rows], _figure),
         Column("+-", [row.uncertainty for row in rows], _figure),
+        Column("explained", [row.explained for row in rows], exponential),
     ]
+    return ReportTable(columns)
 
 
 def _figure(value: float) -> str:
@@ -253,6 +246,11 @@ def _verdict(diff: RunDiff) -> list[str]:
             for name, decision in zip("ab", first.decisions, strict=True)
             if decision
         ]
+    other = next((row for row in diff.rows if row.verdict == "not compared" and row.cause), None)
+    if other is not None:
+        parts.append(
+            f"first not compared: {clean(str(other))}, step {other.step}: {clean(other.cause)}"
+        )
     parts.append(
         f"{count(len(diff.rows))} results and gradients: "
         + ", ".join(f"{count(number)} {verdict}" for verdict, number in diff.counts.items())

@@ -37,8 +37,9 @@ _ROUNDING: Final = 2.0**-48 / 6
 _MODULUS: Final = 1 << 64
 _MULTIPLIER: Final = 0x9E3779B97F4A7C15
 
-#: Of the encoded numbers: digest, count of non-finite values, norm, least and largest value.
+#: Of the encoded numbers: digest, count of non-finite values, norm, least and largest value; projections follow.
 _HEAD: Final = struct.Struct("<QIddd")
+_PROJECTIONS: Final = struct.Struct(f"<{PROJECTIONS}f")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Sketch:
         least: The least value, and
         largest: the largest one.
         projections: 40 sums with random signs; () for integers.
+        places: A hash of which values are NaN, inf and -inf; 0 for none, and in older traces.
     """
 
     digest: int
@@ -60,22 +62,28 @@ class Sketch:
     least: float = 0.0
     largest: float = 0.0
     projections: tuple[float, ...] = ()
+    places: int = 0
 
     def encoded(self) -> str:
         """Returns it as text, with projections as float32 parts of the norm."""
-        head = _HEAD.pack(self.digest, self.nonfinite, self.norm, self.least, self.largest)
-        numbers = [each / self.norm for each in self.projections] if self.norm else ()
-        return base64.b85encode(head + struct.pack(f"<{len(numbers)}f", *numbers)).decode()
+        data = _HEAD.pack(self.digest, self.nonfinite, self.norm, self.least, self.largest)
+        if self.norm:
+            data += _PROJECTIONS.pack(*[each / self.norm for each in self.projections])
+        if self.places:
+            data += self.places.to_bytes(8, "little")
+        return base64.b85encode(data).decode()
 
     @classmethod
     def decoded(cls, text: str) -> Sketch:
         """Returns the sketch that `encoded` wrote."""
         data = base64.b85decode(text)
         digest, nonfinite, norm, least, largest = _HEAD.unpack_from(data)
-        numbers = struct.unpack_from(f"<{(len(data) - _HEAD.size) // 4}f", data, _HEAD.size)
-        return cls(
-            digest, nonfinite, norm, least, largest, tuple([each * norm for each in numbers])
-        )
+        end, numbers = _HEAD.size, list[float]()
+        if norm:
+            numbers = [each * norm for each in _PROJECTIONS.unpack_from(data, end)]
+            end += _PROJECTIONS.size
+        places = int.from_bytes(data[end:], "little")
+        return cls(digest, nonfinite, norm, least, largest, tuple(numbers), places)
 
 
 class Estimate(NamedTuple):
@@ -84,12 +92,19 @@ class Estimate(NamedTuple):
     rel: float
     error: float = 0.0
 
+    @property
+    def least(self) -> float:
+        """The least difference that it allows for."""
+        return self.rel - 2 * self.error
+
 
 def difference(a: Sketch, b: Sketch) -> Estimate:
     """Returns the L2 norm of the tensors' difference, relative to ``a``'s norm."""
     if a.digest == b.digest:
         return Estimate(0.0)
     if not (a.norm and b.projections) or a.nonfinite != b.nonfinite:
+        return Estimate(math.inf)
+    if a.places != b.places and a.places and b.places:  # inf against NaN
         return Estimate(math.inf)
     squares = [(x - y) ** 2 for x, y in zip(a.projections, b.projections, strict=True)]
     rounding = (a.norm**2 + b.norm**2) * _ROUNDING  # of the projections in the file
@@ -112,13 +127,15 @@ def sketch(tensor: Tensor) -> Sketch:
         values = values.float()
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     found = _numbers(values, wide)
-    nonfinite = 0
+    nonfinite = places = 0
     if not math.isfinite(found[0]):
         is_finite = torch.isfinite(values)
         nonfinite = len(values) - int(is_finite.sum())
+        kinds = values.where(~is_finite, 0).nan_to_num(1.0, 2.0, 3.0)
+        places = _digest(kinds.to(torch.uint8))  # the same for each dtype
         found = _numbers(values.where(is_finite, 0), wide)
     norm, least, largest, *projections = found
-    return Sketch(digest, nonfinite, norm, least, largest, tuple(projections))
+    return Sketch(digest, nonfinite, norm, least, largest, tuple(projections), places)
 
 
 def low_contents(tensor: Tensor) -> str:

@@ -31,7 +31,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
     Works with and without a conversion, also over torch.autocast; changes no result of uncompiled
     code. For each call: op, module, line, dtypes, decision and arguments; numbers of each tensor
     and gradient, such as a hash and the norm; and by how much the call amplifies rounding. An
-    optimizer's step ends a step: gradients of parameters are written there.
+    optimizer's step ends a step: gradients of parameters and its settings are written there.
 
     Each step is in the file when it ends. Several processes of torch.distributed write
     ``PATH.rank1`` and so on. Of compiled functions it traces the calls of their graphs, which may
@@ -135,6 +135,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
                 for each in group["params"]:
                     if each.grad is not None:
                         self._writer.parameter_gradient(each, each.grad)
+            self._writer.optimizer(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_dynamo_compiling():

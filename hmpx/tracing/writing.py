@@ -22,7 +22,7 @@ from ..errors import passing_over, raised_here, warn
 from ..files import unwritable
 from ..forks import new_lock
 from ..observers import CallTensors, OpCall
-from ..tensors import long_name, map_tensors, node_of, tensors_in
+from ..tensors import long_name, map_tensors, node_of, tensors_in, version_of
 from ..torch_internals import unseen
 from ..torch_state import named_tensors, without_casts
 from ..version import __version__
@@ -145,19 +145,28 @@ class Writer:
             name = self._names.get(parameter, "")
             self._write("parameter", [name, self._tensor(gradient, is_copy=True)])
 
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Writes the settings of an optimizer that steps."""
+        with without_casts():
+            groups = [
+                {name: text for name, value in group.items() if (text := _plain(_number(value)))}
+                for group in optimizer.param_groups
+            ]
+        self._write("optimizer", [type(optimizer).__name__, groups])
+
     def _tensor(self, tensor: Tensor, *, is_copy: bool = False) -> int:
         """Writes a tensor, unless its values were written, and returns its number."""
-        version = None if tensor.is_inference() else tensor._version
+        version = version_of(tensor)
         is_copy &= tensor not in self._names
         known = None if is_copy else self._ids.get(tensor)
-        if known is not None and known[0] == version and version is not None:
+        if known is not None and known[0] == version >= 0:
             return int(known[1])
+        base = tensor._base if tensor._is_view() else None
         found = sketch(tensor) if has_values(tensor) else None
         shape, dtype = [] if tensor.is_nested else [*tensor.shape], long_name(tensor.dtype)
         key = (*shape, dtype, found and found.digest)
         number = self._contents.get(key) if is_copy and found else None
         if number is None:
-            base = tensor._base if tensor._is_view() else None
             of = None if base is None else self._ids.get(base)
             if of is not None and of[0] != version:
                 of = None  # the base was written to, perhaps through another view
@@ -175,7 +184,6 @@ class Writer:
             self._contents[key] = number
         if not is_copy:
             self._ids[tensor] = version, number
-            base = tensor._base if tensor._is_view() else None
             if base is not None and base not in self._ids and base.numel() == tensor.numel():
                 self._ids[base] = version, number  # of a result that torch returns as a view
         return number
@@ -250,7 +258,14 @@ def _text(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, found))[:200]
 
 
+def _number(value: Any) -> Any:
+    """Returns the number of a tensor that holds one, such as the learning rate of a captured step."""
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and has_values(value)
+    return value.item() if is_number else value
+
+
 def _plain(value: Any) -> str:
+    """Returns numbers, strings and tuples of them as text; ``""`` for other values."""
     if isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (tuple, list)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .culprit import EarlierCall, Offence, Range
+from .offences import EarlierCall, Offence, Range
 from .underflow import Underflow
 from .watcher import Watch, watch
 

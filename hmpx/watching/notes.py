@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..forks import new_lock
 from ..observers import OpCall, Values
-from ..tensors import edges_of, is_captured, is_leaf, node_of, tensors_in
+from ..tensors import edges_of, is_captured, is_leaf, node_of, tensors_in, version_of
 from ..torch_internals import unseen
 from ..torch_state import running_module
 from .records import (
@@ -29,7 +29,6 @@ from .records import (
     is_measurable,
     is_off_limits,
     storage_of,
-    version_of,
 )
 from .slots import Slots
 from .trials import Arguments, can_change, kept, tried, tried_forward

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from ..errors import raised_here
 from ..observers import OpCall
-from ..tensors import PLAIN_TENSORS, is_dense
+from ..tensors import PLAIN_TENSORS, is_dense, version_of
 from ..torch_internals import (
     dispatch_modes,
     has_tangents,
@@ -200,14 +199,6 @@ def bits_of(extremes: Extremes) -> int:
     if math.isnan(low) or math.isnan(high):
         return NAN
     return POSITIVE * (high == math.inf) | NEGATIVE * (low == -math.inf)
-
-
-def version_of(tensor: Tensor) -> int:
-    """Returns a tensor's version; -1 for inference tensors, which have none."""
-    try:
-        return tensor._version
-    except raised_here(RuntimeError):
-        return -1
 
 
 def is_measurable(value: object) -> TypeGuard[Tensor]:

@@ -29,10 +29,11 @@ from ..tensors import (
     leaves,
     map_tensors,
     tensors_in,
+    version_of,
 )
 from ..torch_internals import disable_modes
 from ..torch_state import apart, state_of_random_numbers
-from .records import NAN, Trial, bits_of, version_of
+from .records import NAN, Trial, bits_of
 from .slots import Extremes, exact
 
 #: Most inputs of which all combinations of extremes are tried.

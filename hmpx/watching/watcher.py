@@ -22,8 +22,9 @@ from ..renames import old_window
 from ..tensors import floating_in, node_of
 from ..torch_internals import uncompiled, unseen
 from ..torch_state import state_of_random_numbers
-from .culprit import Offence, OriginSearch, offence_of
+from .culprit import OriginSearch
 from .notes import Notes, sources_of
+from .offences import Offence, offence_of
 from .records import is_measurable
 from .slots import Slots
 from .underflow import Underflow, UnderflowCounts

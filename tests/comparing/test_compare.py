@@ -12,6 +12,7 @@ from torch import nn
 
 import hmpx
 from hmpx import OptionError
+from hmpx.comparing.rows import compared_gradients
 from tests import forks
 
 CPU = {"device_types": {"cpu"}}
@@ -358,6 +359,92 @@ def test_what_has_not_run_is_refused(model, message):
     assert not hmpx.is_converted()
     found = hmpx.compare(lambda x: list(_generator(x)), torch.ones(2), **low("tanh"))
     assert [row.dtype for row in found.rows] == ["bfloat16"]
+
+
+# --- gradients that are not finite, or zero ---------------------------------------------------------
+
+
+class ByHand(nn.Module):
+    """A sum that cancels, and an ELU by hand: its gradient is NaN where the exponential overflows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = (self.first(x) + 256.0) - 256.0
+        h = self.norm(h) * 60
+        h = torch.where(h > 0, h, torch.expm1(h))
+        return self.last(h / 60)
+
+
+def test_the_effect_before_a_gradient_that_is_not_finite_is_unknown():
+    policy = {"lists": "none", "low": ["*"]}
+    found = hmpx.compare(ByHand(), torch.randn(32, 16) * 4, policy=policy, **CPU)
+    for row in found.rows:
+        if row.op in ("add", "sub", "batch_norm", "mul"):
+            assert math.isnan(row.effect) and row.unseen == 1, row
+        elif row.op in ("truediv", "where"):
+            assert row.effect > 0 and row.unseen == 0, row
+    (sub,) = [line.split() for line in str(found).splitlines() if line.startswith("sub")]
+    assert sub[3:5] == ["1", "-"]
+    gradients = {each.name: each for each in found.gradients}
+    assert math.isnan(gradients["first.weight"].error)
+    assert gradients["last.weight"].error < 1
+    assert "first.weight is not finite in float32" in str(found)
+    assert math.isnan(found.gradients[0].error), "they come first"
+
+
+def test_a_gradient_that_is_not_finite_where_nothing_differs_does_not_matter():
+    def model(x):
+        h = torch.tanh(x)
+        masked = torch.where(x > 0, h, torch.zeros(()))  # exact in bfloat16
+        return h.sum() + torch.sqrt(masked.relu()).mul(0).nan_to_num().sum()
+
+    (row,) = rows_of(hmpx.compare(model, torch.randn(4, 8), **low("tanh")), "tanh")
+    assert row.effect > 0
+
+
+class Attention(nn.Module):
+    """Keys whose bias has no effect, and a product whose bias a norm takes away."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.out, self.norm, self.head = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)
+
+    def forward(self, x):
+        h = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+        return self.head(self.norm(self.out(h).flatten(0, 1)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_that_are_zero_up_to_rounding_do_not_alarm(dtype):
+    found = hmpx.compare(Attention(), torch.randn(4, 8, 16), low_precision_type=dtype, **CPU)
+    gradients = {each.name: each for each in found.gradients}
+    for name in ("key.bias", "value.bias", "out.bias"):
+        assert (gradients[name].error, gradients[name].cosine) == (0.0, 1.0), name
+    for name in ("query.bias", "key.weight", "out.weight", "norm.bias"):
+        assert 0 < gradients[name].error < 0.5, name
+    assert ".bias differs by 0" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("norms", "error"),
+    [
+        ((1e-3, 1e-7, 1e-3), 0.0),  # difference, float32, low; those of the weight are 1e-3, 1, 1
+        ((1e12, 1e-7, 1e12), 1e19),  # explodes
+        ((1e-8, 1e-7, 1e-7), 0.1),  # small, and not noise
+        ((1e-3, 1e-2, 1e-2), 0.1),
+        ((2e-2, 1e-2, 1e-2), 2.0),
+    ],
+)
+def test_which_gradients_are_zero_up_to_rounding(norms, error):
+    found = {"0.weight": (1e-3, 1.0, 1.0), "0.bias": norms, "1.bias": (1e-9, 1e-8, 1e-8)}
+    rows = compared_gradients([(name, torch.tensor(each)) for name, each in found.items()])
+    errors = {row.name: row.error for row in rows}
+    assert errors["0.bias"] == pytest.approx(error)
+    assert errors["1.bias"] == pytest.approx(0.1)
 
 
 # --- calls without a gradient ------------------------------------------------------------------------

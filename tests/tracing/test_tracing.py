@@ -338,6 +338,123 @@ def test_a_wrong_backward_is_named(tmp_path: Path) -> None:
     assert gradient.error == pytest.approx(0.5, abs=3 * gradient.uncertainty)
 
 
+def stepped(
+    path: Path, kind: type[torch.optim.Optimizer], options: Any = None, factor: float = 1.0
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    optimizer = kind(net.parameters(), **(options or {}))
+    with hmpx.trace(path):
+        for step in range(4):
+            if step > 1 and factor != 1:
+                optimizer.param_groups[0]["lr"] *= factor
+            optimizer.zero_grad()
+            net(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "factor", "causes"),
+    [
+        (torch.optim.AdamW, {"lr": 1.1e-3}, 1.0, {0: "lr: 0.001 in a, 0.0011 in b"}),
+        (torch.optim.AdamW, {"betas": (0.9, 0.95)}, 1.0, {0: "betas: (0.9, 0.999) in a, (0.9, 0.95) in b"}),
+        (torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True}, 1.0, {0: "amsgrad: False in a, True in b"}),
+        (torch.optim.AdamW, {}, 0.5, {2: "lr: 0.001 in a, 0.0005 in b", 3: "lr: 0.001 in a, 0.00025 in b"}),
+        (torch.optim.Adam, {}, 1.0, {0: "class: AdamW in a, Adam in b"}),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.5)}, 1.0, {0: "lr: 0.001 in a, 0.5 in b"}),
+    ],
+)  # fmt: skip
+def test_other_settings_of_an_optimizer_are_the_cause(
+    kind: type[torch.optim.Optimizer],
+    options: Any,
+    factor: float,
+    causes: dict[int, str],
+    tmp_path: Path,
+) -> None:
+    stepped(tmp_path / "a", torch.optim.AdamW)
+    stepped(tmp_path / "b", kind, options, factor)
+    found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
+    unexplained = [row for row in found.rows if row.is_unexplained]
+    assert {(row.op, row.phase) for row in unexplained} == {("AdamW", "optimizer")}
+    assert {row.step: row.cause for row in unexplained} == causes
+    step, cause = next(iter(causes.items()))
+    assert f"first unexplained: AdamW, step {step}: {cause}" in " ".join(str(found).split())
+    assert "AdamW" in found.to_html()
+    assert "AdamW" in found.to_csv()
+
+
+def test_settings_that_a_trace_lacks_are_not_compared(tmp_path: Path) -> None:
+    stepped(tmp_path / "a", torch.optim.AdamW)
+    lines = (tmp_path / "a").read_text().splitlines(keepends=True)
+    older = [line for line in lines if not line.startswith('{"optimizer"')]
+    assert len(lines) == len(older) + 4
+    (tmp_path / "b").write_text("".join(older))
+    found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
+    assert found.counts == {"equal": len(found.rows)}
+
+
+@pytest.mark.parametrize("pair", [("inf", "nan"), ("inf", "-inf"), ("nan", "1"), ("-inf", "nan")])
+def test_other_values_that_are_not_finite_are_not_rounding(
+    pair: tuple[str, str], tmp_path: Path
+) -> None:
+    for name, value in zip("ab", pair, strict=True):
+        with hmpx.trace(tmp_path / name):
+            x = torch.where(torch.arange(8) == 3, torch.tensor(float(value)), torch.ones(8))
+            (x * 2).sum()
+    rows = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").rows
+    assert [row.verdict for row in rows] == ["unexplained", "inherited", "inherited"]
+
+
+def test_infinities_in_other_places_are_not_rounding(tmp_path: Path) -> None:
+    for name, value in (("a", [torch.inf, 0.0, 1.0]), ("b", [0.0, torch.inf, 1.0])):
+        with hmpx.trace(tmp_path / name):
+            torch.tensor(value) * 2
+    (row,) = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").rows
+    assert (row.verdict, row.error) == ("unexplained", math.inf)
+
+
+def test_the_same_infinities_in_another_dtype_are_rounding(tmp_path: Path) -> None:
+    mask = torch.ones(8, 8).triu(1).bool()
+    for name, dtype in (("a", torch.float32), ("b", torch.bfloat16)):
+        given = torch.linspace(0, 1, 64).view(8, 8).to(dtype)
+        with hmpx.trace(tmp_path / name):
+            given.sin().masked_fill(mask, -torch.inf).softmax(-1)
+    rows = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").rows
+    assert [row.verdict for row in rows] == ["rounding"] * 3
+
+
+def test_other_shapes_are_not_compared(tmp_path: Path) -> None:
+    for name, size in (("a", 4), ("b", 8)):
+        torch.manual_seed(0)
+        net, x = nn.Linear(8, 8), torch.rand(size, 5, 8)
+        with hmpx.trace(tmp_path / name):
+            h = net(x) @ net(x).transpose(1, 2)
+            h = h.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+            (h.softmax(-1) @ x).view(size * 5, 8).sum().backward()
+    found = hmpx.diff_runs(tmp_path / "a", tmp_path / "b")
+    assert found.counts.keys() == {"equal", "not compared"}
+    (row, *_) = [row for row in found.rows if row.verdict == "not compared"]
+    assert (row.op, row.cause) == ("linear", "float32[4, 5, 8] in a, float32[8, 5, 8] in b")
+    said = " ".join(str(found).split())
+    assert f"first not compared: {row}, step 0: float32[4, 5, 8] in a" in said
+
+
+def test_results_of_other_shapes_from_equal_inputs_are_unexplained(tmp_path: Path) -> None:
+    x = torch.rand(1, 1, 8, 8)
+    for name, padding in (("a", 0), ("b", 1)):
+        with hmpx.trace(tmp_path / name):
+            F.conv2d(x, torch.ones(1, 1, 3, 3), padding=padding).relu()
+    first, second = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").rows
+    assert (first.verdict, first.cause) == (
+        "unexplained",
+        "arguments: padding=0 in a, padding=1 in b",
+    )
+    assert (second.verdict, second.cause) == (
+        "not compared",
+        "float32[1, 1, 6, 6] in a, float32[1, 1, 8, 8] in b",
+    )
+
+
 # --- odd programs and files --------------------------------------------------------------------------
 
 
