@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,14 +31,15 @@ from ..torch_state import (
     ON,
     Region,
     close_region,
-    count_autocast,
     has_casts,
     is_autocast_on,
     is_covered,
     is_enabled,
     last_region,
+    note_autocast,
     off,
     open_region,
+    settle_autocast,
 )
 
 _DTYPE_GETTERS: Final = ("get_autocast_dtype", "get_autocast_gpu_dtype")
@@ -48,15 +48,10 @@ _DTYPE_GETTERS: Final = ("get_autocast_dtype", "get_autocast_gpu_dtype")
 def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
     """Yields the patches of torch.autocast, and of the functions that report its state.
 
-    Regions are recorded and counted, so that calls outside need not check whether autocast is on.
+    Regions are recorded, so that calls outside need not check whether autocast is on.
     """
-
-    def earlier() -> str:
-        """Represents this thread's regions that no wrapper has counted."""
-        return f"autocast before convert in {threading.get_ident()}"
-
     if is_autocast_on():
-        count_autocast(earlier(), +1)
+        note_autocast()
 
     def noted_enter(enter: Callable[..., Any], self: torch.autocast) -> Any:
         region = None
@@ -65,12 +60,11 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
                 region = _region(self, sys._getframe(2))
                 open_region(region)
             else:
-                count_autocast(id(self), +1)
+                note_autocast()
             return enter(self)
         except BaseException:  # no exit follows
-            if region is None:
-                count_autocast(id(self), -1)
             close_region(region)
+            settle_autocast()
             raise
 
     def noted_exit(leave: Callable[..., Any], self: torch.autocast, *exc_info: Any) -> Any:
@@ -79,10 +73,7 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
             return leave(self, *exc_info)
         finally:
             close_region(region)
-            if region is None:
-                count_autocast(id(self), -1)
-            if not is_autocast_on():
-                count_autocast(earlier(), -1)
+            settle_autocast()
 
     yield draft.around(torch.autocast, "__enter__", noted_enter)
     yield draft.around(torch.autocast, "__exit__", noted_exit)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx import Policy, torch_state
 from hmpx.torch_state import switch
+from tests.conftest import opened
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 POLICY = Policy.from_ops(low=["matmul", "linear", "mul"], fp32=["softmax"])
@@ -69,7 +70,7 @@ def dtypes() -> set[torch.dtype]:
 
 
 def is_clean() -> bool:
-    return not switch._open and not switch.marked() and not switch.off()
+    return not opened() and not switch.marked() and not switch.off()
 
 
 # --- spellings ----------------------------------------------------------------------------------
