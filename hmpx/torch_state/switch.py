@@ -111,7 +111,6 @@ class Region:
 
     Attributes:
         off: The device types whose casts are off in it; all types if it contains `EVERY`.
-        is_off: Whether `off` contains `EVERY`.
         opener: The object that opens and closes it, or a weak reference to it.
         kind: The class of that object.
         outer: The enclosing region.
@@ -124,7 +123,7 @@ class Region:
     off: frozenset[str]
     beneath: frozenset[str]
 
-    __slots__ = ("beneath", "is_closed", "is_off", "kind", "off", "opener", "outer", "thread")
+    __slots__ = ("beneath", "is_closed", "kind", "off", "opener", "outer", "thread")
 
     def __init__(
         self,
@@ -141,8 +140,7 @@ class Region:
         self.beneath = _inherited() if outer is None else outer.beneath
         if off is None:
             off = ((self.beneath if outer is None else outer.off) | more) - less
-        self.off, self.is_off = off, EVERY in off
-        self.thread = threading.get_ident()
+        self.off, self.thread = off, threading.get_ident()
 
     def is_over(self) -> bool:
         """Whether it was left or its opener is gone."""
@@ -226,11 +224,6 @@ def is_off() -> bool:
     """Whether all casts are off in this thread."""
     if torch.compiler.is_dynamo_compiling():
         return _is_off_where_traced()
-    region = innermost()
-    if region is None:
-        return _covers_all(_inherited())
-    if region.is_off or IN_GRAPHS not in open_regions:
-        return region.is_off or (bool(region.off) and conversions.covered <= region.off)
     return _covers_all(off())
 
 
@@ -250,13 +243,8 @@ def off() -> frozenset[str]:
     region = innermost()
     if region is None:
         return _inherited()
-    if (
-        IN_GRAPHS in open_regions
-        and is_every_marked()
-        and not (region.is_off or _is_off_in_others())
-    ):
-        return region.off | ALL  # inside a graph
-    return region.off
+    is_in_graph = IN_GRAPHS in open_regions and is_every_marked() and EVERY not in region.off
+    return region.off | ALL if is_in_graph and not _is_off_in_others() else region.off
 
 
 ALL: Final = frozenset([EVERY])
@@ -279,9 +267,9 @@ def _inherited() -> frozenset[str]:
     `torch.inference_mode`, which restores marks at its end.
     """
     found = marked()
-    if not found or (_may_inherit() and not _has_opened_any()):
+    if not found or (_may_inherit() and not _opened_here()):
         return found
-    if not _has_opened_any():
+    if not _opened_here():
         mark(ON)
     return ON
 
@@ -291,20 +279,19 @@ def _may_inherit() -> bool:
     return IN_GRAPHS in open_regions or current_graph_task() != -1
 
 
-def _has_opened_any() -> bool:
-    """Whether a region that this thread has opened is still open, in any task."""
+def _opened_here() -> list[Region]:
+    """Returns the regions that this thread has opened and that are still open, in any task."""
     thread = threading.get_ident()
-    return any(isinstance(r, Region) and r.thread == thread for r in list(open_regions))
+    return [r for r in list(open_regions) if isinstance(r, Region) and r.thread == thread]
 
 
 def _is_off_in_others() -> bool:
     """Whether casts are off in a region that another task of this thread has opened."""
-    thread, own, region = threading.get_ident(), set(), _region.get()
+    own, region = set(), _region.get()
     while region is not None:
         own.add(region)
         region = region.outer
-    opened = [r for r in list(open_regions) if isinstance(r, Region) and r not in own]
-    return any(r.is_off and r.thread == thread for r in opened)
+    return any(EVERY in each.off for each in _opened_here() if each not in own)
 
 
 def last_region(opener: object) -> Region | None:
