@@ -267,9 +267,9 @@ def _inherited() -> frozenset[str]:
     `torch.inference_mode`, which restores marks at its end.
     """
     found = marked()
-    if not found or (_may_inherit() and not _opened_here()):
-        return found
-    if not _opened_here():
+    if found and not _opened_here():
+        if _may_inherit():
+            return found
         mark(ON)
     return ON
 
