@@ -226,9 +226,7 @@ def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., b
             return _casts_inputs(asker) or (
                 is_real and hasattr(asker.f_locals["args"][0], _FORWARD_OFF)
             )
-        if tells_dtype:
-            return _acts_on_casts(asker)
-        return not _module(asker).startswith("torch.") and _opens_regions(asker.f_code)
+        return _acts_on_casts(asker, tells_dtype=tells_dtype)
 
     run_when_traced(answering)
     return answering
@@ -251,27 +249,21 @@ def _asker(frame: Any, name: str) -> Any:
     return None
 
 
-@functools.lru_cache(maxsize=256)
-def _opens_regions(code: types.CodeType) -> bool:
-    """Whether ``code`` checks whether autocast is on, and opens a region with ``autocast(enabled=...)``."""
-    if not {"is_autocast_enabled", "autocast"} <= set(code.co_names):
-        return False
-    return any(isinstance(names, tuple) and "enabled" in names for names in code.co_consts)
-
-
-def _acts_on_casts(asker: Any) -> bool:
+def _acts_on_casts(asker: Any, *, tells_dtype: bool = True) -> bool:
     """Whether code outside torch is about to act on the state of autocast.
 
-    It either opens a region, or casts by hand: then it also reads autocast's dtype, and nothing else. Code
-    that also reads autocast's cache, or names a region, saves the state to restore it.
+    It opens a region by ``autocast(enabled=...)``. Or it casts by hand, if ``tells_dtype``: then it also reads
+    autocast's dtype, and nothing else. Code that also reads autocast's cache saves the state to restore it.
     """
-    if _module(asker).startswith("torch."):
-        return False
-    return _opens_regions(asker.f_code) or _asks_for_dtype(asker.f_code)
+    return not _module(asker).startswith("torch.") and _reads_to_act(asker.f_code, tells_dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _asks_for_dtype(code: types.CodeType) -> bool:
+def _reads_to_act(code: types.CodeType, tells_dtype: bool) -> bool:
     names = set(code.co_names)
-    asks = "is_autocast_enabled" in names and names & {*_DTYPE_GETTERS}
-    return bool(asks) and not names & {"autocast", "is_autocast_cache_enabled"}
+    if "is_autocast_enabled" not in names:
+        return False
+    if "autocast" in names:
+        return any(isinstance(each, tuple) and "enabled" in each for each in code.co_consts)
+    asks = tells_dtype and not names.isdisjoint(_DTYPE_GETTERS)
+    return asks and "is_autocast_cache_enabled" not in names
