@@ -33,10 +33,8 @@ from .values import named_after
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
-#: Memory that the program requested in low precision, and the memory of weights from `hmpx.freeze`.
-#: By identity: a set of weak references takes 1 us more.
-_asked_for: Final[dict[int, weakref.ref[torch.UntypedStorage]]] = {}
-_most = 1000  # at this number, dead entries are dropped
+#: ``id`` -> memory that the program requested in low precision, and the memory of weights from `hmpx.freeze`.
+_asked_for: Final = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
 #: The last conversion in which the program made a request, and the last that has warned.
 _asked: object = None
 _warned: object = None
@@ -134,26 +132,20 @@ _NOTED: Final = LOW_DTYPES | {torch.int8, torch.int16, torch.uint8, torch.uint16
 
 
 def _add(tensor: Tensor) -> None:
-    global _most
-    try:
-        storage = _untyped_storage(tensor)
-    except raised_here(RuntimeError):  # it has no memory of its own: a transform's, or sparse
-        return
-    _asked_for[id(storage)] = weakref.ref(storage)
-    if len(_asked_for) > _most:
-        for key, noted in list(_asked_for.items()):
-            if noted() is None:
-                _asked_for.pop(key, None)
-        _most = 2 * len(_asked_for) + 1000
+    if (storage := _memory(tensor)) is not None:
+        _asked_for[id(storage)] = storage
 
 
 def _is_asked_for(tensor: Tensor) -> bool:
+    storage = _memory(tensor)
+    return storage is not None and _asked_for.get(id(storage)) is storage
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage | None:
     try:
-        storage = _untyped_storage(tensor)
-    except raised_here(RuntimeError):
-        return False
-    noted = _asked_for.get(id(storage))
-    return noted is not None and noted() is storage
+        return _untyped_storage(tensor)
+    except raised_here(RuntimeError):  # it has no memory of its own: a transform's, or sparse
+        return None
 
 
 _untyped_storage = Tensor.untyped_storage
