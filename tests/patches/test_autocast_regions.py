@@ -529,6 +529,27 @@ def test_regions_that_are_open_while_conversions_come_and_go() -> None:
     assert is_clean()
 
 
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
+def test_calls_look_closer_as_long_as_autocast_is_on_for_another_device_type() -> None:
+    outer, inner = on(), on()
+    with low(device_types={"cuda"}):
+        outer.__enter__()
+        inner.__enter__()
+        inner.__exit__(None, None, None)
+        assert opened()
+        outer.__exit__(None, None, None)
+        assert not opened()
+        with off():
+            assert not torch.is_autocast_enabled("cpu")
+        assert not opened()
+        with pytest.raises(RuntimeError), torch.autocast("cpu", dtype=BF16):
+            raise RuntimeError
+        assert not opened()
+    with on(), low(device_types={"cuda"}):  # on since before convert
+        assert opened()
+    assert is_clean()
+
+
 # --- interruptions ------------------------------------------------------------------------------
 
 
