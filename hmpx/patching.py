@@ -92,8 +92,10 @@ class Patch(NamedTuple):
 
 
 def _own(owner: Any, attribute: str) -> Any:
-    if isinstance(owner, type) or issubclass(type(owner), types.ModuleType):
-        return _held(owner).get(attribute, ABSENT)
+    if isinstance(owner, type):
+        return owner.__dict__.get(attribute, ABSENT)
+    if issubclass(type(owner), types.ModuleType):
+        return names_of(owner).get(attribute, ABSENT)
     own = getattr(owner, "__dict__", None)
     if own is None or type(owner) is types.FunctionType:
         return getattr(owner, attribute, ABSENT)
@@ -175,7 +177,7 @@ class SlotValues:
         self._attributes: list[tuple[type, str, Any]] = []
         self._empty: list[tuple[Any, KeysView[str], list[str]]] = []
         for owner, named in owners.values():
-            held: Any = _held(owner)
+            held: Any = owner.__dict__ if isinstance(owner, type) else names_of(owner)
             absent = [name for name, value in named.items() if value is ABSENT]
             filled = {name: value for name, value in named.items() if value is not ABSENT}
             if filled:
@@ -235,10 +237,6 @@ class _Swap(Patch):
 def swap(sides: tuple[SlotValues, SlotValues], side: int) -> Patch:
     """Returns the patch that gives slots the values on a side; they have those on the other."""
     return _Swap(sides, "", side)
-
-
-def _held(owner: Any) -> Mapping[str, Any]:
-    return owner.__dict__ if isinstance(owner, type) else names_of(owner)
 
 
 class Draft:

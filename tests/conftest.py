@@ -264,16 +264,31 @@ def torch_is_left_untouched() -> Iterator[None]:
     assert not changed, f"left patched: {changed}"
     assert not hmpx.torch_state.is_off()
     switch = hmpx.torch_state.switch
+    open_ = opened()
     left = [
         {name: getattr(region, name, None) for name in getattr(region, "__slots__", ())}
-        for region in switch._open
+        for region in open_
     ]
-    switch._open.clear()  # so that the tests to come do not fail for this one
+    for region in open_:  # so that the tests to come do not fail for this one
+        switch.open_regions.pop(region, None)
     assert not left, f"regions were not left: {left}; threads: {threading.enumerate()}"
     assert not torch.is_autocast_enabled("maia")
     torch.autocast_increment_nesting()
     assert torch.autocast_decrement_nesting() == 0, "a region of torch.autocast was not left"
     assert not hasattr(multiprocessing.spawn.get_preparation_data, "__hmpx__")
+
+
+def opened() -> list[object]:
+    """Returns the regions that are open, but for those in graphs."""
+    switch = hmpx.torch_state.switch
+    return [each for each in switch.open_regions if each != switch.IN_GRAPHS]
+
+
+def forget_regions_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has calls not look closer because other tests have traced regions, until the test ends."""
+    switch = hmpx.torch_state.switch
+    monkeypatch.setitem(switch.open_regions, switch.IN_GRAPHS, None)
+    monkeypatch.delitem(switch.open_regions, switch.IN_GRAPHS)
 
 
 @pytest.fixture
@@ -283,8 +298,7 @@ def fresh_wrappers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Nor the last session left, which has some, nor regions in graphs, for which wrappers look closer at each call.
     """
     monkeypatch.setattr(retiring, "_shared", {})
-    monkeypatch.setattr(hmpx.torch_state.switch, "_has_traced_regions", False)
-    monkeypatch.setattr(hmpx.torch_state.switch, "_looks_closer", False)
+    forget_regions_in_graphs(monkeypatch)
     switching.forget_left()
     yield
     switching.forget_left()

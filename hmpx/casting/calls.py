@@ -23,7 +23,7 @@ from ..torch_internals import (
     is_any_autocast_enabled,
     run_when_traced,
 )
-from ..torch_state import TO_LOW, is_off, partly_off, switch, without_casts
+from ..torch_state import TO_LOW, is_off, open_regions, partly_off, without_casts
 from .inputs import cast_args, floating_inputs, placer, usual_caster, written
 from .plan import CallPlan
 from .retiring import Control, in_slot
@@ -74,7 +74,7 @@ def call_of(
             return control.forward(*args, **kwargs)
         if is_overridable and has_torch_function(args):
             return override_here(args, kwargs)
-        if switch._looks_closer:
+        if open_regions:
             if is_off():
                 return complete(*args, **kwargs)
             if narrowed is not None and (others := narrowed()) is not None:
@@ -152,7 +152,7 @@ def retry_in_fp32(  # noqa: PLR0917  # all there is to one call
         return None
     if plan.site.is_overridable and is_overridden(args, kwargs):
         return None
-    if switch._looks_closer and (is_off() or (plan.narrows and partly_off())):
+    if open_regions and (is_off() or (plan.narrows and partly_off())):
         return None
     if written(plan, args, kwargs) is not None:
         return None

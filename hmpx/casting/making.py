@@ -18,7 +18,7 @@ from .. import compute
 from ..errors import raised_here
 from ..policy import CastPolicy, Decision, LowType, Rule
 from ..tensors import LOW_DTYPES, Args, Kwargs
-from ..torch_state import is_off, is_outside, switch
+from ..torch_state import is_off, is_outside, open_regions
 from .calls import call_of, cast_where_on, is_overridden, narrower, override, retry_in_fp32
 from .inputs import widener
 from .judging import MOST_VERDICTS, CachedRules
@@ -225,7 +225,7 @@ def make_choosing_wrapper(
             has_torch_function(args) or ((kwargs or may_be_nested) and is_overridden(args, kwargs))
         ) and plan.site.is_overridable:
             return override(original, plan.site.name, cast, args, kwargs)
-        if switch._looks_closer and is_off():
+        if open_regions and is_off():
             return by_lists(*args, **kwargs)
         if outside is not None and is_outside():
             return outside(*args, **kwargs)

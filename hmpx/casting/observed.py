@@ -44,10 +44,10 @@ from ..torch_state import (
     is_off,
     is_off_by_program,
     is_unobserved,
+    open_regions,
     phase,
     place,
     state_of_random_numbers,
-    switch,
     unobserved_casts,
 )
 from .calls import cast_where_on, is_overridden, narrower, override
@@ -105,7 +105,7 @@ def _observed(
         if PAUSED and observers <= PAUSED and not may_be_kept:
             return inner(*args, **kwargs)
         is_on = True
-        if is_traced or switch._looks_closer:
+        if is_traced or open_regions:
             if is_unobserved():
                 return inner(*args, **kwargs)
             is_on = not is_off()

@@ -1,7 +1,7 @@
 """The generated part of a wrapper: the path of a call whose inputs need no cast.
 
 It is unrolled for the positions that hold tensors, which halves the cost of such a call. Any other call goes
-to ``call``, from `calls`. Read tests/wrappers/golden first.
+to ``call``, from `calls`. Read tests/casting/golden first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..compute import LEAST_ELEMENTS, Fused
 from ..policy import RELATIVE
 from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS, Kwargs
 from ..torch_internals import transforms
-from ..torch_state import switch  # its gate, as it is at each call
+from ..torch_state import is_below_dispatcher, open_regions
 from .inputs import casts_of, is_settled, unusual
 from .plan import CallPlan
 
@@ -51,7 +51,7 @@ return again()"""
 
 #: If compiled nodes may compute legalized calls.
 _NODES: Final = """\
-if not ({unless}_looks_closer or is_dynamo_compiling() or (nodes := control.nodes) is None):
+if not ({unless}open_regions or is_dynamo_compiling() or (nodes := control.nodes) is None):
     result = nodes({names}*rest, **kwargs)
     if result is not None:
         return result
@@ -59,7 +59,7 @@ if not ({unless}_looks_closer or is_dynamo_compiling() or (nodes := control.node
 
 _SETTLED: Final = """\
 if not (
-    _looks_closer
+    open_regions
     or {has_torch_function}
     or {looks}
 ):
@@ -137,15 +137,12 @@ def make_generated(
 @functools.cache
 def _compiled(source: str) -> Callable[..., Callable[..., Any]]:
     """Returns the function that ``source`` defines; many ops share one."""
-    # Names are the switch's globals, such as its gate, or constants in closure cells.
-    parameters, body = ", ".join(_CONSTANTS), _indented(source, 4)
-    source = f"def bind({parameters}):\n{body}\n    return make\n"
     file_name = f"<{__name__} {next(_numbers)}>"
     # Tracebacks and debuggers show its lines.
     linecache.cache[file_name] = len(source), None, source.splitlines(keepends=True), file_name
     namespace: dict[str, Any] = {}
-    exec(compile(source, file_name, "exec"), vars(switch), namespace)
-    return namespace["bind"](**_CONSTANTS)  # type: ignore[no-any-return]
+    exec(compile(source, file_name, "exec"), _GLOBALS, namespace)
+    return namespace["make"]  # type: ignore[no-any-return]
 
 
 _numbers: Final = itertools.count(1)
@@ -170,7 +167,11 @@ def are_plain(kwargs: Kwargs) -> bool:
     return "out" not in kwargs and not has_torch_function(tuple(kwargs.values()))
 
 
-_CONSTANTS: Final = {
+#: What wrappers refer to by name.
+_GLOBALS: Final[dict[str, Any]] = {
+    "__name__": __name__,
+    "open_regions": open_regions,
+    "is_below_dispatcher": is_below_dispatcher,
     "are_plain": are_plain,
     "missing": missing,
     "plain_tensors": PLAIN_TENSORS,

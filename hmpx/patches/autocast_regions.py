@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,14 +31,15 @@ from ..torch_state import (
     ON,
     Region,
     close_region,
-    count_autocast,
     has_casts,
     is_autocast_on,
     is_covered,
     is_enabled,
     last_region,
+    note_autocast,
     off,
     open_region,
+    settle_autocast,
 )
 
 _DTYPE_GETTERS: Final = ("get_autocast_dtype", "get_autocast_gpu_dtype")
@@ -48,15 +48,10 @@ _DTYPE_GETTERS: Final = ("get_autocast_dtype", "get_autocast_gpu_dtype")
 def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
     """Yields the patches of torch.autocast, and of the functions that report its state.
 
-    Regions are recorded and counted, so that calls outside need not check whether autocast is on.
+    Regions are recorded, so that calls outside need not check whether autocast is on.
     """
-
-    def earlier() -> str:
-        """Represents this thread's regions that no wrapper has counted."""
-        return f"autocast before convert in {threading.get_ident()}"
-
     if is_autocast_on():
-        count_autocast(earlier(), +1)
+        note_autocast()
 
     def noted_enter(enter: Callable[..., Any], self: torch.autocast) -> Any:
         region = None
@@ -65,12 +60,11 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
                 region = _region(self, sys._getframe(2))
                 open_region(region)
             else:
-                count_autocast(id(self), +1)
+                note_autocast()
             return enter(self)
         except BaseException:  # no exit follows
-            if region is None:
-                count_autocast(id(self), -1)
             close_region(region)
+            settle_autocast()
             raise
 
     def noted_exit(leave: Callable[..., Any], self: torch.autocast, *exc_info: Any) -> Any:
@@ -79,10 +73,7 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
             return leave(self, *exc_info)
         finally:
             close_region(region)
-            if region is None:
-                count_autocast(id(self), -1)
-            if not is_autocast_on():
-                count_autocast(earlier(), -1)
+            settle_autocast()
 
     yield draft.around(torch.autocast, "__enter__", noted_enter)
     yield draft.around(torch.autocast, "__exit__", noted_exit)
@@ -235,9 +226,7 @@ def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., b
             return _casts_inputs(asker) or (
                 is_real and hasattr(asker.f_locals["args"][0], _FORWARD_OFF)
             )
-        if tells_dtype:
-            return _acts_on_casts(asker)
-        return not _module(asker).startswith("torch.") and _opens_regions(asker.f_code)
+        return _acts_on_casts(asker, tells_dtype=tells_dtype)
 
     run_when_traced(answering)
     return answering
@@ -260,27 +249,21 @@ def _asker(frame: Any, name: str) -> Any:
     return None
 
 
-@functools.lru_cache(maxsize=256)
-def _opens_regions(code: types.CodeType) -> bool:
-    """Whether ``code`` checks whether autocast is on, and opens a region with ``autocast(enabled=...)``."""
-    if not {"is_autocast_enabled", "autocast"} <= set(code.co_names):
-        return False
-    return any(isinstance(names, tuple) and "enabled" in names for names in code.co_consts)
-
-
-def _acts_on_casts(asker: Any) -> bool:
+def _acts_on_casts(asker: Any, *, tells_dtype: bool = True) -> bool:
     """Whether code outside torch is about to act on the state of autocast.
 
-    It either opens a region, or casts by hand: then it also reads autocast's dtype, and nothing else. Code
-    that also reads autocast's cache, or names a region, saves the state to restore it.
+    It opens a region by ``autocast(enabled=...)``. Or it casts by hand, if ``tells_dtype``: then it also reads
+    autocast's dtype, and nothing else. Code that also reads autocast's cache saves the state to restore it.
     """
-    if _module(asker).startswith("torch."):
-        return False
-    return _opens_regions(asker.f_code) or _asks_for_dtype(asker.f_code)
+    return not _module(asker).startswith("torch.") and _reads_to_act(asker.f_code, tells_dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _asks_for_dtype(code: types.CodeType) -> bool:
+def _reads_to_act(code: types.CodeType, tells_dtype: bool) -> bool:
     names = set(code.co_names)
-    asks = "is_autocast_enabled" in names and names & {*_DTYPE_GETTERS}
-    return bool(asks) and not names & {"autocast", "is_autocast_cache_enabled"}
+    if "is_autocast_enabled" not in names:
+        return False
+    if "autocast" in names:
+        return any(isinstance(each, tuple) and "enabled" in each for each in code.co_consts)
+    asks = tells_dtype and not names.isdisjoint(_DTYPE_GETTERS)
+    return asks and "is_autocast_cache_enabled" not in names

@@ -33,15 +33,10 @@ from .values import named_after
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
-#: Memory that the program requested in low precision, and the memory of weights from `hmpx.freeze`.
-#: By identity: a set of weak references takes 1 us more.
-_asked_for: Final[dict[int, weakref.ref[torch.UntypedStorage]]] = {}
-_most = 1000  # at this number, dead entries are dropped
-#: The conversions in which the program made a request, in which parameters were searched, in which that found low
-#: results, and that have warned.
+#: ``id`` -> memory that the program requested in low precision, and the memory of weights from `hmpx.freeze`.
+_asked_for: Final = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
+#: The last conversion in which the program made a request, and the last that has warned.
 _asked: object = None
-_searched: object = None
-_has_results: object = None
 _warned: object = None
 
 
@@ -113,8 +108,21 @@ def _note(made: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _ask(*, is_literal: bool = False) -> None:
     """Records that the program requests a low dtype, unless it may have read that from a result."""
     global _asked
-    if is_literal or not (_has_asked() or _has_results is in_force()):
+    if is_literal or not (_has_asked() or any(_low_tensors(in_force()))):
         _asked = in_force()
+
+
+def _has_asked() -> bool:
+    """Whether the program has requested low precision; low parameters show requests before `convert`."""
+    return _asked is in_force() or _low_tensors(in_force())[0]
+
+
+@functools.lru_cache(maxsize=1)
+def _low_tensors(conversion: object) -> tuple[bool, bool]:
+    """Returns whether there are low parameters, and low results, when that is first asked in a conversion."""
+    found = [each for each in gc.get_objects() if type(each) in PLAIN_TENSORS]
+    low = [each for each in found if each.dtype in LOW_DTYPES]
+    return any(type(each) is nn.Parameter for each in low), not all(map(_is_asked_for, low))
 
 
 #: Methods named after dtypes.
@@ -124,43 +132,23 @@ _NOTED: Final = LOW_DTYPES | {torch.int8, torch.int16, torch.uint8, torch.uint16
 
 
 def _add(tensor: Tensor) -> None:
-    global _most
-    try:
-        storage = _untyped_storage(tensor)
-    except raised_here(RuntimeError):  # it has no memory of its own: a transform's, or sparse
-        return
-    _asked_for[id(storage)] = weakref.ref(storage)
-    if len(_asked_for) > _most:
-        for key, noted in list(_asked_for.items()):
-            if noted() is None:
-                _asked_for.pop(key, None)
-        _most = 2 * len(_asked_for) + 1000
+    if (storage := _memory(tensor)) is not None:
+        _asked_for[id(storage)] = storage
 
 
 def _is_asked_for(tensor: Tensor) -> bool:
+    storage = _memory(tensor)
+    return storage is not None and _asked_for.get(id(storage)) is storage
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage | None:
     try:
-        storage = _untyped_storage(tensor)
-    except raised_here(RuntimeError):
-        return False
-    noted = _asked_for.get(id(storage))
-    return noted is not None and noted() is storage
+        return _untyped_storage(tensor)
+    except raised_here(RuntimeError):  # it has no memory of its own: a transform's, or sparse
+        return None
 
 
 _untyped_storage = Tensor.untyped_storage
-
-
-def _has_asked() -> bool:
-    """Whether the program has requested low precision; low parameters show requests before `convert`."""
-    global _asked, _has_results, _searched
-    if _searched is not in_force():
-        _searched = in_force()
-        found = [each for each in gc.get_objects() if type(each) in PLAIN_TENSORS]
-        low = [each for each in found if each.dtype in LOW_DTYPES]
-        if any(type(each) is nn.Parameter for each in low):
-            _asked = in_force()
-        elif not all(map(_is_asked_for, low)):
-            _has_results = in_force()
-    return _asked is in_force()
 
 
 # --- kept values -------------------------------------------------------------------------------

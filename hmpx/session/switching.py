@@ -21,7 +21,7 @@ from ..patches import (
     retired,
     taken_name_patches,
 )
-from ..patching import Applied, Draft, Patch, SlotValues, sides, swap
+from ..patching import Applied, Draft, Patch, sides, swap
 from ..registry import exclusive
 from .policy_patches import originals
 
@@ -54,28 +54,19 @@ class Kept:
     """
 
     def __init__(self, installation: Installation) -> None:
-        self._installation = installation
         self._held = held_by_others(installation.wrappers)  # they are retired between blocks
-        self._sides: tuple[SlotValues, SlotValues] | None = (
-            None  # made at the end of the first block
-        )
-        self._originals: tuple[Any, ...] = ()
-        self._as_left: tuple[object, ...] = ()
+        self._sides = sides(installation.applied)
+        self._originals = _functions([*self._sides[0].values, *originals(installation.wrappers)])
         self._functions = _functions(
             [*installation.wrappers, *[each.patch.value for each in installation.applied]]
         )
         self._counts = [*_references(self._functions)]  # in the conversion
+        self._as_left: tuple[object, ...] = ()
 
     def leave(self, draft: Draft) -> bool:
         """Drafts the end of the conversion; False if other code has changed something meanwhile."""
-        if [*_references(self._functions)] != self._counts:
-            return False
-        if self._sides is None:
-            self._sides = sides(self._installation.applied)
-            before = originals(self._installation.wrappers)
-            self._originals = _functions([*self._sides[0].values, *before])
-            self._counts = [*_references(self._functions)]
-        if not self._sides[1].are_there():
+        is_as_entered = [*_references(self._functions)] == self._counts
+        if not (is_as_entered and self._sides[1].are_there()):
             return False
         draft.put(swap(self._sides, 0), *retirements(self._held))
         return True
@@ -86,9 +77,7 @@ class Kept:
 
     def enter(self, draft: Draft) -> bool:
         """Drafts the conversion again; False if other code has changed something meanwhile."""
-        if self._sides is None or self._now() != self._as_left:
-            return False
-        if not self._sides[0].are_there():
+        if not (self._now() == self._as_left and self._sides[0].are_there()):
             return False
         draft.put(*in_use(self._held), swap(self._sides, 1))  # in use before calls can find them
         return True

@@ -1,8 +1,6 @@
 """The off switch: which casts are off, per thread and task.
 
 `disable_casts` switches off all casts; a region of torch.autocast, those of its device type.
-
-Every wrapper's globals are this module's, so that reading `_looks_closer` is one lookup.
 """
 
 from __future__ import annotations
@@ -10,13 +8,11 @@ from __future__ import annotations
 import contextvars
 import threading
 import weakref
-from collections.abc import Hashable
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from ..device_types import DEVICE_TYPES
-from ..forks import holding, new_lock
 from ..torch_internals import (
     OFF_MARK,
     TRAINING_MARK,
@@ -25,7 +21,6 @@ from ..torch_internals import (
     run_when_traced,
 )
 from . import conversions
-from .conversions import is_below_dispatcher  # noqa: F401  # for wrappers: these are their globals
 
 #: In a set of device types whose casts are off: stands for all of them.
 EVERY: Final = "*"
@@ -104,12 +99,11 @@ def reserve_marks(device_types: frozenset[str]) -> None:
 
 # --- regions -------------------------------------------------------------------------------------
 
-#: Whether casts may be off in some thread, or torch.autocast may be on. If False, calls don't check.
-_looks_closer = False
-_has_traced_regions = False  # torch.compile has put one into a graph, which may run at any time
-#: Open regions of all threads: `Region`s, and torch.autocast's with their counts.
-_open: dict[Any, int] = {}
-_gated: Final = holding(new_lock())
+#: Where casts may be off, or torch.autocast on; calls check that only while there is any: open regions of all
+#: threads, threads in which torch.autocast is on by their identifiers, and `IN_GRAPHS`. In the order of opening.
+open_regions: Final[dict[Region | int | str, None]] = {}
+#: torch.compile has put a region into a graph, which may run at any time.
+IN_GRAPHS: Final = "in graphs"
 
 
 class Region:
@@ -117,7 +111,6 @@ class Region:
 
     Attributes:
         off: The device types whose casts are off in it; all types if it contains `EVERY`.
-        is_off: Whether `off` contains `EVERY`.
         opener: The object that opens and closes it, or a weak reference to it.
         kind: The class of that object.
         outer: The enclosing region.
@@ -130,7 +123,7 @@ class Region:
     off: frozenset[str]
     beneath: frozenset[str]
 
-    __slots__ = ("beneath", "is_closed", "is_off", "kind", "off", "opener", "outer", "thread")
+    __slots__ = ("beneath", "is_closed", "kind", "off", "opener", "outer", "thread")
 
     def __init__(
         self,
@@ -147,8 +140,7 @@ class Region:
         self.beneath = _inherited() if outer is None else outer.beneath
         if off is None:
             off = ((self.beneath if outer is None else outer.off) | more) - less
-        self.off, self.is_off = off, EVERY in off
-        self.thread = threading.get_ident()
+        self.off, self.thread = off, threading.get_ident()
 
     def is_over(self) -> bool:
         """Whether it was left or its opener is gone."""
@@ -181,7 +173,7 @@ def open_region(region: Region) -> None:
     """
     try:
         _region.set(region)  # first: if closing is also interrupted, the next check drops it
-        _note(region, is_open=True)
+        open_regions[region] = None
         mark(region.off)
     except BaseException:
         close_region(region)
@@ -225,27 +217,13 @@ def _settle_on(region: Region | None) -> None:
 def _forget(region: Region) -> None:
     # In a copy of another thread's context, that thread handles it.
     if region.thread == threading.get_ident():
-        _note(region, is_open=False)
-
-
-@_gated
-def _note(region: Region, *, is_open: bool) -> None:
-    if is_open:
-        _open[region] = 1
-    else:
-        _open.pop(region, None)
-    _set_gate()
+        open_regions.pop(region, None)
 
 
 def is_off() -> bool:
     """Whether all casts are off in this thread."""
     if torch.compiler.is_dynamo_compiling():
         return _is_off_where_traced()
-    region = innermost()
-    if region is None:
-        return _covers_all(_inherited())
-    if region.is_off or not _has_traced_regions:
-        return region.is_off or (bool(region.off) and conversions.covered <= region.off)
     return _covers_all(off())
 
 
@@ -265,9 +243,8 @@ def off() -> frozenset[str]:
     region = innermost()
     if region is None:
         return _inherited()
-    if _has_traced_regions and is_every_marked() and not (region.is_off or _is_off_in_others()):
-        return region.off | ALL  # inside a graph
-    return region.off
+    is_in_graph = IN_GRAPHS in open_regions and is_every_marked() and EVERY not in region.off
+    return region.off | ALL if is_in_graph and not _is_off_in_others() else region.off
 
 
 ALL: Final = frozenset([EVERY])
@@ -279,7 +256,7 @@ def _covers_all(off: frozenset[str]) -> bool:
 
 def _is_off_where_traced() -> bool:
     """Whether all casts are off where torch.compile traces; it guards on marks."""
-    return _covers_all(marked() if _open or _may_inherit() else ON)
+    return _covers_all(marked() if open_regions or _may_inherit() else ON)
 
 
 def _inherited() -> frozenset[str]:
@@ -290,32 +267,31 @@ def _inherited() -> frozenset[str]:
     `torch.inference_mode`, which restores marks at its end.
     """
     found = marked()
-    if not found or (_may_inherit() and not _has_opened_any()):
-        return found
-    if not _has_opened_any():
+    if found and not _opened_here():
+        if _may_inherit():
+            return found
         mark(ON)
     return ON
 
 
 def _may_inherit() -> bool:
     """Whether a compiled graph or autograd may have set marks for this thread."""
-    return _has_traced_regions or current_graph_task() != -1
+    return IN_GRAPHS in open_regions or current_graph_task() != -1
 
 
-def _has_opened_any() -> bool:
-    """Whether a region that this thread has opened is still open, in any task."""
+def _opened_here() -> list[Region]:
+    """Returns the regions that this thread has opened and that are still open, in any task."""
     thread = threading.get_ident()
-    return any(isinstance(r, Region) and r.thread == thread for r in list(_open))
+    return [r for r in list(open_regions) if isinstance(r, Region) and r.thread == thread]
 
 
 def _is_off_in_others() -> bool:
     """Whether casts are off in a region that another task of this thread has opened."""
-    thread, own, region = threading.get_ident(), set(), _region.get()
+    own, region = set(), _region.get()
     while region is not None:
         own.add(region)
         region = region.outer
-    opened = [r for r in list(_open) if isinstance(r, Region) and r not in own]
-    return any(r.is_off and r.thread == thread for r in opened)
+    return any(EVERY in each.off for each in _opened_here() if each not in own)
 
 
 def last_region(opener: object) -> Region | None:
@@ -325,44 +301,36 @@ def last_region(opener: object) -> Region | None:
         region = region.outer
     if region is not None:
         return region
-    opened = [r for r in list(_open) if isinstance(r, Region) and r.is_opened_by(opener)]
+    opened = [r for r in list(open_regions) if isinstance(r, Region) and r.is_opened_by(opener)]
     return next((r for r in reversed(opened) if not r.is_over()), None)
 
 
-def _set_gate() -> None:
-    global _looks_closer
-    _looks_closer = bool(_open) or _has_traced_regions
+def note_autocast() -> None:
+    """Has calls look closer as long as torch.autocast is on in this thread."""
+    open_regions[threading.get_ident()] = None
 
 
-@_gated
-def count_autocast(region: Hashable, entries: int) -> None:
-    """Counts that a region of torch.autocast is entered (+1) or left (-1); entries may nest."""
-    count = _open.pop(region, 0) + entries
-    if count > 0:
-        _open[region] = count
-    _set_gate()
+def settle_autocast() -> None:
+    """Ends that if torch.autocast is off in this thread."""
+    if not is_autocast_on():
+        open_regions.pop(threading.get_ident(), None)
 
 
-@_gated
 def end_conversion() -> None:
-    """Stops counting torch.autocast's regions after the last conversion.
+    """Forgets torch.autocast's regions after the last conversion, as their ``__exit__`` is torch's again.
 
-    Open regions last as long as their autocast objects, whose ``__exit__`` is torch's again.
+    Those in which casts are off last as long as their autocast objects.
     """
-    for region in list(_open):
-        if not isinstance(region, Region):
-            del _open[region]
-        elif isinstance(region.opener, torch.autocast):
+    for region in list(open_regions):
+        if isinstance(region, int):
+            open_regions.pop(region, None)
+        elif isinstance(region, Region) and isinstance(region.opener, torch.autocast):
             region.opener = weakref.ref(region.opener)
-    _set_gate()
 
 
-@_gated
 def note_traced_region() -> None:
     """Records that torch.compile has put a region into a graph, which may run at any time."""
-    global _has_traced_regions
-    _has_traced_regions = True
-    _set_gate()
+    open_regions[IN_GRAPHS] = None
 
 
 for _function in (note_traced_region, _is_off_where_traced):

@@ -25,8 +25,8 @@ from hmpx import OptionError, compute
 from hmpx.casting import retiring
 from hmpx.compute import nodes
 from hmpx.session import switching
-from hmpx.torch_state import switch
 from tests import forks
+from tests.conftest import forget_regions_in_graphs
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -64,8 +64,7 @@ def converted(*, with_nodes: bool = True, **options: Any) -> Iterator[None]:
     options = {"legalize": "never", "keep_weight_casts": True} | options
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retiring, "_shared", {})  # wrappers of other conversions
-        patch.setattr(switch, "_has_traced_regions", False)  # by other tests
-        patch.setattr(switch, "_looks_closer", False)
+        forget_regions_in_graphs(patch)
         if not with_nodes:
             patch.setattr(nodes, "nodes_in_use", nodes.Nodes)
         switching.forget_left()  # it would be restored with its wrappers

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx import Policy, torch_state
 from hmpx.torch_state import switch
+from tests.conftest import opened
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 POLICY = Policy.from_ops(low=["matmul", "linear", "mul"], fp32=["softmax"])
@@ -69,7 +70,7 @@ def dtypes() -> set[torch.dtype]:
 
 
 def is_clean() -> bool:
-    return not switch._open and not switch.marked() and not switch.off()
+    return not opened() and not switch.marked() and not switch.off()
 
 
 # --- spellings ----------------------------------------------------------------------------------
@@ -525,6 +526,27 @@ def test_regions_that_are_open_while_conversions_come_and_go() -> None:
     del region
     with low():
         assert dtypes() == {BF16}
+    assert is_clean()
+
+
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
+def test_calls_look_closer_as_long_as_autocast_is_on_for_another_device_type() -> None:
+    outer, inner = on(), on()
+    with low(device_types={"cuda"}):
+        outer.__enter__()
+        inner.__enter__()
+        inner.__exit__(None, None, None)
+        assert opened()
+        outer.__exit__(None, None, None)
+        assert not opened()
+        with off():
+            assert not torch.is_autocast_enabled("cpu")
+        assert not opened()
+        with pytest.raises(RuntimeError), torch.autocast("cpu", dtype=BF16):
+            raise RuntimeError
+        assert not opened()
+    with on(), low(device_types={"cuda"}):  # on since before convert
+        assert opened()
     assert is_clean()
 
 

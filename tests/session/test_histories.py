@@ -21,7 +21,7 @@ from torch import nn
 import hmpx
 from hmpx import Policy, casting, formats
 from hmpx.torch_state import switch
-from tests.conftest import differences, namespaces
+from tests.conftest import differences, namespaces, opened
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 POLICIES = (
@@ -271,7 +271,7 @@ class History:
         """Nothing is open any more."""
         assert [*map(torch.equal, self.model.parameters(), self.weights)] == [True] * 2
         hmpx.convert(policy=POLICIES[0][0], legalize="never", device_types={"cpu"}).revert()
-        assert not switch._open
+        assert not opened()
         assert not switch.marked()
         assert casting.all_rules() == ()
 
