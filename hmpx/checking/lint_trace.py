@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections import deque
@@ -16,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comparing import is_readable
 from ..errors import raised_here
+from ..forks import CachedProperty
 from ..observers import OpCall
 from ..ops import draws, facts
 from ..tensors import LOW_DTYPES, floating_in, map_tensors
@@ -73,7 +73,7 @@ class LintedCall:
         """Whether the result is one of the inputs."""
         return any(each is given for each in self.outputs for given in self.inputs)
 
-    @functools.cached_property
+    @CachedProperty
     def rounds(self) -> bool:
         """Whether it computed in a low dtype, and rounded a result; joins and masks round nothing."""
         if self.low is None or self.call.op in CONVERTING:
@@ -84,7 +84,7 @@ class LintedCall:
             for each, right in zip(self.outputs, exact, strict=False)
         )
 
-    @functools.cached_property
+    @CachedProperty
     def cancels(self) -> float:
         """By how many bits the result of a sum or difference is smaller than its terms, on average."""
         numbers = [abs(each) for each in self.args[:2] if isinstance(each, (int, float))]
@@ -94,7 +94,7 @@ class LintedCall:
         size = _size(self.outputs[0])
         return math.log2(min(sizes) / size) if size else math.inf
 
-    @functools.cached_property
+    @CachedProperty
     def passes_on(self) -> bool:
         """Whether its results are its inputs' values, moved or scaled, or sums of few."""
         if self.call.op in CONVERTING:
@@ -118,7 +118,7 @@ class LintedCall:
 
     @property
     def picks(self) -> bool:
-        """Whether its results are elements of its inputs: close ones may change places, which is no loss."""
+        """Whether its results are elements of its inputs: close ones may change places, which loses nothing."""
         given = torch.cat([each.detach().double().reshape(-1) for each in self.inputs])
         found = self.run(lambda each: each.detach().double())
         return found is not None and all(
@@ -275,7 +275,7 @@ class Trace:
 
 
 def _seen_through(view: Tensor, base: Tensor, values: Tensor) -> Tensor | None:
-    """Returns what ``view`` would show if ``base`` had these values; None if it shares memory with itself."""
+    """Returns the part of the values of ``base`` that ``view`` shows; None if ``base`` shares memory with itself."""
     laid = torch.empty_like(base, dtype=torch.float64)
     if laid.stride() != base.stride():
         return None

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Final, NamedTuple
 
 import torch
 
+from ..forks import CachedProperty
 from ..number_formats import get, names
 from .reading import TracedCall, TracedTensor
 from .sketches import Estimate, difference
@@ -87,17 +88,17 @@ class CallPair:
     a: TracedCall
     b: TracedCall
 
-    @cached_property
+    @CachedProperty
     def inputs(self) -> TensorsDifference:
         """The difference of what it takes."""
         return differences(self.a.inputs, self.b.inputs)
 
-    @cached_property
+    @CachedProperty
     def outputs(self) -> TensorsDifference:
         """The difference of what it returns."""
         return differences(self.a.outputs, self.b.outputs)
 
-    @cached_property
+    @CachedProperty
     def gradients(self) -> TensorsDifference:
         """The difference of the gradients that come into its results, of those in both runs."""
         a, b = self.a.gradients, self.b.gradients
