@@ -32,6 +32,7 @@ from .schemas import (
     Parameters,
     converting,
     converts_numbers,
+    in_order,
     masks,
     numbers,
     parameter_named,
