@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from ..compute import cast_finite, is_onnx_made, names_dtype
-from ..ops import in_order, parameter_named
+from ..ops import parameter_named
 from ..policy import CastPolicy
 from ..tensors import (
     CAST,
@@ -58,8 +58,11 @@ def _named_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[tuple[str,
     names, given = plan.site.parameters.names, zip(_names(plan, args), args, strict=False)
     inputs = [(name, value) for name, value in given if name not in plan.never_cast]
     if kwargs:
-        named = in_order(kwargs, names)
-        inputs += [(name, kwargs[name]) for name in named if name not in plan.skipped]
+        order = {name: position for position, name in enumerate(names)}
+        by_position = sorted(
+            kwargs, key=lambda name: order.get(parameter_named(name, names), len(order))
+        )
+        inputs += [(name, kwargs[name]) for name in by_position if name not in plan.skipped]
     return inputs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..compute import DECIDING_WATCHERS, note_deciding
 from ..errors import RuleError, raised_here, shown
-from ..ops import Parameters, in_order, parameter_named
+from ..ops import Parameters, parameter_named
 from ..policy import FIELDS, Call, CastPolicy, Decision, LowType, Rule, settled_dtype
 from ..tensors import LOW_DTYPES, SEQUENCES
 from ..torch_state import is_below_dispatcher, place, without_casts
@@ -149,9 +149,13 @@ def _tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: tuple[str, ...]
 ) -> list[Tensor]:
     """Returns the tensors of a call, in the order of its parameters, also those in lists."""
-    values = args
+    values: Iterable[Any] = args
     if kwargs:
-        values += tuple([kwargs[name] for name in in_order(kwargs, parameters)])
+        order = {name: position for position, name in enumerate(parameters)}
+        named = sorted(
+            kwargs, key=lambda name: order.get(parameter_named(name, parameters), len(order))
+        )
+        values = (*args, *[kwargs[name] for name in named])
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -32,7 +32,6 @@ from .schemas import (
     Parameters,
     converting,
     converts_numbers,
-    in_order,
     masks,
     numbers,
     parameter_named,

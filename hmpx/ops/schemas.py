@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -147,12 +147,6 @@ def parameter_named(keyword: str, names: Sequence[str]) -> str:
         return keyword
     name = _KEYWORDS.get(keyword, keyword)
     return "input" if name == "self" and "self" not in names else name
-
-
-def in_order(keywords: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Returns the keywords of a call in the order of the parameters ``names``; others come last."""
-    order = {name: position for position, name in enumerate(names)}
-    return sorted(keywords, key=lambda each: order.get(parameter_named(each, names), len(order)))
 
 
 def parameters(site: Site) -> Parameters:
