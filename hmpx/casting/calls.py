@@ -58,8 +58,8 @@ def call_of(
             args, kwargs = place(args, kwargs)
         cast = None if cast_usual is None else cast_usual(args, kwargs)
         if cast is not None:
-            if is_plain or not cast:
-                return complete(*(cast or args), **kwargs) if kwargs else complete(*(cast or args))
+            if is_plain or cast is args:
+                return complete(*cast, **kwargs) if kwargs else complete(*cast)
             return run(computing, cast, kwargs, args, kwargs)
         if is_overridable and (
             has_torch_function(args) or ((kwargs or may_be_nested) and is_overridden(args, kwargs))

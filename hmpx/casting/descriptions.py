@@ -30,8 +30,8 @@ from ..tensors import (
 )
 from ..torch_internals import disable_modes, transforms
 from .inputs import (
-    cast_dtypes,
     counted,
+    dtypes_after_casts,
     floating_inputs,
     given_out,
     is_emulated,
@@ -68,8 +68,6 @@ class Description:
     dtype: torch.dtype | HasName | None
     cast_policy: str
     reason: str
-    #: Which of the floating inputs are cast, and the size of their elements afterwards.
-    casts: tuple[tuple[int, int], ...] = ()
 
 
 class Descriptions:
@@ -129,23 +127,17 @@ def describe(
         reason = f"tensors on {device_type} are not cast" if is_on else SWITCHED_OFF
         policy = CastPolicy.PASS.name
         return Description(input_dtypes, input_dtypes, device_type, None, policy, reason)
-    after = tuple(cast_dtypes(plan, *decoded(plan, args, kwargs)))
+    after = [dtype for _, dtype in dtypes_after_casts(plan, *decoded(plan, args, kwargs))]
     dtype = _dtype(plan, before, args, kwargs)
     cast_policy, reason = _decided_by(plan, args, kwargs)
     is_rounded = dtype is not None and is_emulated(plan, args, kwargs)
-    casts = [
-        (position, cast.itemsize)
-        for position, (given, cast) in enumerate(zip(input_dtypes, after, strict=False))
-        if given is not cast
-    ]
     return Description(
         input_dtypes,
-        after,
+        tuple(after),
         device_type,
         plan.emulation.formats.result if plan.emulation and is_rounded else dtype,
         cast_policy,
         reason,
-        casts=tuple(casts),
     )
 
 

@@ -10,7 +10,6 @@ import functools
 import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import EllipsisType, GetSetDescriptorType, NoneType
 from typing import Any, Final
 
@@ -36,7 +35,6 @@ from ..tensors import (
     floating_in,
     is_floating,
     is_low,
-    leaves,
     tensors_in,
     with_items,
 )
@@ -52,19 +50,19 @@ _DENSE: Final = frozenset({torch.strided, torch.jagged})
 
 def floating_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Returns the floating and complex tensors among the inputs, in the parameters' order."""
-    return floating_in(given_inputs(plan, args, kwargs))
+    return floating_in([value for _, value in _named_inputs(plan, args, kwargs)])
 
 
-def given_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Any]:
-    """Returns the arguments that are inputs, in the parameters' order."""
-    names = plan.site.parameters.names
-    inputs = [v for n, v in zip(_names(plan, args), args, strict=False) if n not in plan.never_cast]
+def _named_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[tuple[str, Any]]:
+    """Returns the arguments that are inputs, and their names, in the parameters' order."""
+    names, given = plan.site.parameters.names, zip(_names(plan, args), args, strict=False)
+    inputs = [(name, value) for name, value in given if name not in plan.never_cast]
     if kwargs:
         order = {name: position for position, name in enumerate(names)}
         by_position = sorted(
             kwargs, key=lambda name: order.get(parameter_named(name, names), len(order))
         )
-        inputs += [kwargs[name] for name in by_position if name not in plan.skipped]
+        inputs += [(name, kwargs[name]) for name in by_position if name not in plan.skipped]
     return inputs
 
 
@@ -221,32 +219,37 @@ def emulated_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     cast, norm_parameters = CAST[dtype], plan.facts.norm_parameters
 
     def round_input(name: str, tensor: Tensor) -> Tensor:
+        if not _is_eligible(tensor, plan, args, kwargs):
+            return tensor
         # Parameters of norms stay: kernels accept them, since all inputs have one dtype.
         if name in norm_parameters or any(tensor is value for value in exact):
             return cast(tensor)
         return emulation.rounded_input(name, tensor, cast(tensor))
 
-    args, kwargs = _with_inputs(round_input, plan, args, kwargs)
-    return args, kwargs, is_on_device(plan, args, kwargs)
+    rounded, named = _with_inputs(round_input, plan, args, kwargs)
+    return rounded, named, is_on_device(plan, args, kwargs)
 
 
 def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     cast = CAST[dtype]
     if "sparse" in plan.skipped and argument(plan, "sparse", args, kwargs):
         cast = cast_any_layout(dtype)
-    as_one = dtype if plan.facts.kind == "rnn" else None
     masks = plan.masks if dtype in LOW_DTYPES and not _is_copy(plan, args) else ()
-    convert = _unless_fp32(
-        lambda name, tensor: (
-            tensor
-            if tensor.dtype is dtype
-            else cast_finite(dtype, tensor)
-            if name in masks
-            else cast(tensor)
-        ),
-        *(dtype, plan, args, kwargs),
+    is_cast = _cast_by(dtype, plan, args, kwargs)
+
+    def convert(name: str, tensor: Tensor) -> Tensor:
+        if not is_cast(name, tensor):
+            return tensor
+        return cast_finite(dtype, tensor) if name in masks else cast(tensor)
+
+    def convert_weights(name: str, values: Sequence[Any]) -> list[Tensor] | None:
+        if all([isinstance(value, Tensor) and is_cast(name, value) for value in values]):  # noqa: C419
+            return cast_as_one(values, dtype)
+        return None
+
+    return _with_inputs(
+        convert, plan, args, kwargs, convert_weights if plan.facts.kind == "rnn" else None
     )
-    return _with_inputs(convert, plan, args, kwargs, as_one)
 
 
 def _is_copy(plan: CallPlan, args: Args) -> bool:
@@ -263,17 +266,53 @@ def _is_single(index: Any) -> bool:
     return isinstance(index, (numbers.Integral, slice, NoneType, EllipsisType))
 
 
-def _unless_fp32(
-    convert: Callable[[str, Tensor], Any],
-    dtype: torch.dtype,
-    plan: CallPlan,
-    args: Args,
-    kwargs: Kwargs,
-) -> Callable[[str, Tensor], Any]:
-    """Makes ``convert`` leave some arguments in fp32, alongside inputs of ``dtype``, if kernels accept that.
+def dtypes_after_casts(
+    plan: CallPlan, args: Args, kwargs: Kwargs
+) -> list[tuple[Tensor, torch.dtype]]:
+    """Returns the `floating_inputs`, each with the dtype in which it reaches torch's function; casts nothing."""
+    dtype = target_dtype(plan, args, kwargs)
+    if dtype is None:
+        return [(tensor, tensor.dtype) for tensor in floating_inputs(plan, args, kwargs)]
+    is_cast = _cast_by(dtype, plan, args, kwargs)
+    return [
+        (tensor, dtype if is_cast(name, tensor) else tensor.dtype)
+        for name, value in _named_inputs(plan, args, kwargs)
+        for tensor in floating_in([value])
+    ]
 
-    These are a norm's parameters and attention's mask; the kernels for nested tensors and the formulas of
-    torch.func.vmap don't. And what vmap adds to a matrix product: like torch.autocast it promotes.
+
+def _cast_by(
+    dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs
+) -> Callable[[str, Tensor], bool]:
+    """Returns a predicate of a tensor in an input of that name: whether the call casts it to ``dtype``."""
+    stays_fp32 = _left_in_fp32(dtype, plan, args, kwargs)
+
+    def is_cast(name: str, tensor: Tensor) -> bool:
+        if tensor.dtype is dtype or not _is_eligible(tensor, plan, args, kwargs):
+            return False
+        return stays_fp32 is None or not stays_fp32(name, tensor)
+
+    return is_cast
+
+
+def _is_eligible(tensor: Tensor, plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
+    """Whether an input of the call may be cast; CPU scalars may go with tensors on any device."""
+    if tensor.dtype not in ELIGIBLE or tensor.layout not in _DENSE:
+        return False
+    device_type = tensor.device.type
+    return device_type in plan.device_types or (
+        device_type == "cpu" and tensor.dim() == 0 and is_on_device(plan, args, kwargs)
+    )
+
+
+def _left_in_fp32(
+    dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs
+) -> Callable[[str, Tensor], bool] | None:
+    """Returns the predicate whether a tensor stays in fp32 alongside inputs of ``dtype``; None if none does.
+
+    Where kernels accept that, a norm's parameters and attention's mask do; the kernels for nested tensors and the
+    formulas of torch.func.vmap don't accept it. And what vmap adds to a matrix product: like torch.autocast it
+    promotes.
     """
     facts, names = plan.facts, plan.site.parameters.names
     kept, device_types = facts.norm_parameters or plan.masks, facts.mixed_device_types
@@ -281,68 +320,34 @@ def _unless_fp32(
         is_added = any(map(is_mapped, tensors_in((*args, *kwargs.values()))))
         kept, device_types = facts.addends if is_added else frozenset(), plan.device_types
     elif plan.masks and is_onnx_made():  # ONNX rejects mixed dtypes
-        return convert
+        return None
     elif kept:
         first = args[0] if args else kwargs.get(names[0])
         if isinstance(first, Tensor) and first.is_nested:
-            return convert
+            return None
     if not kept or dtype not in LOW_DTYPES:
-        return convert
+        return None
 
-    def unless_fp32(name: str, tensor: Tensor) -> Any:
-        stays = (
-            parameter_named(name, names) in kept
-            and tensor.dtype is torch.float32
-            and tensor.device.type in device_types
-        )
-        return tensor if stays else convert(name, tensor)
+    def stays_fp32(name: str, tensor: Tensor) -> bool:
+        is_kept = tensor.dtype is torch.float32 and parameter_named(name, names) in kept
+        return is_kept and tensor.device.type in device_types
 
-    return unless_fp32
+    return stays_fp32
 
 
-@dataclass(frozen=True, slots=True)
-class _Cast:
-    """Stands for a cast tensor."""
-
-    dtype: torch.dtype
-
-
-def cast_dtypes(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[torch.dtype]:
-    """Returns the dtypes in which `floating_inputs` reach torch's function; casts nothing."""
-    dtype = target_dtype(plan, args, kwargs)
-    if dtype is not None:
-
-        def cast(name: str, tensor: Tensor) -> Any:
-            return tensor if tensor.dtype is dtype else _Cast(dtype)
-
-        convert = _unless_fp32(cast, dtype, plan, args, kwargs)
-        args, kwargs = _with_inputs(convert, plan, args, kwargs)
-    return [
-        value.dtype
-        for value in leaves(given_inputs(plan, args, kwargs))
-        if isinstance(value, _Cast) or (isinstance(value, Tensor) and is_floating(value))
-    ]
+#: Converts the tensors of an argument of that name together, or returns None.
+Together = Callable[[str, Sequence[Any]], "list[Tensor] | None"]
 
 
 def _with_inputs(
-    convert: Callable[[str, Tensor], Any],
+    convert: Callable[[str, Tensor], Tensor],
     plan: CallPlan,
     args: Args,
     kwargs: Kwargs,
-    as_one: torch.dtype | None = None,
+    together: Together | None = None,
 ) -> tuple[Args, Kwargs]:
-    """Returns the arguments with the eligible inputs converted, lists of weights together to ``as_one``."""
-
-    def is_eligible(value: Any) -> bool:
-        """Whether ``value`` may be cast; CPU scalars may go with tensors on any device."""
-        if not (isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout in _DENSE):
-            return False
-        device_type = value.device.type
-        return device_type in plan.device_types or (
-            device_type == "cpu" and value.dim() == 0 and is_on_device(plan, args, kwargs)
-        )
-
-    new = functools.partial(_with_tensors, convert, is_eligible, as_one)
+    """Returns the arguments with the tensors in inputs converted, those in a list ``together`` if possible."""
+    new = functools.partial(_with_tensors, convert, together)
     new_args = tuple(
         value if name in plan.never_cast else new(name, value)
         for name, value in zip(_names(plan, args), args, strict=False)
@@ -353,25 +358,19 @@ def _with_inputs(
 
 
 def _with_tensors(
-    convert: Callable[[str, Tensor], Any],
-    is_eligible: Callable[[Any], bool],
-    as_one: torch.dtype | None,
-    name: str,
-    value: Any,
+    convert: Callable[[str, Tensor], Tensor], together: Together | None, name: str, value: Any
 ) -> Any:
-    """Returns the argument ``value``, called ``name``, with its eligible tensors converted.
+    """Returns the argument ``value``, called ``name``, with its tensors converted.
 
     Not nested: a nested function that calls itself would keep a call's tensors alive until garbage
     collection.
     """
     if isinstance(value, Tensor):
-        return convert(name, value) if is_eligible(value) else value
+        return convert(name, value)
     if not isinstance(value, SEQUENCES):
         return value
-    new = None
-    if as_one is not None and all([is_eligible(t) and t.dtype is not as_one for t in value]):  # noqa: C419
-        new = cast_as_one(value, as_one)
-    new = new or [_with_tensors(convert, is_eligible, as_one, name, item) for item in value]
+    new = None if together is None else together(name, value)
+    new = new or [_with_tensors(convert, together, name, item) for item in value]
     if all(a is b for a, b in zip(new, value, strict=True)):
         return value
     return with_items(value, new)
@@ -478,14 +477,10 @@ def widener(plan: CallPlan) -> Callable[..., bool] | None:
     return widens
 
 
-#: The result of `usual_caster` for a call that is left alone.
-ALONE: Final[Args] = ()
-
-
 def usual_caster(plan: CallPlan) -> Callable[[Args, Kwargs], Args | None] | None:
     """Returns a fast function that casts the arguments of most calls, see `casts_of`; None if there is none.
 
-    It returns the arguments, `ALONE`, or None if a closer look is needed.
+    It returns the cast arguments, ``args`` itself for a call that is left alone, or None if a closer look is needed.
     """
     casts, count, promotes = [*casts_of(plan).items()], plan.position_count, plan.facts.promotes
     if not casts:
@@ -496,11 +491,11 @@ def usual_caster(plan: CallPlan) -> Callable[[Args, Kwargs], Args | None] | None
 
     def cast_usual(args: Args, kwargs: Kwargs) -> Args | None:
         if widens is not None and widens(*args[:count]):
-            return ALONE
+            return args
         if kwargs and (len(args) < count or has_keyword_tensors or "out" in kwargs):
             return None
         if is_below_dispatcher():
-            return ALONE
+            return args
         if has_addend and transforms() is not None:
             return None
         found = list(args)
@@ -511,7 +506,7 @@ def usual_caster(plan: CallPlan) -> Callable[[Args, Kwargs], Args | None] | None
                     # Kernels that promote accept float64 scalars, tensors without dimensions, with cast inputs.
                     is_tensor = type(args[position]) in PLAIN_TENSORS
                     is_alone = is_tensor and args[position].dtype not in ELIGIBLE
-                    return ALONE if is_alone and not promotes else None
+                    return args if is_alone and not promotes else None
         return tuple(found)
 
     return cast_usual
@@ -528,20 +523,25 @@ def _device_test(device_types: frozenset[str]) -> Callable[[Tensor], bool]:
     return lambda tensor: tensor.device in devices
 
 
+def are_plain(kwargs: Kwargs) -> bool:
+    """Whether these arguments don't override the call, and none of them is written to."""
+    return "out" not in kwargs and not has_torch_function(tuple(kwargs.values()))
+
+
 def placer(plan: CallPlan) -> Callable[[Args, Kwargs], tuple[Args, Kwargs]] | None:
-    """Returns a function that moves optional tensors given by name to their positions; None if there are none."""
-    names, positions = plan.site.parameters.names, plan.fillable
-    if not positions or "A" in plan.cast_kinds.values():
+    """Returns a function that moves tensors given by name to their positions; None if no tensor is optional."""
+    names, fillable = plan.site.parameters.names, plan.fillable
+    if not fillable or "A" in plan.cast_kinds.values():
         return None
 
     def place(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        given = len(args)
-        if given not in positions or "out" in kwargs:
+        if not are_plain(kwargs):  # an override gets the original arguments
             return args, kwargs
-        if has_torch_function(tuple(kwargs.values())):  # it gets the original arguments
-            return args, kwargs
-        placed = names[given : positions.stop]
-        left = dict(kwargs)
-        return (*args, *[left.pop(name, None) for name in placed]), left
+        placed, left = list(args), dict(kwargs)
+        for position in range(len(args), fillable.stop):
+            if names[position] not in left and position not in fillable:
+                break
+            placed.append(left.pop(names[position], None))
+        return tuple(placed), left
 
     return place

@@ -44,7 +44,14 @@ from ..errors import raised_here
 from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import hooks_refused, is_mapped, transforms
 from ..torch_state import is_below_dispatcher
-from .inputs import ALONE, cast_args, floating_inputs, target_dtype, usual_caster, written
+from .inputs import (
+    cast_args,
+    dtypes_after_casts,
+    floating_inputs,
+    target_dtype,
+    usual_caster,
+    written,
+)
 from .plan import CallPlan
 from .retiring import Control
 
@@ -79,38 +86,26 @@ class Legalization:
         self, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
     ) -> Any:
         """Runs a call; with ``rounds_late`` of its plan its inputs are uncast."""
-        plan, is_cast = self._plan, True
-        if kwargs and (self._is_linear or self._is_convolution):
-            args, kwargs = self._placed(args, kwargs)
-            given, named = self._placed(given, named)
+        is_cast = True
         is_open = self._control.legalizes and not (self._is_on_several and self._is_settled(args))
         if is_open and self._first is not None and len(args) > self._first + 1:
             is_open = self.may_apply(args[self._first], args[self._first + 1])
         if self._rounds_late:
             is_cast = not (is_open and self._takes_uncast(args))
             cast = self._cast_usual(args, kwargs) if is_cast and self._cast_usual else None
-            if cast is ALONE:
+            if cast is args:  # left alone
                 return function(*args, **kwargs)
             if cast is not None:
                 args = cast
             elif is_cast:
-                args, kwargs = cast_args(plan, args, kwargs)
+                args, kwargs = cast_args(self._plan, args, kwargs)
         found = self._route(args, kwargs, is_cast=is_cast) if is_open else None
         if found is not None:
             inputs, dtype = found
             return self._compute(function, inputs, args, kwargs, given, dtype, is_cast=is_cast)
         if not is_cast:
-            args, kwargs = cast_args(plan, args, kwargs)
+            args, kwargs = cast_args(self._plan, args, kwargs)
         return self._native(function, args, kwargs, given, named)
-
-    def _placed(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Returns the arguments of a call with tensors that are given by name in their positions."""
-        args, kwargs = tuple(args), dict(kwargs)
-        for name in self._plan.site.parameters.names[len(args) : self._plan.position_count]:
-            if name not in kwargs:
-                break
-            args += (kwargs.pop(name),)
-        return args, kwargs
 
     # --- which calls ---------------------------------------------------------------------------
 
@@ -160,8 +155,6 @@ class Legalization:
             return None
         inputs = inputs_of(args, kwargs)
         if inputs is None or inputs.first.device.type not in plan.device_types:
-            return None
-        if not is_dynamo_compiling() and inputs.first.device.type in self._settled:
             return None
         low = self._dtype
         if is_cast:
@@ -240,7 +233,8 @@ class Legalization:
                 control.nodes = control.offered if is_slow else None  # for the calls that follow
         how, rounds = traced(), self._rounds_inputs
         if not (is_cast or rounds) and is_watched():
-            note_unrounded(self._op, self._to_be_cast(args, kwargs))
+            after = dtypes_after_casts(self._plan, args, kwargs)
+            note_unrounded(self._op, [given for given, cast in after if given.dtype is not cast])
         is_eager = not how and inputs.is_plain and transforms() is None
         if is_eager and not kwargs and (self._is_linear or self._is_convolution):
             layer: Any = None
@@ -274,8 +268,3 @@ class Legalization:
         ):
             return in_reused_memory(function, args, kwargs, dtype)
         return rounded(call_raised(function, args, kwargs, self._upcast), CAST[dtype])
-
-    def _to_be_cast(self, args: Args, kwargs: Kwargs) -> list[Tensor]:
-        given = floating_inputs(self._plan, args, kwargs)
-        cast = floating_inputs(self._plan, *cast_args(self._plan, args, kwargs))
-        return [a for a, b in zip(given, cast, strict=True) if a is not b]

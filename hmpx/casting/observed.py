@@ -70,7 +70,7 @@ def make_observed_wrapper(
     @run_when_traced
     def make() -> None:  # few of torch's functions are called while it is observed
         if not made:
-            made.append(_observed(original, plan, attached))
+            made.append(_ObservedCalls(original, plan, attached).run)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if control.forward is not None:
@@ -83,115 +83,153 @@ def make_observed_wrapper(
     return named_after(original, wrapper, plan.site.name, control)
 
 
-def _observed(
-    original: Callable[..., Any], plan: CallPlan, attached: tuple[Attached, ...]
-) -> Callable[..., Any]:
-    """Returns the function that makes and reports the calls of an observed wrapper."""
-    complete = completed(original, plan)
-    with_tensors = any(each.tensors for each in attached)
-    for_every_op = tuple([each for each in attached if each.every_op])
-    in_graphs = any(each.graphs for each in attached)
-    is_timed = any(each.times for each in attached)
-    reads_kernels = any(each.kernels for each in attached)
-    observers = frozenset(attached)
-    is_listed = plan.decision.cast_policy is not CastPolicy.PASS
-    is_cast = plan.site.op in facts("converting")
-    told = attached if is_listed else for_every_op
-    descriptions = Descriptions(plan)
+class _ObservedCalls:
+    """Makes the calls of an observed wrapper, and reports them."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        is_traced = is_dynamo_compiling()
-        may_be_kept = in_graphs and (is_traced or tracing_context() is not None)
-        if PAUSED and observers <= PAUSED and not may_be_kept:
-            return inner(*args, **kwargs)
-        is_on = True
+    def __init__(
+        self, original: Callable[..., Any], plan: CallPlan, attached: tuple[Attached, ...]
+    ) -> None:
+        self._original, self._plan, self._attached = original, plan, attached
+        self._observers = frozenset(attached)
+        self._of_every_op = tuple([each for each in attached if each.every_op])
+        is_listed = plan.decision.cast_policy is not CastPolicy.PASS
+        self._told = attached if is_listed else self._of_every_op
+        self._with_tensors = any(each.tensors for each in attached)
+        self._in_graphs = any(each.graphs for each in attached)
+        self._is_timed = any(each.times for each in attached)
+        self._reads_kernels = any(each.kernels for each in attached)
+        self._is_conversion = plan.site.op in facts("converting")
+        self._descriptions = Descriptions(plan)
+        self._known: dict[Any, OpCall] = {}
+        self._complete = completed(original, plan)
+        # Observers know torch's nodes.
+        self._inner = make_wrapper(original, plan, fuses=False) or self._complete
+        self._narrowed = narrower(
+            original, plan, lambda others: _ObservedCalls(original, others, attached).run
+        )
+        self._cast = functools.partial(_amid_call, cast_where_on, plan)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes any call of the wrapper, and reports it unless it is a part of another one."""
+        plan, is_traced, is_on = self._plan, is_dynamo_compiling(), True
+        may_be_kept = self._in_graphs and (is_traced or tracing_context() is not None)
+        if PAUSED and self._observers <= PAUSED and not may_be_kept:
+            return self._inner(*args, **kwargs)
         if is_traced or open_regions:
             if is_unobserved():
-                return inner(*args, **kwargs)
+                return self._inner(*args, **kwargs)
             is_on = not is_off()
             if not (is_on or is_traced) and _here.is_in_call:
-                return inner(*args, **kwargs)  # a part of a call that is reported
+                return self._inner(*args, **kwargs)  # a part of a call that is reported
         if plan.site.is_overridable and is_overridden(args, kwargs):
-            return override(original, plan.site.name, cast_here, args, kwargs)
-        if is_below_dispatcher() or not (is_on or (for_every_op and is_off_by_program())):
-            return inner(*args, **kwargs)
-        if is_on and narrowed is not None and (others := narrowed()) is not None:
+            return override(self._original, plan.site.name, self._cast, args, kwargs)
+        if is_below_dispatcher() or not (is_on or (self._of_every_op and is_off_by_program())):
+            return self._inner(*args, **kwargs)
+        if is_on and self._narrowed is not None and (others := self._narrowed()) is not None:
             return others(*args, **kwargs)
-        if is_traced:  # sizes may be symbols
-            before = floating_inputs(plan, *decoded(plan, args, kwargs))
-            if not before:
-                return inner(*args, **kwargs)  # there is nothing to decide
-            found = describe(plan, before, args, kwargs, is_on=is_on)
-            given = _given(plan, args, kwargs) if in_graphs else None
-            result = inner(*args, **kwargs)
-            types = found.input_dtypes, found.cast_dtypes, found.device_type, found.dtype
-            fields = (*types, found.cast_policy, found.reason)  # as constants
-            number = tell_traced(fields, _dtypes_of(result), is_on)
-            if given:
-                put_in_graph(number, *given, result)
-            return result
-        known = descriptions.find(args, kwargs, is_on=is_on)
+        if is_traced:
+            return self._run_traced(args, kwargs, is_on=is_on)
+        known = self._descriptions.find(args, kwargs, is_on=is_on)
         # Conversions during a call are hmpx's own, which a mode passes to their names.
-        was_in_call = _here.is_in_call
-        if known is None or (is_cast and was_in_call):
-            return inner(*args, **kwargs)
-        found, before = known
-        cast_bytes, tensors, seconds = 0, None, None
-        for position, size in found.casts:
-            count = before[position].numel()
-            cast_bytes += count * size if type(count) is int else 0  # may be a symbol
-        if with_tensors and not (is_graph_made() or has_fake_tensors()):
-            tensors = _tensors(plan, complete, inner, args, kwargs)
-        is_kept = in_graphs and tensors is None and is_put_in_graph()
+        if known is None or (self._is_conversion and _here.is_in_call):
+            return self._inner(*args, **kwargs)
+        return self._run_eager(*known, args, kwargs, is_on=is_on)
+
+    def _run_traced(self, args: Args, kwargs: Kwargs, *, is_on: bool) -> Any:
+        """Makes a call that torch.compile traces, whose sizes may be symbols."""
+        plan = self._plan
+        before = floating_inputs(plan, *decoded(plan, args, kwargs))
+        if not before:
+            return self._inner(*args, **kwargs)  # there is nothing to decide
+        found = describe(plan, before, args, kwargs, is_on=is_on)
+        given = _given(plan, args, kwargs) if self._in_graphs else None
+        result = self._inner(*args, **kwargs)
+        types = found.input_dtypes, found.cast_dtypes, found.device_type, found.dtype
+        fields = (*types, found.cast_policy, found.reason)  # as constants
+        number = self._tell_traced(fields, _dtypes_of(result), is_on)
+        if given:
+            put_in_graph(number, *given, result)
+        return result
+
+    @run_when_traced
+    def _tell_traced(
+        self, fields: tuple[Any, ...], outputs: tuple[torch.dtype, ...], is_on: bool
+    ) -> int:
+        call = self._call(Description(*fields), outputs)
+        self._tell(call, is_on=is_on)
+        return number_in_graphs(call, self._attached) if self._in_graphs else -1
+
+    def _run_eager(
+        self,
+        found: Description,
+        before: list[torch.Tensor],
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        is_on: bool,
+    ) -> Any:
+        """Makes a call that ``found`` describes, with the floating inputs ``before``."""
+        plan, tensors, seconds = self._plan, None, None
+        cast_bytes, kernels = 0, ()
+        for tensor, given_dtype, dtype in zip(
+            before, found.input_dtypes, found.cast_dtypes, strict=True
+        ):
+            if dtype is not given_dtype and type(count := tensor.numel()) is int:  # else a symbol
+                cast_bytes += count * dtype.itemsize
+        if self._with_tensors and not (is_graph_made() or has_fake_tensors()):
+            tensors = _tensors(plan, self._complete, self._inner, args, kwargs)
+        is_kept = self._in_graphs and tensors is None and is_put_in_graph()
         given = _given(plan, args, kwargs) if is_kept else None
-        began = _now(found.device_type) if is_timed else 0.0
+        began = _now(found.device_type) if self._is_timed else 0.0
+        was_in_call = _here.is_in_call
         was_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, False
         try:
             _here.is_in_call = True
-            if reads_kernels and not (is_graph_made() or is_jit_tracing()):
-                with Kernels() as kernels:
-                    result = inner(*args, **kwargs)
-                dtypes = kernels.dtypes
+            if self._reads_kernels and not (is_graph_made() or is_jit_tracing()):
+                with Kernels() as read:
+                    result = self._inner(*args, **kwargs)
+                kernels = read.dtypes
             else:
-                result, dtypes = inner(*args, **kwargs), ()
+                result = self._inner(*args, **kwargs)
         finally:
             _here.is_in_call = was_in_call
             is_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, was_legalized
         if plan.selects and cast_bytes:
             cast_bytes = result.nbytes  # without the table
         if is_on and is_any_autocast_enabled():
-            found = descriptions.as_run(found, args, kwargs, result)
-        if is_timed:
+            found = self._descriptions.as_run(found, args, kwargs, result)
+        if self._is_timed:
             seconds = _now(found.device_type) - began
         if tensors is not None:
             tensors = dataclasses.replace(tensors, result=result)
-        values = (before, args, kwargs, result) if for_every_op else None
+        values = (before, args, kwargs, result) if self._of_every_op else None
         outputs = _dtypes_of(result)
-        tell(found, outputs, cast_bytes, seconds, tensors, values, is_on, is_legalized, dtypes)
+        call = self._call(found, outputs, cast_bytes, seconds, is_legalized, kernels)
+        self._tell(call, tensors, values, is_on=is_on)
         if given:
-            put_in_graph(numbered(found, outputs), *given, result)
+            number = number_in_graphs(self._call(found, outputs), self._attached)
+            put_in_graph(number, *given, result)
         return result
 
-    calls: dict[Any, OpCall] = {}
-
-    def called(
+    def _call(  # noqa: PLR0917  # all there is to one call
+        self,
         found: Description,
         output_dtypes: tuple[torch.dtype, ...],
-        cast_bytes: int,
-        seconds: float | None,
-        *,
-        is_legalized: bool,
-        kernels: tuple[torch.dtype, ...],
+        cast_bytes: int = 0,
+        seconds: float | None = None,
+        is_legalized: bool = False,
+        kernels: tuple[torch.dtype, ...] = (),
     ) -> OpCall:
+        """Returns what observers get of a call made here and now."""
         path, location, here = place().path, user_location(), phase()
         # In a loop all is the same; a cached call takes a third of the time.
         key = found, output_dtypes, cast_bytes, path, location, here, is_legalized, kernels
-        if seconds is None and key in calls:
-            return calls[key]
+        if seconds is None and key in self._known:
+            return self._known[key]
         call = OpCall(
-            op=plan.site.op,
-            site=plan.site.name,
-            function=original,
+            op=self._plan.site.op,
+            site=self._plan.site.name,
+            function=self._original,
             cast_policy=found.cast_policy,
             reason=found.reason,
             dtype=found.dtype,
@@ -208,55 +246,34 @@ def _observed(
             kernels=kernels,
         )
         if seconds is None:
-            if len(calls) >= _MOST_CALLS:
-                calls.clear()
-            calls[key] = call
+            if len(self._known) >= _MOST_CALLS:
+                self._known.clear()
+            self._known[key] = call
         return call
 
-    def tell(  # noqa: PLR0917  # torch.compile passes constants by position
-        found: Description,
-        output_dtypes: tuple[torch.dtype, ...],
-        cast_bytes: int,
-        seconds: float | None,
-        tensors: CallTensors | None,
-        values: tuple[list[torch.Tensor], Args, Kwargs, Any] | None,
+    def _tell(
+        self,
+        call: OpCall,
+        tensors: CallTensors | None = None,
+        values: tuple[Any, ...] | None = None,
+        *,
         is_on: bool,
-        is_legalized: bool,
-        kernels: tuple[torch.dtype, ...],
     ) -> None:
-        call = called(
-            found, output_dtypes, cast_bytes, seconds, is_legalized=is_legalized, kernels=kernels
-        )
-        present = told if is_on else for_every_op
+        """Passes a call on to the observers that get it."""
+        present = self._told if is_on else self._of_every_op
         if values is not None:
-            tell_values(
-                [each for each in present if each.values and each not in PAUSED], call, values
-            )
+            _tell_values([o for o in present if o.values and o not in PAUSED], call, values)
         others = [each for each in present if not each.values]
         if others:
             with apart():
                 for each in others:
                     each.tell(call, tensors if tensors is None else _own(tensors))
 
-    @unseen
-    def tell_values(present: list[Attached], call: OpCall, values: tuple[Any, ...]) -> None:
-        for each in present:
-            each.observer(call, *values)
 
-    def numbered(found: Description, outputs: tuple[torch.dtype, ...]) -> int:
-        call = called(found, outputs, 0, None, is_legalized=False, kernels=())
-        return number_in_graphs(call, attached)
-
-    @run_when_traced
-    def tell_traced(fields: tuple[Any, ...], outputs: tuple[torch.dtype, ...], is_on: bool) -> int:
-        found = Description(*fields)
-        tell(found, outputs, 0, None, None, None, is_on, False, ())
-        return numbered(found, outputs) if in_graphs else -1
-
-    narrowed = narrower(original, plan, lambda others: _observed(original, others, attached))
-    inner = make_wrapper(original, plan, fuses=False) or complete  # observers know torch's nodes
-    cast_here = functools.partial(_amid_call, cast_where_on, plan)
-    return run
+@unseen
+def _tell_values(present: list[Attached], call: OpCall, values: tuple[Any, ...]) -> None:
+    for each in present:
+        each.observer(call, *values)
 
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -311,8 +328,7 @@ def _tensors(
         else None
     )
     with apart():
-        if _writes(plan, args, kwargs):
-            args, kwargs = _copied(args, kwargs)
+        args, kwargs, writes = _given(plan, args, kwargs)
         cast, cast_kwargs = cast_args(plan, args, kwargs)
     if state is not None:
         state.restore()  # stochastic rounding may have drawn numbers
@@ -335,13 +351,12 @@ def _tensors(
         with apart(), unobserved_casts():
             return again(inner, *args, **kwargs)
 
-    writes = _writes(plan, args, kwargs)
     return CallTensors(args, kwargs, cast, cast_kwargs, run, run_cast, writes=writes)
 
 
 def _given(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
     """Returns the arguments, copied if the call writes to any, and whether it does."""
-    writes = _writes(plan, args, kwargs)
+    writes = bool(plan.site.writes) or written(plan, args, kwargs) is not None
     return (*(_copied(args, kwargs) if writes else (args, kwargs)), writes)
 
 
@@ -351,11 +366,6 @@ def _own(tensors: CallTensors) -> CallTensors:
         return tensors
     given, given_kwargs = _copied(tensors.given, tensors.given_kwargs)
     return dataclasses.replace(tensors, given=given, given_kwargs=given_kwargs)
-
-
-def _writes(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
-    """Whether the call writes to any of its arguments."""
-    return bool(plan.site.writes) or written(plan, args, kwargs) is not None
 
 
 def _copied(args: Args, kwargs: Mapping[str, Any]) -> tuple[Args, Kwargs]:

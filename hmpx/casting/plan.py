@@ -197,9 +197,9 @@ def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable:
 _JOINING: Final = frozenset({"column_stack", "dstack", "hstack", "vstack"})
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CallPlan:
-    """How the calls of one site are cast and computed. Equal to itself only."""
+    """How the calls of one site are cast and computed. Equal to itself only, and never changed."""
 
     site: CallSite
     facts: OpFacts
@@ -210,30 +210,87 @@ class CallPlan:
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
     is_narrowed: bool = False  # the wrapper replaces another one while some of its casts are off
 
-    #: Name of the argument that every call writes to; the others are cast to its dtype.
-    target: str | None = field(init=False)
-    never_cast: frozenset[str] = field(init=False)  # names of the arguments that are never cast
-    skipped: frozenset[str] = field(init=False)  # names of arguments that are not inputs to cast
-    cast_kinds: Mapping[int, str] = field(init=False)  # the parameters' kinds without the buffers
-    masks: frozenset[str] = field(init=False)  # names of the arguments that may be masks
-    has_inplace_flag: bool = field(init=False)  # a function in Python with an ``inplace`` argument
-    may_write: bool = field(init=False)  # calls may write to such an argument
-    statistic_positions: tuple[int, ...] = field(init=False)  # of the running statistics
-    takes_fp32_statistics: bool = field(init=False)  # alongside low-precision inputs
-    #: Positions of norm parameters that stay fp32; None if the call's device decides.
-    fp32_positions: frozenset[int] | None = field(init=False)
-    emulation: Emulation | None = field(init=False)  # if its low precision is a number format
-    composes: bool = field(init=False)  # computes in ``accumulate_dtype``, or its outputs are cast
-    legalizes: bool = field(init=False)  # may be computed in fp32 and rounded, where low is slow
-    keeps_parameters: bool = field(init=False)  # autograd may keep them instead of their casts
-    #: Positions of the inputs that compiled autograd nodes cast together; for `linear` they also compute it.
-    cast_together: tuple[int, ...] = field(init=False)
-
     def __post_init__(self) -> None:
-        """Sets the derived fields, once instead of in each call."""
-        vars(self).update(_arguments(self.site))
-        vars(self).update(_norms(self))
-        vars(self).update(_computations(self))
+        """Derives the rest, once instead of in each call."""
+        self._derive_arguments()
+        self._derive_norm()
+        self._derive_computation()
+
+    def _derive_arguments(self) -> None:
+        """Derives which arguments are cast, and which are written to."""
+        site, names = self.site, self.site.parameters.names
+        targets = [name for name in site.writes if name not in site.statistics]
+        if site.in_place:
+            targets = [names[0] if names else "self"]
+        #: Name of the argument that every call writes to; the others are cast to its dtype.
+        self.target: str | None = targets[0] if targets else None
+        # The target of an in-place op is cast to its own dtype, so never; other targets need not be the
+        # first argument.
+        never_cast = frozenset(site.writes) - (set(targets) if site.in_place else set())
+        if site.is_python:
+            never_cast |= {"out"} & set(names)
+        #: Names of the arguments that are never cast, and of all that are not inputs to cast.
+        self.never_cast = never_cast
+        self.skipped = never_cast | site.parameters.plain | {"out"}
+        #: The parameters' kinds by position, without the buffers.
+        kinds = site.parameters.kinds.items()
+        self.cast_kinds = {p: kind for p, kind in kinds if names[p] not in never_cast}
+        #: Names of the arguments that may be masks.
+        self.masks = ops.masks(names)
+        #: Whether it is a function in Python with an ``inplace`` argument, and whether calls may write to that one,
+        #: the target, or an ``out`` with a position.
+        self.has_inplace_flag = site.is_python and "inplace" in names
+        self.may_write = self.has_inplace_flag or bool(targets) or "out" in never_cast
+
+    def _derive_norm(self) -> None:
+        """Derives which arguments of a norm stay fp32 alongside a low-precision input."""
+        facts, names = self.facts, self.site.parameters.names
+        #: Positions of the running statistics, and whether they may be fp32 alongside such an input.
+        self.statistic_positions = tuple(map(names.index, self.site.statistics))
+        takes_fp32 = self.device_types <= facts.mixed_device_types
+        self.takes_fp32_statistics = takes_fp32 and not facts.rounds_statistics
+        #: Positions of the parameters that stay fp32; None if the call's device decides.
+        self.fp32_positions: frozenset[int] | None = frozenset()
+        if self.decision.dtype in LOW_DTYPES and facts.norm_parameters:
+            if takes_fp32:
+                self.fp32_positions = frozenset(map(names.index, facts.norm_parameters))
+            elif self.device_types & facts.mixed_device_types:
+                self.fp32_positions = None
+
+    def _derive_computation(self) -> None:
+        """Derives how calls are computed after their inputs are cast."""
+        decision, facts, options = self.decision, self.facts, self.options
+        has_target = self.target is not None
+        #: Set if its low precision is a number format.
+        self.emulation: Emulation | None = None
+        if number_formats.is_format(decision.dtype) and not has_target:
+            self.emulation = _emulation(self, decision.dtype)
+        is_emulated = self.emulation is not None
+        #: Whether it computes in ``accumulate_dtype``, or its outputs are cast.
+        self.composes = decision.is_composed and not (has_target or is_emulated)
+        may_run_low = self.is_low or (decision.dtype is None and facts.kind in compute.SLOW_KINDS)
+        #: Whether calls may be computed in fp32 and rounded, where low precision is slow.
+        self.legalizes = (
+            options.legalize != "never"
+            and may_run_low
+            and not (has_target or facts.is_view or decision.accumulate_dtype is not None)
+        )
+        #: Whether autograd may keep parameters instead of their casts.
+        self.keeps_parameters = (
+            options.keep_weight_casts is not True
+            and (options.keep_weight_casts is False or "cpu" in self.device_types)
+            and facts.kind in compute.PRODUCTS | {"attention"}
+            and not (has_target or is_emulated)
+        )
+        has_nodes = self.is_low and not (
+            decision.is_composed
+            or (self.keeps_parameters and self.site.op != "linear")
+            or facts.norm_parameters
+        )
+        names, apart = self.site.parameters.names, self.masks if facts.mixed_device_types else ()
+        together = [p for p in sorted(self.cast_kinds) if has_nodes and names[p] not in apart]
+        #: Positions of the inputs that compiled autograd nodes cast together; for `linear` they also compute it.
+        self.cast_together = tuple(together) if len(together) > 1 else ()
 
     @property
     def narrows(self) -> bool:
@@ -343,47 +400,6 @@ class CallPlan:
         return self.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
 
 
-def _arguments(site: CallSite) -> dict[str, Any]:
-    """Returns the fields for the arguments that are cast, and those that are written to."""
-    names = site.parameters.names
-    targets = [name for name in site.writes if name not in site.statistics]
-    if site.in_place:
-        targets = [names[0] if names else "self"]
-    # The target of an in-place op is cast to its own dtype, so never; other targets need not be the
-    # first argument.
-    never_cast = frozenset(site.writes) - (set(targets) if site.in_place else set())
-    if site.is_python:
-        never_cast |= {"out"} & set(names)
-    kinds = {p: k for p, k in site.parameters.kinds.items() if names[p] not in never_cast}
-    has_flag = site.is_python and "inplace" in names
-    return {
-        "target": targets[0] if targets else None,
-        "never_cast": never_cast,
-        "skipped": never_cast | site.parameters.plain | {"out"},
-        "cast_kinds": kinds,
-        "masks": ops.masks(names),
-        "has_inplace_flag": has_flag,
-        "may_write": has_flag or bool(targets) or "out" in never_cast,
-    }
-
-
-def _norms(plan: CallPlan) -> dict[str, Any]:
-    """Returns the fields for the arguments of a norm that stay fp32 alongside a low-precision input."""
-    names, mixed = plan.site.parameters.names, plan.facts.mixed_device_types
-    takes_fp32 = plan.device_types <= mixed
-    positions: frozenset[int] | None = frozenset()
-    if plan.decision.dtype in LOW_DTYPES and plan.facts.norm_parameters:
-        if takes_fp32:
-            positions = frozenset(map(names.index, plan.facts.norm_parameters))
-        elif plan.device_types & mixed:
-            positions = None
-    return {
-        "statistic_positions": tuple(map(names.index, plan.site.statistics)),
-        "takes_fp32_statistics": takes_fp32 and not plan.facts.rounds_statistics,
-        "fp32_positions": positions,
-    }
-
-
 def _formats(decision: Decision, format: Format, options: Options) -> Formats:
     """Returns the formats of an op that runs in ``format``."""
     gradients = decision.gradients
@@ -410,52 +426,21 @@ def _numbers(site: CallSite) -> frozenset[int]:
     return frozenset([p for p, kind in kinds.items() if kind != "A" or is_operator])
 
 
-def _computations(plan: CallPlan) -> dict[str, Any]:
-    """Returns the fields for the computation of calls after their inputs are cast."""
-    decision, facts, options = plan.decision, plan.facts, plan.options
-    emulation = None
-    if number_formats.is_format(decision.dtype) and plan.target is None:
-        formats = _formats(decision, decision.dtype, options)
-        emulation = compute.Emulation(
-            formats,
-            plan.site.op,
-            plan.site.parameters.names,
-            accumulate_dtype=decision.accumulate_dtype,
-            output_dtype=None if decision.output_dtype == INPUT else decision.output_dtype,
-            is_view=facts.is_view,
-            is_product=facts.kind in PRODUCTS,
-            lowerings=plan.lowerings,
-            line=decision.reason,
-            numbers=_numbers(plan.site),
-        )
-    keeps_parameters = (
-        options.keep_weight_casts is not True
-        and (options.keep_weight_casts is False or "cpu" in plan.device_types)
-        and facts.kind in compute.PRODUCTS | {"attention"}
-        and plan.target is None
-        and emulation is None
+def _emulation(plan: CallPlan, format: Format) -> Emulation:
+    """Returns how the op is computed in a number format."""
+    decision, site = plan.decision, plan.site
+    return compute.Emulation(
+        _formats(decision, format, plan.options),
+        site.op,
+        site.parameters.names,
+        accumulate_dtype=decision.accumulate_dtype,
+        output_dtype=None if decision.output_dtype == INPUT else decision.output_dtype,
+        is_view=plan.facts.is_view,
+        is_product=plan.facts.kind in PRODUCTS,
+        lowerings=plan.lowerings,
+        line=decision.reason,
+        numbers=_numbers(site),
     )
-    may_run_low = plan.is_low or (decision.dtype is None and facts.kind in compute.SLOW_KINDS)
-    computes_itself = decision.accumulate_dtype is not None or facts.is_view
-    has_nodes = plan.is_low and not (
-        decision.is_composed
-        or (keeps_parameters and plan.site.op != "linear")
-        or facts.norm_parameters
-    )
-    names, apart = plan.site.parameters.names, plan.masks if facts.mixed_device_types else ()
-    together = [p for p in sorted(plan.cast_kinds) if has_nodes and names[p] not in apart]
-    return {
-        "emulation": emulation,
-        "composes": decision.is_composed and plan.target is None and emulation is None,
-        "legalizes": (
-            options.legalize != "never"
-            and may_run_low
-            and not computes_itself
-            and plan.target is None
-        ),
-        "keeps_parameters": keeps_parameters,
-        "cast_together": tuple(together) if len(together) > 1 else (),
-    }
 
 
 # --- plans of torch's ops ----------------------------------------------------------------------

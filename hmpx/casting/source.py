@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch.overrides import has_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
 from ..compute import LEAST_ELEMENTS, Fused
 from ..policy import RELATIVE
-from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS, Kwargs
+from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS
 from ..torch_internals import transforms
 from ..torch_state import is_below_dispatcher, open_regions
-from .inputs import casts_of, is_settled, unusual
+from .inputs import are_plain, casts_of, is_settled, unusual
 from .plan import CallPlan
 
 # A call's arguments are a0, a1, ... up to the last that may be a tensor, and ``rest``.
@@ -160,11 +160,6 @@ def given(*values: Any) -> tuple[Any, ...]:
     while count and values[count - 1] is missing:
         count -= 1
     return values[:count] + values[-1]  # type: ignore[no-any-return]
-
-
-def are_plain(kwargs: Kwargs) -> bool:
-    """Whether these arguments don't override the call, and none of them is written to."""
-    return "out" not in kwargs and not has_torch_function(tuple(kwargs.values()))
 
 
 #: What wrappers refer to by name.
