@@ -220,7 +220,7 @@ class _ObservedCalls:
         is_legalized: bool = False,
         kernels: tuple[torch.dtype, ...] = (),
     ) -> OpCall:
-        """Returns what observers get of a call made here and now."""
+        """Returns the record of a call made here and now, for observers."""
         path, location, here = place().path, user_location(), phase()
         # In a loop all is the same; a cached call takes a third of the time.
         key = found, output_dtypes, cast_bytes, path, location, here, is_legalized, kernels

@@ -213,11 +213,10 @@ class CallPlan:
     def __post_init__(self) -> None:
         """Derives the rest, once instead of in each call."""
         self._derive_arguments()
-        self._derive_norm()
         self._derive_computation()
 
     def _derive_arguments(self) -> None:
-        """Derives which arguments are cast, and which are written to."""
+        """Derives which arguments are cast, which are written to, and which stay fp32 in a norm."""
         site, names = self.site, self.site.parameters.names
         targets = [name for name in site.writes if name not in site.statistics]
         if site.in_place:
@@ -241,10 +240,7 @@ class CallPlan:
         #: the target, or an ``out`` with a position.
         self.has_inplace_flag = site.is_python and "inplace" in names
         self.may_write = self.has_inplace_flag or bool(targets) or "out" in never_cast
-
-    def _derive_norm(self) -> None:
-        """Derives which arguments of a norm stay fp32 alongside a low-precision input."""
-        facts, names = self.facts, self.site.parameters.names
+        facts = self.facts
         #: Positions of the running statistics, and whether they may be fp32 alongside such an input.
         self.statistic_positions = tuple(map(names.index, self.site.statistics))
         takes_fp32 = self.device_types <= facts.mixed_device_types

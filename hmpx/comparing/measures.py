@@ -152,8 +152,8 @@ def effect(gradient: Tensor, difference: Tensor) -> Tensor:
     difference.
     """
     product = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * difference
-    is_unknown = ~torch.isfinite(gradient)
-    product = product.masked_fill(is_unknown, math.nan).masked_fill(difference == 0, 0.0)
+    unknown = gradient - gradient  # NaN where it is not finite, else 0
+    product = torch.where(difference == 0, torch.zeros_like(product), product + unknown)
     by_sample = product.flatten(1).sum(1) if product.dim() > 1 else product
     norm = torch.linalg.vector_norm
     return (torch.hypot(norm(product), norm(by_sample)) / math.sqrt(2)).float()

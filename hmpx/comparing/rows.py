@@ -174,7 +174,15 @@ def compared_gradients(found: Iterable[tuple[str, Tensor]]) -> tuple[ComparedGra
         beside = math.sqrt(
             max(squares[name.rpartition(".")[0]] - own, 0.0) or max(whole - own, 0.0)
         )
-        rows.append(_gradient(name, _Norms() if each.is_noise(beside) else each))
+        # Zero up to rounding, where those of other parameters have this norm.
+        is_small = each.reference <= _ZERO * beside and each.difference <= _HARMLESS * beside
+        if is_small and each.reference < 2 * each.difference:
+            each = _Norms()  # noqa: PLW2901
+        is_finite, error, cosine = math.isfinite(each.low), _NAN, _NAN
+        if math.isfinite(each.reference):
+            error = _ratio(each.difference, each.reference) if is_finite else math.inf
+            cosine = _cosine(*each) if is_finite else _NAN
+        rows.append(ComparedGradient(name, error, cosine, is_finite))
     # Unknown errors, and infinite ones, come first.
     return tuple(sorted(rows, key=lambda row: (row.is_finite, row.error == row.error, -row.error)))
 
@@ -185,21 +193,6 @@ class _Norms(NamedTuple):
     difference: float = 0.0
     reference: float = 0.0
     low: float = 0.0
-
-    def is_noise(self, beside: float) -> bool:
-        """Whether they are zero up to rounding, where those of other parameters have the norm ``beside``."""
-        is_small = self.reference <= _ZERO * beside and self.difference <= _HARMLESS * beside
-        return is_small and self.reference < 2 * self.difference
-
-
-def _gradient(name: str, norms: _Norms) -> ComparedGradient:
-    is_finite = math.isfinite(norms.low)
-    if not math.isfinite(norms.reference):
-        return ComparedGradient(name, _NAN, _NAN, is_finite)
-    if not is_finite:
-        return ComparedGradient(name, math.inf, _NAN, is_finite)
-    error = _ratio(norms.difference, norms.reference)
-    return ComparedGradient(name, error, _cosine(*norms), is_finite)
 
 
 def _on_host(tensors: Iterable[Tensor]) -> dict[int, list[float]]:
