@@ -109,7 +109,9 @@ SPEEDS: list[tuple[str, tuple[float, float] | None]] = [
 
 
 @pytest.fixture(params=SPEEDS, ids=str)
-def converted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def converted(
+    request: pytest.FixtureRequest, fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     legalize, times = request.param
     if times is not None:
         known = {
