@@ -187,6 +187,18 @@ def test_elements_that_change_places_are_no_finding() -> None:
     assert not codes(run)
 
 
+def test_arguments_that_changed_since_are_not_read() -> None:
+    """The rounding call can't be repeated then."""
+
+    def run() -> None:
+        given = LOW.clone()
+        scores = given @ (LOW.T * 4)
+        given.mul_(0.9)
+        scores.float().softmax(-1)
+
+    assert not codes(run)
+
+
 #: Differences of rounded values.
 DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "of views": lambda x: (x.exp() + 100).unsqueeze(0) - (x.cos() + 100).unsqueeze(0),
@@ -199,7 +211,7 @@ DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_cancellations_are_found(difference: str) -> None:
-    """And what comes after them is no other finding."""
+    """The calls after them are not reported as well."""
     x = drawn(64, 128) / 4
 
     def run(dtype: torch.dtype) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import io
 import multiprocessing
@@ -17,6 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx import OptionError
 from hmpx.integrations import spawning
+from tests.casting.test_one_forward import INFOS
+from tests.observers.test_matrix import called, outcome
+from tests.samples import sample_inputs, spread
+from tests.values import same_or_nan
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 CPU: dict[str, Any] = {"device_types": {"cpu"}, "legalize": "never"}
@@ -233,3 +239,42 @@ def test_tools_convert_their_whole_model() -> None:
     ours, _ = pair()
     with pytest.raises(OptionError, match=r"hmpx\.compare has no argument 'within'"):
         hmpx.compare(ours, X, within=ours)
+
+
+# --- outside -------------------------------------------------------------------------------------
+
+IN_PLACE = [n for n in dir(Tensor) if n[0] != "_" and n[-1] == "_"]
+IN_PLACE += [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")]
+
+
+def in_place() -> dict[str, Tensor]:
+    """Returns the results of the in-place calls that torch runs, on one dtype and on two."""
+    low, wide = (X.abs() + 0.5).to(torch.bfloat16), X.abs() / 3 + 0.4
+    found = {}
+    for name in IN_PLACE:
+        for target in (low, wide):
+            for number, args in enumerate([(), (low,), (wide,), (low, wide), (wide, low), (0.5,)]):
+                torch.manual_seed(0)
+                with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+                    result = getattr(target.clone(), name)(*args)
+                    if isinstance(result, Tensor):
+                        found[f"{target.dtype} {name} {number}"] = result
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_calls_outside_have_torchs_bits() -> None:
+    """Each op of the low list and its gradients, and each in-place method."""
+    ours, _ = pair()
+    found = {
+        f"{name} {number}": functools.partial(called, info, sample)
+        for name, info in INFOS.items()
+        for number, sample in enumerate(spread(list(sample_inputs(info, requires_grad=True)), 2))
+    }
+    expected, written = {name: outcome(run) for name, run in found.items()}, in_place()
+    assert len(written) > 200
+    with hmpx.convert(**CPU, within=ours):
+        seen, now = {name: outcome(run) for name, run in found.items()}, in_place()
+    assert [name for name in found if seen[name] != expected[name]] == []
+    for name, result in written.items():
+        same_or_nan(now[name], result)
