@@ -89,20 +89,26 @@ def region_patches(
 def _optimizer_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
     for optimizer_class in subclasses(Optimizer):
         if has_hooked_step(optimizer_class):
-            yield _step_patch(optimizer_class, draft.attribute(optimizer_class, "step"))
+            yield from _step_patches(optimizer_class, draft)
 
     def prepare(patch_step_function: Callable[..., Any], self: Optimizer) -> None:
         had_hooked_step = has_hooked_step(type(self))
         patch_step_function(self)
         if not had_hooked_step and has_hooked_step(type(self)):
-            add(_step_patch(type(self), vars(type(self))["step"]))
+            for patch in _step_patches(type(self), Draft()):
+                add(patch)
 
     yield draft.around(Optimizer, PREPARE_STEP, prepare)
 
 
-def _step_patch(optimizer_class: type[Optimizer], step: Callable[..., Any]) -> Patch:
+def _step_patches(optimizer_class: type[Optimizer], draft: Draft) -> Iterator[Patch]:
     # torch.compile also patches the steps of some classes on its first use.
-    return Patch(optimizer_class, "step", _without_casts(step), stays_idle=True)
+    step = draft.attribute(optimizer_class, "step")
+    yield Patch(optimizer_class, "step", _without_casts(step), stays_idle=True)
+    # A scheduler of learning rates holds the hooked step of an optimizer that it was made for.
+    for cell in step.__closure__ or ():
+        computing = draft.read(Patch(cell, "cell_contents", None))
+        yield Patch(cell, "cell_contents", _without_casts(computing), stays_idle=True)
 
 
 def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
