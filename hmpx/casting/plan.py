@@ -404,7 +404,7 @@ class CallPlan:
         return self.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
 
 
-def _formats(decision: Decision, format: Format, options: Options) -> Formats:
+def formats_of(decision: Decision, format: Format, options: Options) -> Formats:
     """Returns the formats of an op that runs in ``format``."""
     gradients = decision.gradients
     if gradients is None and options.round_gradients is not False:
@@ -435,8 +435,15 @@ def _emulation(plan: CallPlan, format: Format) -> Emulation:
     decision, site, hardware = plan.decision, plan.site, plan.options.hardware
     if hardware == "auto" and not any(map(compute.has_float8, plan.device_types)):
         hardware = "never"
+    if hardware == "require":
+        for device_type in plan.device_types:
+            if compute.kernels_on(torch.device(device_type)) is None:
+                raise OptionError(
+                    f'{decision.reason}: hardware="require": {site.op} would be emulated: {device_type} has no float8 '
+                    'kernels here; convert with hardware="auto"'
+                )
     return compute.Emulation(
-        _formats(decision, format, plan.options),
+        formats_of(decision, format, plan.options),
         site.op,
         site.parameters.names,
         accumulate_dtype=decision.accumulate_dtype,

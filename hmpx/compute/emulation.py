@@ -93,14 +93,16 @@ class Emulation:
         is_late = needs_axes or (gradients is not None and self.output_dtype is not None)
         is_wide = any(map(_is_wide, [*factors, formats.result]))
         is_factored = self.is_product and may_be_factored(self.op)
-        why = self._why_emulated(is_factored) if self.hardware != "never" else ""
+        why = "a registered function computes it" if self.lowerings else ""
+        why = why or why_not(self.op, formats, self.output_dtype, self.accumulate_dtype)
         if why and self.hardware == "require":
             raise OptionError(
                 f'{self.line}: hardware="require": {self.op} would be emulated: {why}'
             )
+        lowers = self.hardware != "never" and not why
         vars(self).update(
-            _lowers=self.hardware != "never" and not why,
-            rounds_late=is_factored and (is_late or (self.hardware != "never" and not why)),
+            _lowers=lowers,
+            rounds_late=is_factored and (is_late or lowers),
             _has_axes=needs_axes,
             _has_history=any(map(has_history, [*factors, formats.result, gradients])),
             _tells_weights=formats.weights != formats.activations
@@ -119,15 +121,6 @@ class Emulation:
         if self._has_history:
             from . import delayed  # noqa: F401  # not in a graph
         vars(self)["_kinds"] = {name: self._kind_of(name) for name in ("", *self.names)}
-
-    def _why_emulated(self, is_factored: bool) -> str:
-        """Returns why no call is computed by a kernel for the formats, or ``""``."""
-        found = ops.product(self.op)
-        if not is_factored or found is None or found.is_convolution:
-            return "only products of two matrices have kernels"
-        if self.lowerings:
-            return "a registered function computes it"
-        return why_not(self.formats, self.output_dtype, self.accumulate_dtype)
 
     def _looking(self, format: Format, what: str) -> Rounder:
         found = self._rounder(format)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from .. import ops
 from ..errors import OptionError
 from ..number_formats import Format, Scaled, get
 from ..tensors import CAST
@@ -59,9 +60,10 @@ KERNELS: Final = {
 }
 
 
-def has_float8(device_type: str) -> bool:
-    """Whether some devices of a type multiply float8 values in hardware."""
-    return device_type in KERNELS and KERNELS[device_type].is_hardware
+def has_float8(device_type: str, hardware: str = "auto") -> bool:
+    """Whether kernels may multiply float8 values on devices of a type: in hardware, unless they are required."""
+    found = KERNELS.get(device_type)
+    return found is not None and hardware in ("auto" if found.is_hardware else "", "require")
 
 
 def kernels_on(device: torch.device) -> Kernels | None:
@@ -82,9 +84,17 @@ def element_of(format: Format) -> torch.dtype | None:
     return _ELEMENTS.get(format.element) if is_shared and format.scale_format != "e4m3" else None
 
 
-def why_not(formats: Formats, output_dtype: torch.dtype | None, accumulate: Any) -> str:
-    """Returns why no kernel computes products in these formats, with the remedy; ``""`` if some do."""
-    if output_dtype is None:
+def why_not(
+    op: str,
+    formats: Formats,
+    output_dtype: torch.dtype | str | None,
+    accumulate: torch.dtype | None,
+) -> str:
+    """Returns why no kernel computes an op in these formats, with the remedy; ``""`` if some do."""
+    found = ops.product(op)
+    if found is None or found.is_convolution:
+        return "only products of two matrices have kernels"
+    if not isinstance(output_dtype, torch.dtype):
         return "its results are rounded to the format: add output=bfloat16 to its line"
     if accumulate not in (None, torch.float32):
         return f"kernels sum in float32, not in {accumulate}"

@@ -236,6 +236,26 @@ def test_a_line_without_a_kernel_is_an_error_before_anything_is_patched(
     assert not hmpx.is_converted()
 
 
+def test_a_device_without_kernels() -> None:
+    policy = {"lists": "none", "low": ["linear float8_e4m3fn output=bfloat16"]}
+    with pytest.raises(
+        hmpx.OptionError, match=r"linear would be emulated: meta has no float8 kernels here"
+    ):
+        hmpx.convert(policy=policy, device_types={"cpu", "meta"}, hardware="require")
+    assert not hmpx.is_converted()
+
+
+def test_explain_says_what_computes() -> None:
+    with converted("linear", "float8_e4m3fn_tensor", "require"):
+        assert "computed by kernels for float8 where they take" in str(hmpx.explain("linear"))
+    with converted("linear", "float8_e4m3fn_tensor", "auto"):
+        assert "kernels" not in str(hmpx.explain("linear"))
+    policy = {"lists": "none", "low": ["linear float8_e4m3fn"]}
+    with hmpx.convert(policy=policy, device_types={"cuda", "cpu"}, hardware="auto"):
+        said = " ".join(str(hmpx.explain("linear")).split())
+    assert "not by kernels for float8: its results are rounded to the format: add output=" in said
+
+
 def _square(x: Tensor) -> Tensor:
     return torch.matmul(x, x)
 
