@@ -156,11 +156,11 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     kernels = found["kernels"]
     why = kernels["fault"] or "HMPX_KERNELS=off"
     yield f"compiled kernels of number formats: {kernels['path'] or f'none, torch ops round: {why}'}"
-    float8 = ", ".join(found["float8"])
-    yield f"products in float8: {f'in hardware on {float8}' if float8 else 'emulated, no device has them'}"
     nodes = found["nodes"]
     why = f"{nodes['fault']}; {_REMEDY}" if nodes["fault"] else "HMPX_NODES=off"
     yield f"compiled nodes of linear: {nodes['path'] or f'none, torch has its own: {why}'}"
+    float8 = ", ".join(found["float8"])
+    yield f"products in float8: {f'in hardware on {float8}' if float8 else 'emulated, no device has them'}"
     for device_type, known in found["devices"].items():
         yield from _capability_lines(device_type, found["low_precision_type"], known)
     for each in found["uncast"]:

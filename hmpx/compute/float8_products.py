@@ -37,7 +37,7 @@ _OVERFLOWING: Final = 464.0
 
 
 @dataclass(frozen=True)
-class Kernels:
+class Float8Kernels:
     """What a device's kernels of float8 products take."""
 
     is_hardware: bool  # rather than torch's reference
@@ -49,8 +49,8 @@ class Kernels:
 
 #: Device type -> its kernels: torch's checks in aten/src/ATen/native/cuda/ScaledBlas.cpp.
 KERNELS: Final = {
-    "cpu": Kernels(is_hardware=False),
-    "cuda": Kernels(
+    "cpu": Float8Kernels(is_hardware=False),
+    "cuda": Float8Kernels(
         is_hardware=True,
         capability=(8, 9),
         multiple=16,
@@ -66,7 +66,7 @@ def has_float8(device_type: str, hardware: str = "auto") -> bool:
     return found is not None and hardware in ("auto" if found.is_hardware else "", "require")
 
 
-def kernels_on(device: torch.device) -> Kernels | None:
+def kernels_on(device: torch.device) -> Float8Kernels | None:
     """Returns a device's kernels, or None."""
     found = KERNELS.get(device.type)
     if device.type != "cuda" or found is None:
@@ -180,7 +180,7 @@ class _Matrices:
     formats: tuple[Format, ...]
     dtype: torch.dtype  # of the result
 
-    def refused_by(self, kernels: Kernels) -> str:
+    def refused_by(self, kernels: Float8Kernels) -> str:
         """Returns why kernels can't compute it, or ``""``."""
         (first, second), result = self.letters, set(self.result)
         shared, free = set(first) & set(second), set(first) ^ set(second)
@@ -199,7 +199,7 @@ class _Matrices:
             return "it sums over several dimensions, and scales by row are of one"
         return ""
 
-    def multiplied(self, kernels: Kernels, *, saturates: bool) -> Tensor:
+    def multiplied(self, kernels: Float8Kernels, *, saturates: bool) -> Tensor:
         """Returns the product by a kernel, which can compute it."""
         summed = [letter for letter in self.letters[0] if letter not in self.result]
         codes, scales, order = [], [], ""
@@ -241,7 +241,7 @@ def _coded(matrix: Tensor, format: Format, *, saturates: bool) -> tuple[Tensor, 
 
 
 def _matmul(
-    kernels: Kernels, codes: list[Tensor], scales: list[Tensor], dtype: torch.dtype
+    kernels: Float8Kernels, codes: list[Tensor], scales: list[Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Returns a matrix [m, k] times another [n, k] transposed."""
     (m, k), n, multiple = codes[0].shape, codes[1].shape[0], kernels.multiple
