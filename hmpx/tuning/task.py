@@ -135,8 +135,8 @@ class Task(Evaluator):
             "by": self.by,
             "low_precision_type": self.low_type,
             "device_types": sorted(self.device_types),
-            # As in journals from before that option, which a search never has.
-            "options": str(self.options).replace(", within=None", ""),
+            # As in journals from before these options.
+            "options": str(self.options).replace(", hardware='auto', within=None", ""),
             "seed": self.seed,
             "threads": torch.get_num_threads(),
             **({"forward_step": _name(step)} if (step := self.steps.forward_step) else {}),
