@@ -26,7 +26,7 @@ from ..tensors import LOW_DTYPES, node_of, short_name
 from ..torch_internals import uncompiled, unseen
 from ..torch_state import named_tensors, spot, without_casts
 from .findings import RULES, Finding, findings_page, is_ignored
-from .integers import IntegerCasts
+from .lint_kernels import LintedKernels
 from .lint_rules import findings_of
 from .lint_trace import LintedCall, Trace
 
@@ -59,7 +59,7 @@ class Lint(Written):
         self._had_backward = False  # through the result of that call
         self._before: list[tuple[str, Tensor, Tensor]] = []
         self._attached: Attached | None = None
-        self._integers = IntegerCasts(self._add)
+        self._kernels = LintedKernels(self._add, lambda: self._trace)
         self._block: contextlib.ExitStack | None = None
 
     @property
@@ -109,7 +109,7 @@ class Lint(Written):
             block.enter_context(register_optimizer_step_pre_hook(self._before_step))
             block.enter_context(register_optimizer_step_post_hook(self._after_step))
             block.enter_context(uncompiled())
-            self._integers.__enter__()
+            self._kernels.__enter__()
             self._block = block.pop_all()
         return self
 
@@ -117,7 +117,7 @@ class Lint(Written):
         if (block := self._block) is not None:
 
             def leave() -> None:
-                self._integers.pause()
+                self._kernels.pause()
                 block.close()
 
             to_the_end(leave)
@@ -139,7 +139,7 @@ class Lint(Written):
 
     def _check_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         inputs, _, _, result = values
-        seen = LintedCall(call, *values)
+        seen = LintedCall(call, *values, self._kernels.take_written())
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
         if call.phase == "forward" and self._fp16 is None:
@@ -167,6 +167,7 @@ class Lint(Written):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_scaling()
+        self._kernels.is_in_step, self._kernels.has_drawn = True, False
         if self._step % self._every:
             return
         self._note_parameters(optimizer)
@@ -201,8 +202,9 @@ class Lint(Written):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_parameters()
+        self._kernels.is_in_step = False
         self._step += 1
-        for each in (self._attached, self._integers):
+        for each in (self._attached, self._kernels):
             if each is not None:
                 each.pause() if self._step % self._every else each.resume()
         self._trace, self._origins = Trace(), Origins()  # which keep tensors alive
