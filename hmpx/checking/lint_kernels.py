@@ -18,10 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..comparing import Origins, is_readable, may_read
 from ..observers import OpCall, user_location
 from ..tensors import LOW_DTYPES, floating_in, leaves, map_tensors, short_name, tensors_in
-from ..torch_internals import DispatchMode, call_in, dispatch_modes
+from ..torch_internals import DispatchMode, call_in, dispatch_modes, unseen
 from ..torch_state import spot
 from .findings import Finding
-from .lint_trace import CONVERTING, COPIES, DIFFERENCES, LintedCall, Trace
+from .lint_trace import CONVERTING, COPIES, DIFFERENCES, LintedCall, Trace, memory
 
 #: Values read where reading all would be slow, and to see whether it is worth while.
 _SAMPLE: Final = 1 << 16
@@ -30,6 +30,9 @@ _FEW: Final = 64
 #: Values of a sum that are followed, and the fewest terms that show a loss unless the sum stalls.
 _FOLLOWED: Final = 1 << 14
 _FEWEST_TERMS: Final = 16
+
+#: Values kept from before a write: of a few targets, as a call has them.
+_MOST_WRITTEN: Final = 8
 
 #: No position or counter is greater; masks are.
 _MOST_COUNTED: Final = 2.0**40
@@ -147,8 +150,8 @@ class LintedKernels(DispatchMode):
 
     Attributes:
         written: ``id`` of a tensor -> the tensor, and its values before the last write.
-        is_in_step: Whether an optimizer's step runs.
-        has_drawn: Whether a step has drawn random numbers.
+        stepped: Memory of the parameters of an optimizer whose step runs, or None.
+        has_drawn: Whether the step has drawn random numbers.
     """
 
     def __init__(
@@ -159,7 +162,8 @@ class LintedKernels(DispatchMode):
         self._add, self._trace = add, trace
         self._depth = self._thread = 0
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
-        self.is_in_step = self.has_drawn = False
+        self.stepped: frozenset[int] | None = None
+        self.has_drawn = False
         self._sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> LintedKernels:
@@ -188,7 +192,7 @@ class LintedKernels(DispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs, traits = kwargs or {}, _traits(func)
-        self.has_drawn |= traits.is_random and self.is_in_step
+        self.has_drawn |= traits.is_random and self.stepped is not None
         if not traits.is_checked or not may_read():
             return call_in(self, func, args, kwargs)
         before = self._before(args) if traits.writes else []
@@ -212,11 +216,13 @@ class LintedKernels(DispatchMode):
 
     # --- for the rules about calls -------------------------------------------------------------------
 
+    @unseen
     def _before(self, args: tuple[Any, ...]) -> list[Tensor]:
         """Returns copies of the tensors that a kernel will write to; [] if none are needed."""
         targets = tensors_in(args[:1])
-        is_stepped = self.is_in_step and any(each.requires_grad for each in targets)  # HP107
-        if is_stepped or not all(map(is_readable, targets)):
+        if not all(map(is_readable, targets)) or any(
+            memory(each) in (self.stepped or ()) for each in targets
+        ):
             return []
         trace = self._trace()
         is_known = any(trace.producer(each) for each in floating_in(args) if is_readable(each))
@@ -226,7 +232,10 @@ class LintedKernels(DispatchMode):
             for of in (each, each._base if is_known else None):  # items are written to as views
                 if of is not None and (of is each or of.numel() <= _SAMPLE):
                     self.written[id(of)] = of, trace.before_write(of)
-        return [self.written[id(each)][1] for each in targets]
+        found = [self.written[id(each)][1] for each in targets]
+        while len(self.written) > _MOST_WRITTEN:  # gradients, which no call will take
+            del self.written[next(iter(self.written))]
+        return found
 
     def take_written(self) -> dict[int, Tensor]:
         """Returns the values before the last writes, and forgets them."""
@@ -245,6 +254,7 @@ class LintedKernels(DispatchMode):
 
     # --- the rules -----------------------------------------------------------------------------------
 
+    @unseen
     def _check(
         self, func: Any, args: Any, kwargs: Any, result: Tensor, before: Tensor | None
     ) -> None:
@@ -252,7 +262,7 @@ class LintedKernels(DispatchMode):
         name, writes, *_ = _traits(func)
         if name in COPIES:
             self._note_copy(func, args, kwargs, result)
-        if result.dtype not in LOW_DTYPES:
+        if result.dtype not in LOW_DTYPES or not result.numel():
             return
         if name in _RANGES:
             exact = func(*args, **{**kwargs, "dtype": torch.float64})
@@ -260,7 +270,7 @@ class LintedKernels(DispatchMode):
             self._report("HP102", func, found)
         elif name in _CASTS:
             source = args[1 if writes else 0]
-            if not source.is_floating_point():
+            if not source.is_floating_point() and result.dim():
                 self._report("HP102", func, _rounded(source.expand(result.shape), result.dtype))
         else:
             self._check_sum(func, args, kwargs, result, before)
@@ -350,7 +360,8 @@ class LintedKernels(DispatchMode):
             kept = after(before.float()) == before.float()
             remedied = (kept & moves).sum().item() / moves.sum().item()
             evidence = f"{lost:.0%} of the terms are at most half an ulp of the {name} sum"
-            return self._report("HP104", func, (evidence, lost, remedied), _KEEP_SUM)
+            code = "HP107" if result.requires_grad else "HP104"
+            return self._report(code, func, (evidence, lost, remedied), _KEEP_SUM)
         if terms >= _FEWEST_TERMS and exact.norm():
             error, remedied = (
                 ((each.double() - exact).norm() / exact.norm()).item() for each in (now, wide)

@@ -226,9 +226,9 @@ class Trace:
             self._made = {key: made for key, made in self._made.items() if made[0]() is not None}
         for each in seen.outputs:
             if seen.written and each._base is not None:  # the rest of its memory is of other calls
-                self._made.pop(_memory(each), None)
+                self._made.pop(memory(each), None)
             else:
-                self._made[_memory(each)] = weakref.ref(seen), each, version_of(each)
+                self._made[memory(each)] = weakref.ref(seen), each, version_of(each)
 
     def before_write(self, target: Tensor) -> Tensor:
         """Returns a copy of a tensor that will be written to; its maker has made the copy instead."""
@@ -237,7 +237,7 @@ class Trace:
         if found is not None and found[1] is target:
             maker = found[0]
             maker.outputs = [copy if each is target else each for each in maker.outputs]
-            self._made[_memory(copy)] = weakref.ref(maker), copy, version_of(copy)
+            self._made[memory(copy)] = weakref.ref(maker), copy, version_of(copy)
         return copy
 
     def producer(self, tensor: Tensor) -> LintedCall | None:
@@ -246,7 +246,7 @@ class Trace:
         return None if found is None else found[0]
 
     def _found(self, tensor: Tensor) -> tuple[LintedCall, Tensor] | None:
-        known = self._made.get(_memory(tensor))
+        known = self._made.get(memory(tensor))
         seen = None if known is None else known[0]()
         if known is None or seen is None or version_of(known[1]) != known[2]:
             return None
@@ -349,5 +349,6 @@ def _seen_through(view: Tensor, base: Tensor, values: Tensor) -> Tensor | None:
     return laid.copy_(values.detach()).as_strided(view.shape, view.stride(), start)
 
 
-def _memory(tensor: Tensor) -> int:
+def memory(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor, which views share, as long as it is alive."""
     return int(tensor.untyped_storage()._cdata)
