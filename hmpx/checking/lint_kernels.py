@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..comparing import Origins, is_readable, may_read
 from ..observers import OpCall, user_location
 from ..tensors import LOW_DTYPES, floating_in, leaves, map_tensors, short_name, tensors_in
-from ..torch_internals import DispatchMode, call_in, dispatch_modes, unseen
+from ..torch_internals import DispatchMode, call_in, current_graph_task, dispatch_modes, unseen
 from ..torch_state import spot
 from .findings import Finding
 from .lint_trace import CONVERTING, COPIES, DIFFERENCES, LintedCall, Trace, memory
@@ -27,9 +27,10 @@ from .lint_trace import CONVERTING, COPIES, DIFFERENCES, LintedCall, Trace, memo
 _SAMPLE: Final = 1 << 16
 _FEW: Final = 64
 
-#: Values of a sum that are followed, and the fewest terms that show a loss unless the sum stalls.
+#: Values of a sum that are followed, and the fewest terms that show a loss, or that the sum stalls.
 _FOLLOWED: Final = 1 << 14
 _FEWEST_TERMS: Final = 16
+_FEWEST_STALLED: Final = 3
 
 #: Values kept from before a write: of a few targets, as a call has them.
 _MOST_WRITTEN: Final = 8
@@ -44,6 +45,7 @@ _ARITHMETIC: Final = CONVERTING | DIFFERENCES | {"mul", "rmul", "imul", "truediv
 _RANGES: Final = frozenset({"arange", "linspace"})
 _SUMS: Final = frozenset({"add", "sub", "rsub", "lerp"})
 _COUNTS: Final = _SUMS | {"mul", "cumsum", "sum"}
+_SCALES: Final = frozenset({"mul", "div"})
 _CASTS: Final = frozenset({"_to_copy", "copy_"})
 
 _KEEP: Final = "keep them in float32"
@@ -131,7 +133,7 @@ def _traits(func: Any) -> _Traits:
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     written = [n for n, e in enumerate(schema.arguments) if e.alias_info and e.alias_info.is_write]
     writes = torch.Tag.inplace in func.tags and written == [0] and not is_random
-    is_named = name in _RANGES | _CASTS | _COUNTS | COPIES
+    is_named = name in _RANGES | _CASTS | _COUNTS | _SCALES | COPIES
     return _Traits(name, writes, is_random, writes or is_named)
 
 
@@ -143,6 +145,7 @@ class _Sum(NamedTuple):
     wide: Tensor
     terms: int = 0
     place: str = ""
+    task: int = -1  # the backward that added to it last
 
 
 class LintedKernels(DispatchMode):
@@ -288,6 +291,8 @@ class LintedKernels(DispatchMode):
             if len(terms) > 1 and totals:  # the larger term is the total, unless one is known
                 at = max(totals, key=lambda n: (args[n] in self._sums, args[n].abs().max()))
                 total = at, args[at]
+        elif _traits(func).name in _SCALES and args[0] in self._sums:  # as averages do
+            total = 0, args[0]
 
         def counts() -> bool:
             return self._check_count(func, args, kwargs, result)
@@ -327,14 +332,19 @@ class LintedKernels(DispatchMode):
 
         ``total`` is its place in ``args``, and the tensor that has or had the values there.
         """
-        at = total[0]
+        at, name = total[0], _traits(func).name
         sizes, now = {each.numel() for each in tensors_in(args)}, result
         if torch.Tag.pointwise in func.tags and sizes <= {result.numel(), 1}:
             args, now = map_tensors(tuple(args), _part), _part(result)
         before, place = tensors_in([args[at]])[0], user_location()
         known = self._sums.get(total[1])
-        if known is None or known.place != place or not torch.equal(known.rounded, before):
+        if (
+            known is None
+            or (name in _SUMS and known.place != place)  # layers that add to a stream, not a loop
+            or not torch.equal(known.rounded, before)
+        ):
             known = _Sum(before, before.double(), before.float(), 0, place)
+        place = known.place if name in _SCALES else place
 
         def after(start: Tensor) -> Tensor:
             def in_its_type(each: Tensor) -> Tensor:
@@ -350,24 +360,25 @@ class LintedKernels(DispatchMode):
         alone = after(torch.zeros_like(was))
         adds = bool(alone.any()) and not torch.equal(alone, step)  # unlike `mul_` and `copy_`
         exact = after(known.exact) if known.terms else step
-        wide, terms = after(known.wide), known.terms + adds
+        wide, task = after(known.wide), current_graph_task()
+        terms = known.terms + (adds and (task < 0 or task != known.task))  # `.grad`, not a fan-out
         if terms:
-            self._sums[result] = _Sum(now.detach().clone(), exact, wide, terms, place)
+            self._sums[result] = _Sum(now.detach().clone(), exact, wide, terms, place, task)
         if not adds:
             return False
-        name = short_name(result.dtype)
-        if lost > 0.5 and len(tensors_in(args)) > 1:
+        low = short_name(result.dtype)
+        if lost > 0.5 and terms >= _FEWEST_STALLED and len(tensors_in(args)) > 1:
             kept = after(before.float()) == before.float()
             remedied = (kept & moves).sum().item() / moves.sum().item()
-            evidence = f"{lost:.0%} of the terms are at most half an ulp of the {name} sum"
-            code = "HP107" if result.requires_grad else "HP104"
+            evidence = f"{lost:.0%} of the terms are at most half an ulp of the {low} sum"
+            code = "HP107" if result.requires_grad and result.is_leaf else "HP104"
             return self._report(code, func, (evidence, lost, remedied), _KEEP_SUM)
         if terms >= _FEWEST_TERMS and exact.norm():
             error, remedied = (
                 ((each.double() - exact).norm() / exact.norm()).item() for each in (now, wide)
             )
             if error > torch.finfo(result.dtype).eps:
-                evidence = f"{terms:,} terms were added up in {name}"
+                evidence = f"{terms:,} terms were added up in {low}"
                 return self._report("HP104", func, (evidence, error, remedied), _KEEP_SUM)
         return False
 

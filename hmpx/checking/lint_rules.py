@@ -22,6 +22,12 @@ _UNITS: Final = 2.0
 #: and this many times the remedy's.
 _TIMES: Final = 4.0
 
+#: A call must make the error of its inputs that much larger.
+_GROWS: Final = 1.5
+
+#: Where only a part of the results cancels, as with random terms, it must have lost so much.
+_LEAST_OF_PART: Final = 0.1
+
 #: Numbers beyond this are masks.
 _MASK: Final = 1e30
 
@@ -111,7 +117,9 @@ def _lost_before(
         return found and [first_rows(found[0])[where]]
 
     # A sum whose terms are equal after rounding shows the error of all calls before it.
-    ways = [("exact", "kept")] + ([("deep", "wide")] if where is not None else [])
+    is_whole = where is not None and where.double().mean().item() > 0.5
+    least = _UNITS * max(units, default=0.0) if where is None or is_whole else _LEAST_OF_PART
+    ways = [("exact", "kept")] + ([("deep", "wide")] if is_whole else [])
     for reference, remedy in ways:
         exact, kept = (
             {id(each): trace.values(each, way) for each in lows} for way in (reference, remedy)
@@ -122,7 +130,9 @@ def _lost_before(
         error, remedied = _error(results(given), right), _error(results(kept), right)  # type: ignore[arg-type]
         if error is None or remedied is None:
             continue
-        if error > _UNITS * max(units) and error > _TIMES * remedied:
+        before = _error(lows, [each for each in exact.values() if each is not None]) or 0.0
+        is_grown = where is not None or error > _GROWS * before  # else it was lost before
+        if error > least and is_grown and error > _TIMES * remedied:
             return (
                 error,
                 remedied,
@@ -258,7 +268,8 @@ def siblings(op: str) -> slice:
     names = [ops.parameters(site).names for site in sites]
     if any(each[:3] == ("query", "key", "value") for each in names):
         return slice(3)
-    return slice(None if any(each[:1] == ("tensors",) for each in names) else 0)
+    is_list = any(each[:1] == ("tensors",) for each in names)
+    return slice(None if is_list else 2 if op == "where" else 0)
 
 
 def mixed_siblings(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
