@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -26,10 +27,20 @@ def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+#: Directories of packages that are installed.
+_PACKAGES: Final = ("site-packages", "dist-packages")
+_STDLIB: Final = sysconfig.get_path("stdlib") + os.sep
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file belongs to an installed package or to Python, rather than to the program."""
+    return path.startswith(_STDLIB) or any(f"{os.sep}{each}{os.sep}" in path for each in _PACKAGES)
+
+
 def located(location: str) -> str:
     """Returns ``"path:line"``, relative to the program's directory or to where packages are installed."""
     location = relative(location)
-    for directory in ("site-packages", "dist-packages"):
+    for directory in _PACKAGES:
         location = location.rpartition(f"{os.sep}{directory}{os.sep}")[2]
     return location
 

@@ -33,6 +33,7 @@ from ..compute import (
 )
 from ..errors import CheckpointError, HmpxWarning
 from ..patching import Draft, Patch
+from ..places import is_installed
 from ..tensors import LOW_DTYPES, Args, Kwargs, tensors_of
 from ..torch_internals import (
     CHECKPOINT_GENERATOR,
@@ -47,6 +48,7 @@ from ..torch_internals import (
 from ..torch_state import (
     as_recomputation,
     as_training,
+    casts_any,
     conversion,
     has_casts,
     in_force,
@@ -348,8 +350,10 @@ def _beneath_patches(
 
     def script_uncast(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal has_warned
-        is_by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
-        if not has_warned and not is_by_torch:
+        caller = sys._getframe(2)
+        is_by_torch = str(caller.f_globals.get("__name__")).startswith("torch.")
+        is_users = not (is_by_torch or is_installed(caller.f_code.co_filename))
+        if is_users and not has_warned and casts_any():
             has_warned = True
             warnings.warn(
                 "torch.jit.script takes only torch's own functions, so scripted code is not cast. "
