@@ -18,7 +18,7 @@ from ..forks import new_lock
 from ..observers import OpCall, Values
 from ..tensors import edges_of, is_captured, is_leaf, node_of, tensors_in, version_of
 from ..torch_internals import unseen
-from ..torch_state import running_module
+from ..torch_state import named_tensors, spot
 from .records import (
     CallRecord,
     Cell,
@@ -62,6 +62,7 @@ class Notes:
         self._known = KnownTensors()
         self._leaves: dict[int, Leaf] = {}
         self._owners: dict[int, Leaf] | None = None  # of gradients
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of parameters
         self._lock = new_lock()
 
     @property
@@ -164,9 +165,26 @@ class Notes:
         key, version = id(tensor), version_of(tensor)
         leaf = self._leaves.get(key)
         if leaf is None or leaf.version != version or leaf.reference() is not tensor:
-            leaf = Leaf(tensor, version, running_module(), record.call.module)
-            self._leaves[key] = leaf
+            leaf = self._leaves[key] = Leaf(tensor, version)
+        leaf.name = leaf.name or self.name_of(tensor)
         return leaf
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Returns a parameter's name in the outermost running module, or in an earlier one that held it.
+
+        It is known from then on, also once the module is gone.
+        """
+        found = self._names.get(id(parameter))
+        if found is None or found[0]() is not parameter:
+            root, _ = spot()
+            if root is None:
+                return ""
+            found = weakref.ref(parameter), ""
+            self._names |= {
+                id(each): (weakref.ref(each), name) for name, each in named_tensors(root)
+            }
+            found = self._names.setdefault(id(parameter), found)
+        return found[1]
 
     def _sources(self, record: CallRecord, node: Any) -> list[Cell]:
         """Returns the cells of the tensors from which unobserved functions made a tensor."""

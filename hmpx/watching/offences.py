@@ -57,6 +57,11 @@ class EarlierCall(NamedTuple):
     input_dtypes: tuple[torch.dtype, ...]
     output_dtypes: tuple[torch.dtype, ...]
 
+    def __str__(self) -> str:
+        inputs = ", ".join(map(short_name, self.input_dtypes))
+        outputs = ", ".join(map(short_name, self.output_dtypes))
+        return f"{self.op}({inputs}) -> {outputs}  {self.location.rpartition('/')[2]}"
+
 
 @dataclass(frozen=True, slots=True)
 class Offence:
@@ -70,7 +75,7 @@ class Offence:
         kind: ``"nan"``; ``"inf"``, which float32 also gives; ``"overflow"`` of a low-precision type or
             number format; ``"underflow"``: an input that rounding made zero; ``"scale"``: gradients
             overflow at every scale that a `torch.amp.GradScaler` tries.
-        phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
+        phase: ``"forward"``, ``"recompute"``, ``"backward"``, or ``"optimizer"`` for an op of `Optimizer.step`.
         step: Number of the step, from 0.
         source: ``"op"``; or where the values were non-finite before any observed op: in an
             ``"input"``, a ``"parameter"``, a ``"gradient"``.
@@ -79,8 +84,11 @@ class Offence:
             its extremes, including an infinity.
         remedy: A line for an op list that prevents it, ``"fp32.txt: exp"``, tried on the same values unless
             it says otherwise; or ``"none: ..."``, and the reason.
-        parameter: Qualified name of the non-finite parameter for the source ``"parameter"``; ``""`` if no
-            running module holds it.
+        parameter: Qualified name of the non-finite parameter for the source ``"parameter"`` and the phase
+            ``"optimizer"``; ``""`` if no running module holds it.
+        state: Name of the parameter's state in its optimizer that is not finite: ``"exp_avg_sq"``; ``""`` for
+            the parameter itself.
+        cause: The earlier call whose rounding led to it, if that is not its own; None for none.
 
     Example:
         >>> x = torch.full((2,), 300.0, dtype=torch.float16)
@@ -95,13 +103,15 @@ class Offence:
     site: str
     location: str
     kind: Kind
-    phase: Phase
+    phase: Phase | Literal["optimizer"]
     step: int
     source: Source = "op"
     context: tuple[EarlierCall, ...] = ()
     ranges: tuple[Range, ...] = ()
     remedy: str = ""
     parameter: str = ""
+    state: str = ""
+    cause: EarlierCall | None = None
 
     __repr__ = brief
 
@@ -112,12 +122,9 @@ class Offence:
         lines.append(f"  at       {located(self.location) or 'unknown'}")
         lines += [f"  {each.name:8} {each.min:.4g} .. {each.max:.4g}" for each in self.ranges]
         for position, each in enumerate(self.context):
-            inputs = ", ".join(map(short_name, each.input_dtypes))
-            outputs = ", ".join(map(short_name, each.output_dtypes))
-            where = each.location.rpartition("/")[2]
-            lines.append(
-                f"  {'before' if position == 0 else '':8} {each.op}({inputs}) -> {outputs}  {where}"
-            )
+            lines.append(f"  {'before' if position == 0 else '':8} {each}")
+        if self.cause is not None:
+            lines.append(f"  cause    {self.cause}")
         lines += textwrap.wrap(
             f"remedy   {self.remedy}", 80, initial_indent="  ", subsequent_indent=" " * 11
         )
@@ -125,8 +132,9 @@ class Offence:
 
     def _verdict(self) -> str:
         named = f"the parameter {self.parameter}" if self.parameter else "a parameter"
+        in_state = f" in {self.state} of {self.parameter}" if self.state else f" in {named}"
         where = {
-            "op": "",
+            "op": in_state if self.phase == "optimizer" else "",
             "parameter": f" in {named}",
             "input": " in an input",
             "gradient": " in the gradient of its result",
@@ -166,7 +174,7 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
         ),
         ranges=_ranges(origin),
         remedy=_remedy_for(origin, trial),
-        parameter=origin.parameter,
+        parameter="" if origin.parameter is None else origin.parameter.name,
     )
 
 

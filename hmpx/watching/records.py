@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeGuard
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
@@ -58,14 +58,12 @@ class Cell:
 class Leaf(Cell):
     """A parameter or another leaf: its values are only read if something is wrong."""
 
-    __slots__ = ("holder", "path", "reference", "version")
+    __slots__ = ("name", "reference", "version")
 
-    def __init__(
-        self, tensor: Tensor, version: int, holder: nn.Module | None = None, path: str = ""
-    ) -> None:
+    def __init__(self, tensor: Tensor, version: int, name: str = "") -> None:
         super().__init__(None, "")
         self.extremes = None
-        self.holder, self.path = None if holder is None else weakref.ref(holder), path
+        self.name = name  # the parameter's qualified name; "" if no known module holds it
         self.reference, self.version = weakref.ref(tensor), version
 
     def look(self) -> None:
@@ -80,16 +78,6 @@ class Leaf(Cell):
         """Which non-finite values the parameter has; None if it was written to since."""
         self.look()
         return super().bits
-
-    @property
-    def name(self) -> str:
-        """The parameter's qualified name; ``""`` if no known module holds it."""
-        tensor = self.reference()
-        holder = None if self.holder is None else self.holder()
-        if tensor is None or holder is None:
-            return ""
-        found = next((name for name, each in holder.named_parameters() if each is tensor), "")
-        return f"{self.path}.{found}" if found and self.path else found
 
 
 class Input(NamedTuple):

@@ -98,7 +98,7 @@ def tried(call: OpCall, arguments: Arguments, gradients: Gradients | None = None
         isinstance(each, torch.Generator) for each in values
     ):
         return None
-    with _aside(values):
+    with aside(values):
         exact_inputs = [_upcast(each.detach()) for each in inputs]
         given = None if gradients is None else {n: _upcast(g) for n, g in gradients.items()}
         found = _outcome(call, arguments, exact_inputs, given)
@@ -128,14 +128,14 @@ def tried_on_extremes(
     if not 0 < len(extremes) <= _MOST_INPUTS or len(extremes) != len(tensors_in(outline.values())):
         return None
     is_underflow = False
-    with _aside([]):
+    with aside([]):
         for values in itertools.product(*map(_points, extremes)):
             single = _single(outline, values)
             for last in [None] if gradient is None else _points(gradient):
                 given = None if last is None else {0: torch.tensor(last)}
                 bits = _bits(_outcome(call, outline, single, given))
                 if bits:
-                    return Trial(bits, _text(values, given), is_sure=False)
+                    return Trial(bits, text_of(values, given), is_sure=False)
                 is_underflow |= given is None and _fails_rounded(call, outline, single)
         return Trial(0, is_underflow=is_underflow, is_sure=False)
     return None
@@ -156,11 +156,12 @@ def _where(
             number: each.expand_as(bad).flatten()[position] for number, each in gradients.items()
         }
         if _bits(_outcome(call, arguments, _single(arguments, values), given)):
-            return _text(values, given)
+            return text_of(values, given)
     return ""
 
 
-def _text(values: Sequence[float], gradients: Gradients | None) -> str:
+def text_of(values: Sequence[float], gradients: Gradients | None = None) -> str:
+    """Returns the values of inputs and gradients as text."""
     texts = [f"input {number} is {value + 0.0:.4g}" for number, value in enumerate(values)]
     texts += [f"the gradient is {each.item():.4g}" for each in (gradients or {}).values()]
     return " and ".join(texts)
@@ -211,7 +212,7 @@ def _fails_rounded(call: OpCall, arguments: Arguments, inputs: Sequence[Tensor])
 
 
 @contextlib.contextmanager
-def _aside(values: Iterable[Any]) -> Iterator[None]:
+def aside(values: Iterable[Any]) -> Iterator[None]:
     """Runs its block unseen by the program; an error of torch ends the block."""
     state = state_of_random_numbers(values)
     is_strict = torch.is_anomaly_enabled()
