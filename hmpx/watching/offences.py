@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
 from ..errors import brief, lined
+from ..observers import OpCall
 from ..places import located
 from ..tensors import short_name
 from ..torch_state import Phase
@@ -166,16 +168,21 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
         phase="backward" if origin.gradients else call.phase,
         step=origin.record.step,
         source=origin.source,
-        context=tuple(
-            [
-                EarlierCall(c.op, c.module, c.location, c.cast_dtypes, c.output_dtypes)
-                for c in origin.context
-            ]
-        ),
+        context=tuple(map(_earlier, origin.context)),
         ranges=_ranges(origin),
         remedy=_remedy_for(origin, trial),
+        cause=_cause_of(call, trial),
         parameter="" if origin.parameter is None else origin.parameter.name,
     )
+
+
+def _earlier(call: OpCall) -> EarlierCall:
+    return EarlierCall(call.op, call.module, call.location, call.cast_dtypes, call.output_dtypes)
+
+
+def _cause_of(call: OpCall, trial: Trial | None) -> EarlierCall | None:
+    causes = () if trial is None else trial.causes
+    return _earlier(causes[0]) if causes and causes[0] is not call else None
 
 
 def _ranges(origin: Origin) -> tuple[Range, ...]:
@@ -224,7 +231,11 @@ def _trial_of(origin: Origin) -> Trial | None:
 def _kind_of(origin: Origin, trial: Trial | None) -> Kind:
     call = origin.record.call
     seen: Kind = "nan" if origin.bits & NAN else "inf"
-    if origin.source != "op" or origin.node or not is_low_call(call):
+    if origin.source != "op" or origin.node:
+        return seen
+    if trial is not None and trial.causes:
+        return "underflow" if trial.is_underflow else "overflow" if seen == "inf" else seen
+    if not is_low_call(call):
         return seen
     if trial is not None and trial.bits:
         return "nan" if trial.bits & NAN else "inf"
@@ -248,13 +259,12 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
         )
     if origin.node:
         return f"none: {origin.node} is not an op of torch"
-    made = (*call.output_dtypes, call.dtype)[0]
-    type_name = str(getattr(made, "name", made)).removeprefix("torch.")
-    if call.op in CONVERTING:
-        return (
-            f"none: {call.op} is the program's own conversion to {type_name}; leave "
-            "it out, or keep values in its range"
-        )
+    if call.op in CONVERTING and call.output_dtypes:
+        return _line_for(call, (call,))
+    if trial is not None and trial.causes:
+        return _line_for(call, trial.causes)
+    if trial is not None and trial.is_cast:
+        return f"none: the gradient of {call.op} is cast to low precision, as its input is"
     if not is_low_call(call):
         return f"none: {call.op} ran in float32 already; its inputs have to change"
     if trial is not None and trial.bits:
@@ -262,14 +272,31 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
         how = "is" if trial.is_sure else "may be"
         value = "NaN" if trial.bits & NAN else "infinite"
         where = f", where {trial.where}" if trial.where else ""
-        return f"none: {what} {how} {value} in float32, too{where}"
-    if origin.record.writes or call.cast_policy == "TARGET":
-        return f"none: {call.op} writes to a tensor of {type_name}, which keeps its dtype"
-    line = f"fp32.txt: {call.op}"
+        found = f"{what} {how} {value} in float32, too{where}"
+        if trial.is_known:
+            return f"none: {found}"
+        return f"unknown: {found}; calls before it that may have rounded could not be repeated"
+    line = _line_for(call, (call,), writes=origin.record.writes)
     if trial is None:
         line += " (not tried: the values that it was given are not known any more)"
     elif not trial.is_sure:
         line += " (tried on the extremes of its inputs only)"
-    if call.reason == "casts are switched off":
+    return line
+
+
+def _line_for(call: OpCall, causes: Sequence[OpCall], *, writes: bool = False) -> str:
+    """Returns the line that puts ``causes`` into float32, the calls that led to a failed one, or why there is none."""
+    for each in causes:
+        made = (*each.output_dtypes, each.dtype)[0]
+        type_name = str(getattr(made, "name", made)).removeprefix("torch.")
+        if each.op in CONVERTING:
+            return (
+                f"none: {each.op} is the program's own conversion to {type_name}; leave "
+                "it out, or keep values in its range"
+            )
+        if writes or each.cast_policy == "TARGET":
+            return f"none: {each.op} writes to a tensor of {type_name}, which keeps its dtype"
+    line = f"fp32.txt: {', '.join(dict.fromkeys([each.op for each in causes]))}"
+    if any(each.reason == "casts are switched off" for each in causes):
         return f"none: casts are switched off here; with them on, {line}"
     return line

@@ -94,6 +94,9 @@ class Trial(NamedTuple):
     where: str = ""  # the input values that caused it: "input 0 is -2"
     is_underflow: bool = False  # it is finite, but not on its rounded inputs, some of them zero
     is_sure: bool = True  # it ran on its inputs; otherwise on one element, for their extremes
+    is_known: bool = True  # the calls that led to it ran in float32, too, or were so before
+    causes: tuple[OpCall, ...] = ()  # finite if these earlier calls, or this one, run in float32
+    is_cast: bool = False  # the gradient is finite, but not in its input's dtype
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +113,7 @@ class CallRecord:
     is_blamed: bool = False  # its backward made gradients non-finite
     alive: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)  # with versions
     trial: Trial | None = None
+    given: Any = None  # its arguments, with `Held` in place of tensors, where it can run again
     outline: Any = None  # its arguments without values, if it may have to be tried on extremes
 
     def cells(self) -> list[Cell]:
@@ -175,7 +179,7 @@ class KnownTensors:
         self._found = {key: each for key, each in kept if not each[0].expired()}  # type: ignore[no-untyped-call]
 
 
-def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
+def alive(reference: Callable[[], Tensor | None]) -> Tensor | None:
     """Returns the tensor of a weak reference that is cheap to make; None if it is gone."""
     tensor = reference()
     return None if tensor is None else TensorWeakRef(tensor)()
