@@ -6,14 +6,13 @@ import weakref
 from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from ..number_formats import quantize
 from ..observers import OpCall
 from ..ops import draws
 from ..patching import unpatched
-from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, is_floating, version_of
+from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, is_dense, is_floating, version_of
 from .records import CallRecord, Leaf, Trial, alive, storage_of
 from .trials import (
     CONVERTING,
@@ -45,7 +44,7 @@ class Held:
     def __init__(self, tensor: Tensor, written: Container[int]) -> None:
         self.is_floating, self.requires_grad = is_floating(tensor), tensor.requires_grad
         self.reference: Callable[[], Tensor | None] = lambda: None
-        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN_TENSORS or not is_dense(tensor):
             return
         self.version = version_of(tensor)
         self.layout = tensor.shape, tensor.stride(), tensor.storage_offset()

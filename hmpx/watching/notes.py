@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..forks import new_lock
 from ..observers import OpCall, Values
+from ..places import own_line
 from ..tensors import edges_of, is_captured, is_leaf, map_tensors, node_of, tensors_in, version_of
 from ..torch_internals import unseen
 from ..torch_state import named_tensors, spot
@@ -112,7 +113,7 @@ class Notes:
             results = [each for each in tensors_in([written]) if is_measurable(each)]
         if not results or is_captured(results[0]):
             return
-        record = CallRecord(call, self.step)
+        record = CallRecord(call, self.step, own_line(call.location))
         record.is_intended = call.op in _UNSET or _has_non_finite(args)
         if kwargs and not record.is_intended:
             record.is_intended = _has_non_finite(kwargs.values())

@@ -73,7 +73,7 @@ class Offence:
         op: Op name; for a function that is not one of torch's ops, the name of its autograd node.
         module: Qualified name of the module whose forward made the call; ``""`` for none.
         site: The call site: ``"torch.nn.functional.linear"``.
-        location: ``"train.py:12"``: the line of the program that made the call.
+        location: ``"train.py:12"``: the innermost line of the user's own files in the call.
         kind: ``"nan"``; ``"inf"``, which float32 also gives; ``"overflow"`` of a low-precision type or
             number format; ``"underflow"``: an input that rounding made zero; ``"scale"``: gradients
             overflow at every scale that a `torch.amp.GradScaler` tries.
@@ -90,6 +90,7 @@ class Offence:
             ``"optimizer"``; ``""`` if no running module holds it.
         state: Name of the parameter's state in its optimizer that is not finite: ``"exp_avg_sq"``; ``""`` for
             the parameter itself.
+        package_location: The line of an installed package that made the call there; ``""`` for none.
         cause: The earlier call whose rounding led to it, if that is not its own; None for none.
 
     Example:
@@ -113,6 +114,7 @@ class Offence:
     remedy: str = ""
     parameter: str = ""
     state: str = ""
+    package_location: str = ""
     cause: EarlierCall | None = None
 
     __repr__ = brief
@@ -122,6 +124,8 @@ class Offence:
         if self.module:
             lines.append(f"  module   {self.module}")
         lines.append(f"  at       {located(self.location) or 'unknown'}")
+        if self.package_location:
+            lines.append(f"  in       {located(self.package_location)}")
         lines += [f"  {each.name:8} {each.min:.4g} .. {each.max:.4g}" for each in self.ranges]
         for position, each in enumerate(self.context):
             lines.append(f"  {'before' if position == 0 else '':8} {each}")
@@ -163,7 +167,7 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
         op=origin.node or call.op,
         module=call.module,
         site=call.site,
-        location=call.location,
+        location=origin.record.own_location,
         kind=kind or _kind_of(origin, trial),
         phase="backward" if origin.gradients else call.phase,
         step=origin.record.step,
@@ -171,6 +175,7 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
         context=tuple(map(_earlier, origin.context)),
         ranges=_ranges(origin),
         remedy=_remedy_for(origin, trial),
+        package_location="" if call.location == origin.record.own_location else call.location,
         cause=_cause_of(call, trial),
         parameter="" if origin.parameter is None else origin.parameter.name,
     )

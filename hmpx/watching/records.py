@@ -105,6 +105,7 @@ class CallRecord:
 
     call: OpCall
     step: int
+    own_location: str  # of the user's own files, if the call's is in an installed package
     inputs: list[Input] = field(default_factory=list)
     results: list[Cell] = field(default_factory=list)
     is_intended: bool = False  # takes NaN or infinity as a number, or leaves memory as it is

@@ -18,6 +18,7 @@ from .. import arguments, session
 from ..errors import NonFiniteError, OptionError, noted, shown, to_the_end
 from ..observers import LOGGER, Attached, OpCall, Values, user_location
 from ..patches import SCALERS
+from ..places import own_line
 from ..renames import old_window
 from ..tensors import floating_in, node_of
 from ..torch_internals import uncompiled, unseen
@@ -227,7 +228,7 @@ class Watch:
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._pause_or_resume()
-        found = self._optimizers.end(optimizer, args, kwargs, user_location())
+        found = self._optimizers.end(optimizer, args, kwargs, own_line(user_location()))
         if found is not None:
             self._report([found], may_raise=True)
 
