@@ -31,6 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rounding": {"rounding": "toward_zero"},
     "overflow": {"overflow": "saturate"},
     "round_gradients": {"round_gradients": True},
+    "hardware": {"hardware": "never"},
     "within": {"within": MODULE},
 }
 
