@@ -46,6 +46,9 @@ _CELLS: Final = "hmpx.watched"
 #: Ops whose results are uninitialized memory.
 _UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
 
+#: Ops by which programs look for non-finite gradients.
+_CHECKS: Final = frozenset({"isfinite", "isinf", "isnan"})
+
 #: Most failures of one line that are traced back: a program may fail there on purpose.
 _MOST_TRACED: Final = 10
 
@@ -64,6 +67,7 @@ class Notes:
         self.step = 0
         self.is_open = True  # calls and gradients are recorded
         self.has_gradients = False
+        self.are_checked = False  # the program looks itself whether gradients are finite
         self.waits = False  # calls that fail on accelerators are tried at once, as on the CPU
         self._slots = Slots()
         self._known = KnownTensors()
@@ -111,6 +115,7 @@ class Notes:
             results = [written]
         else:
             results = [each for each in tensors_in([written]) if is_measurable(each)]
+        self.are_checked |= self.has_gradients and call.op in _CHECKS
         if not results or is_captured(results[0]):
             return
         record = CallRecord(call, self.step, own_line(call.location))
@@ -218,8 +223,9 @@ class Notes:
         cells = self._known.before(tensor, storage) if before is None else before[0]
         if cells is None:
             record.is_unsure = True
-        else:
-            record.inputs.append(Input(cells, False))
+            cells = (Cell(None),)
+            cells[0].extremes = None
+        record.inputs.append(Input(cells, False))
 
     def _try(
         self,

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import passing_over
+from ..observers import user_location
 from ..patching import unpatched
+from ..places import own_line
 from ..tensors import CAST, LOW_DTYPES, is_captured, is_floating, leaves, map_tensors, tensors_in
 from ..torch_internals import DispatchMode, foreach_copy, foreach_norm, unseen
 from .offences import EarlierCall, Kind, Offence, Range
@@ -160,6 +162,7 @@ class _Op(NamedTuple):
     kwargs: Mapping[str, Any]
     position: int
     results: list[Tensor]
+    location: str
 
     @property
     def name(self) -> str:
@@ -182,10 +185,10 @@ class _Op(NamedTuple):
                 return True
         return False
 
-    def call(self, location: str) -> EarlierCall:
+    def call(self) -> EarlierCall:
         """Returns the op as reports show it."""
         dtypes = [tuple([each.dtype for each in values]) for values in (self.inputs, self.results)]
-        return EarlierCall(self.name, "", location, *dtypes)
+        return EarlierCall(self.name, "", self.location, *dtypes)
 
 
 class _Run(NamedTuple):
@@ -382,13 +385,13 @@ class _Start:
         return dataclasses.replace(
             offence,
             op=op.name,
+            location=op.location,
+            through="" if op.location == location else location,
             kind=seen,
-            context=tuple(
-                [each.call(location) for each in run.ops[max(0, number - _CONTEXT) : number]]
-            ),
+            context=tuple([each.call() for each in run.ops[max(0, number - _CONTEXT) : number]]),
             ranges=tuple([Range(name, *each) for name, each in (*inputs, *results)]),
             remedy=remedy,
-            cause=None if cause is None else cause.call(location),
+            cause=None if cause is None else cause.call(),
         )
 
     @staticmethod
@@ -424,7 +427,8 @@ class _Ops(DispatchMode):
         self._kept.append((args, kwargs, returned))
         for position, (row, found) in enumerate(zip(rows, makers, strict=True)):
             results = _results(name, args, kwargs, returned, position)
-            op = _Op(name, func, *copies, position, [each.clone() for each in results])
+            kept = [each.clone() for each in results]
+            op = _Op(name, func, *copies, position, kept, own_line(user_location()))
             is_bad = list(map(_is_bad, results))
             maker = found
             if any(is_bad) and maker is None:

@@ -96,6 +96,8 @@ class Trial(NamedTuple):
     is_sure: bool = True  # it ran on its inputs; otherwise on one element, for their extremes
     is_known: bool = True  # the calls that led to it ran in float32, too, or were so before
     causes: tuple[OpCall, ...] = ()  # finite if these earlier calls, or this one, run in float32
+    is_double: bool = False  # they ran in float64, since all were in float32 already
+    stopped_at: OpCall | None = None  # an earlier call that could not be repeated
     is_cast: bool = False  # the gradient is finite, but not in its input's dtype
 
 
