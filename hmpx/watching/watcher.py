@@ -267,6 +267,7 @@ class Watch:
             and call.phase == "forward"
             and not self._steps_by_hand
             and (self._may_skip() or not self._has_optimizer)
+            and any([each.requires_grad for each in values[0]])  # noqa: C419  # not of gradients
         ):
             self._close_skipped()
         notes.add_call(call, *values)
