@@ -129,7 +129,7 @@ class Notes:
         if results[0].is_cpu or self.waits:
             written = {storage_of(each)._cdata for each in results}
             held = functools.partial(Held, written=written)
-            names = kwargs.items()
+            names = kwargs.items() if kwargs else ()
             record.given = map_tensors(args, held), {n: map_tensors(v, held) for n, v in names}
         if not record.is_intended:
             arguments = kept(args, kwargs, inputs) if can_change(call) else None
@@ -292,7 +292,7 @@ class Notes:
         self, record: GradientRecord, arguments: Arguments | None, gradients: Mapping[int, Tensor]
     ) -> None:
         """Tries a call's backward again, if it made finite gradients non-finite."""
-        if gradients and self._are_finite(record.before) and not self._are_finite(record.after):
+        if gradients and not self._are_finite(record.after) and self._are_finite(record.before):
             if arguments is not None:
                 record.trial = tried(record.record.call, arguments, gradients)
             if record.trial is None or record.trial.bits:
