@@ -24,6 +24,7 @@ from .offences import EarlierCall, Kind, Offence, Range
 from .records import NAN, bits_of, is_measurable, is_off_limits, storage_of
 from .slots import Slots, exact, exact_finite
 from .trials import aside, text_of
+from .underflow import UnderflowCounts
 
 _isfinite, _stack = unpatched(torch.isfinite, torch.stack)
 
@@ -95,7 +96,8 @@ class OptimizerSteps:
     ``spoiled`` are the parameters and states that are not finite since one, which is reported once.
     """
 
-    def __init__(self, name_of: Callable[[Tensor], str]) -> None:
+    def __init__(self, name_of: Callable[[Tensor], str], counts: UnderflowCounts) -> None:
+        self._counts = counts
         self.spoiled: set[_Key] = set()
         self._name_of = name_of
         self._slots = Slots()
@@ -135,7 +137,10 @@ class OptimizerSteps:
         if start is None or start.optimizer is not optimizer:
             return None
         with torch.no_grad():
-            if self._are_finite(_tensors(optimizer, "step")):
+            tensors = _tensors(optimizer, "step")
+            if self._are_finite(tensors):
+                if self._counts.is_next() and any(each.dtype in LOW_DTYPES for each in tensors):
+                    start.count(args, kwargs, self._name_of, self._counts)
                 return None
             bad = [each for each in _values(optimizer) if bits_of(exact(each.tensor))]
             fresh = [each for each in bad if each.key not in self.spoiled]
@@ -165,7 +170,7 @@ def _buffer(tensor: Tensor, old: Tensor | None) -> Tensor:
 # --- run again -----------------------------------------------------------------------------------
 
 
-class _Op(NamedTuple):
+class _StepOp(NamedTuple):
     """An op of a step, with copies of its arguments: of lists, that on the elements at one position."""
 
     full_name: str
@@ -174,6 +179,7 @@ class _Op(NamedTuple):
     kwargs: Mapping[str, Any]
     position: int
     results: list[Tensor]
+    memory: list[int]  # of the results
     location: str
 
     @property
@@ -186,12 +192,16 @@ class _Op(NamedTuple):
         """The floating inputs."""
         return _measurable(_row(self.full_name, (self.args, self.kwargs), self.position))
 
-    def is_lossy(self, bad: Tensor) -> bool:
-        """Whether zeros of its results are not zero in float32, where ``bad`` is true."""
+    def in_fp32(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the results, and those in float32 of the same inputs."""
         args, kwargs = map_tensors(self.args, _in_fp32), _mapped(self.kwargs, _in_fp32)
         returned = self.function(*args, **kwargs)
         exact_results = _results(self.full_name, args, kwargs, returned, self.position)
-        for low, high in zip(self.results, exact_results, strict=False):
+        return list(zip(self.results, exact_results, strict=False))
+
+    def is_lossy(self, bad: Tensor) -> bool:
+        """Whether zeros of its results are not zero in float32, where ``bad`` is true."""
+        for low, high in self.in_fp32():
             is_lost = (low == 0) & (high != 0)
             if bool((is_lost & bad if is_lost.shape == bad.shape else is_lost).any()):
                 return True
@@ -203,11 +213,12 @@ class _Op(NamedTuple):
         return EarlierCall(self.name, "", self.location, *dtypes)
 
 
-class _Run(NamedTuple):
+class _Repeat(NamedTuple):
     """The ops of a step, and values that were not finite after it -> the first op that made them so."""
 
-    ops: list[_Op]
+    ops: list[_StepOp]
     makers: dict[_Key, int]
+    names: dict[int, _Key]  # memory -> the value in it
 
 
 class _Start:
@@ -227,6 +238,30 @@ class _Start:
             for parameter, state in optimizer.state.items()
         }
         self._closures: list[tuple[Any, dict[int, Tensor]]] = []
+
+    def count(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        name_of: Callable[[Tensor], str],
+        counts: UnderflowCounts,
+    ) -> None:
+        """Counts the values of parameters and states that the step's ops made zero or subnormal."""
+        run = self.run(args, kwargs)
+        parameters = {id(each): each for group in self._groups for each in group["params"]}
+        for op in () if run is None else run.ops:
+            if LOW_DTYPES.isdisjoint([each.dtype for each in op.results]):
+                continue
+            with aside([]):
+                for memory, (low, high) in zip(op.memory, op.in_fp32(), strict=False):
+                    parameter, state = run.names.get(memory, (0, "")) if run else (0, "")
+                    if parameter and low.dtype in LOW_DTYPES:
+                        name = name_of(parameters[parameter]) or self._number_of(
+                            parameters[parameter]
+                        )
+                        counts.add_results(
+                            (op.name, f"{name}: {state}" if state else name, op.location), low, high
+                        )
 
     def _number_of(self, parameter: Tensor) -> str:
         """Returns a parameter's name in the optimizer, or its position."""
@@ -254,7 +289,7 @@ class _Start:
         eps: float | None = None,
         *,
         upcast: bool = False,
-    ) -> _Run | None:
+    ) -> _Repeat | None:
         """Runs the step on copies: of one parameter, in float32, with another eps; None if that fails."""
 
         def copied(tensor: Tensor) -> Tensor:
@@ -301,11 +336,12 @@ class _Start:
                     **{name: closure if callable(each) else each for name, each in kwargs.items()},
                 )
             makers: dict[_Key, int] = {}
+            names: dict[int, _Key] = {}
             for parameter, state, tensor in _values(twin):
+                key = names[_memory(tensor)] = originals[id(parameter)], state
                 if (maker := ops.makers.get(_memory(tensor))) is not None:
-                    key = originals[id(parameter)], state
                     makers[key] = min(maker, makers.get(key, maker))
-            return _Run(ops.ops, makers)
+            return _Repeat(ops.ops, makers, names)
         return None
 
     def _twin(self, copies: dict[int, Any]) -> Any:
@@ -357,7 +393,7 @@ class _Start:
         if run is None or number is None:
             return offence
 
-        def helped(eps: float | None = None, *, upcast: bool = False) -> _Run | None:
+        def helped(eps: float | None = None, *, upcast: bool = False) -> _Repeat | None:
             trial = self.run(args, kwargs, only, eps, upcast=upcast)
             return trial if trial is not None and value.key not in trial.makers else None
 
@@ -407,7 +443,7 @@ class _Start:
         )
 
     @staticmethod
-    def _cause(ops: Sequence[_Op], failed: _Op) -> _Op | None:
+    def _cause(ops: Sequence[_StepOp], failed: _StepOp) -> _StepOp | None:
         """Returns the last op whose rounding made zeros where the failed one is not finite."""
         with aside([]):
             bad = ~_isfinite(next(filter(_is_bad, failed.results)))
@@ -422,7 +458,7 @@ class _Ops(DispatchMode):
     def __init__(self, makers: dict[int, int]) -> None:
         super().__init__()
         self.makers = makers
-        self.ops: list[_Op] = []
+        self.ops: list[_StepOp] = []
         self._kept: list[Any] = []  # so that no memory is used again
         self._number: int | None = None  # the op that made a Python number non-finite
 
@@ -440,7 +476,8 @@ class _Ops(DispatchMode):
         for position, (row, found) in enumerate(zip(rows, makers, strict=True)):
             results = _results(name, args, kwargs, returned, position)
             kept = [each.clone() for each in results]
-            op = _Op(name, func, *copies, position, kept, own_line(user_location()))
+            memory = list(map(_memory, results))
+            op = _StepOp(name, func, *copies, position, kept, memory, own_line(user_location()))
             is_bad = list(map(_is_bad, results))
             maker = found
             if any(is_bad) and maker is None:
@@ -508,7 +545,7 @@ def _is_bad(tensor: Tensor) -> bool:
     return is_measurable(tensor) and bool(bits_of(exact(tensor)))
 
 
-def _where(op: _Op) -> str:
+def _where(op: _StepOp) -> str:
     """Returns the inputs at the first element that is not finite, as text; ``""`` if these are not elementwise."""
     bad = next(filter(_is_bad, op.results))
     position = int((~_isfinite(bad)).flatten().nonzero()[0])

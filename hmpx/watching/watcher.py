@@ -70,8 +70,8 @@ class Watch:
         self.offences: list[Offence] = []
         self._mode, self._closure, self._chosen = mode, step, chosen
         self._notes, self._judge = Notes(), OriginSearch()
-        self._optimizers = OptimizerSteps(self._notes.name_of)
         self._scaling, self._underflow = _LossScaling(), UnderflowCounts(underflow)
+        self._optimizers = OptimizerSteps(self._notes.name_of, self._underflow)
         self._block: Generator[None, None, None] | None = None
         self._attached: Attached | None = None
         self._number = 0

@@ -142,6 +142,24 @@ def test_other_faults(name: str) -> None:
     assert w.first.step == options.get("steps", 1) - 1
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_values_that_a_step_loses_are_counted(foreach: bool) -> None:
+    """Squares of gradients, in the state that they should enter, at the line of the step."""
+    model = Scaled(0.5, FP16)
+    optimizer = optim.Adam(model.parameters(), eps=1e-4, foreach=foreach)
+    with hmpx.watch(underflow=True) as w:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((3, 4), 1e-5, dtype=FP16)).backward()
+            optimizer.step()
+    assert w.first is None
+    lost = {(each.op, each.module): each for each in w.underflow if each.share_zero}
+    assert set(lost) == {("addcmul", "weight: exp_avg_sq")}
+    row = lost["addcmul", "weight: exp_avg_sq"]
+    assert (row.share_zero, row.samples) == (1.0, 24)
+    assert row.location.startswith(__file__)
+
+
 def test_optimizers_too_large_to_copy() -> None:
     """The step is repeated on the values after it."""
     with hmpx.watch("collect") as w:
