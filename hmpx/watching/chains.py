@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..errors import passing_over
 from ..number_formats import quantize
 from ..observers import OpCall
 from ..ops import draws
@@ -197,7 +198,7 @@ def traced_back(
 
     ``trial`` is that of the call alone, which is not finite in float32 either, or was not tried.
     """
-    with aside([]):
+    with aside([]), passing_over(Exception):
         chain = _Chain(failed, records)
         if not chain.is_known:
             return _stopped(failed, trial, chain)

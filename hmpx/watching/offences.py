@@ -295,7 +295,7 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
 
 
 def _unrepeated(trial: Trial | None) -> str:
-    """Returns what is unknown about the calls before, as text."""
+    """Returns a text about earlier calls that are unknown."""
     if trial is None or trial.is_known:
         return ""
     if trial.stopped_at is None:

@@ -71,7 +71,8 @@ def _values(optimizer: Optimizer) -> list[_Value]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             found.append(_Value(parameter, "", parameter))
-            for state, value in optimizer.state.get(parameter, {}).items():
+            own = optimizer.state.get(parameter, {})
+            for state, value in own.items() if isinstance(own, dict) else ():
                 found += [_Value(parameter, state, each) for each in tensors_in([value])]
     return [each for each in found if is_measurable(each.tensor)]
 
@@ -81,7 +82,8 @@ def _tensors(optimizer: Optimizer, left_out: str = "") -> list[Tensor]:
     state = optimizer.state
     found = [each for group in optimizer.param_groups for each in group["params"]]
     for each in found[:]:
-        for name, value in state[each].items() if each in state else ():
+        own = state.get(each, {})
+        for name, value in own.items() if isinstance(own, dict) else ():
             if type(value) is Tensor:
                 if name != left_out:
                     found.append(value)
@@ -91,14 +93,11 @@ def _tensors(optimizer: Optimizer, left_out: str = "") -> list[Tensor]:
 
 
 class OptimizerSteps:
-    """Looks at the steps of optimizers.
-
-    ``spoiled`` are the parameters and states that are not finite since one, which is reported once.
-    """
+    """Looks at the steps of optimizers."""
 
     def __init__(self, name_of: Callable[[Tensor], str], counts: UnderflowCounts) -> None:
         self._counts = counts
-        self.spoiled: set[_Key] = set()
+        self._spoiled: dict[_Key, weakref.ref[Tensor]] = {}
         self._name_of = name_of
         self._slots = Slots()
         self._buffers: weakref.WeakKeyDictionary[Optimizer, dict[int, Tensor]]
@@ -119,6 +118,7 @@ class OptimizerSteps:
         if kept:
             with torch.no_grad():
                 foreach_copy(list(buffers.values()), kept)
+        self._starts = [each for each in self._starts if each.optimizer is not optimizer]
         self._starts.append(_Start(optimizer, number, buffers, is_small))
 
     def add_closure(self, result: Any) -> None:
@@ -143,12 +143,17 @@ class OptimizerSteps:
                     start.count(args, kwargs, self._name_of, self._counts)
                 return None
             bad = [each for each in _values(optimizer) if bits_of(exact(each.tensor))]
-            fresh = [each for each in bad if each.key not in self.spoiled]
+            fresh = [each for each in bad if not self.is_known(each.parameter, each.state)]
             given = [each.parameter.grad for each in fresh]
             if not fresh or any(is_measurable(each) and bits_of(exact(each)) for each in given):
                 return None  # gradients are reported where they come from
-        self.spoiled |= {each.key for each in bad}
+        self._spoiled |= {each.key: weakref.ref(each.parameter) for each in bad}
         return start.fault(fresh, args, kwargs, self._name_of, location)
+
+    def is_known(self, parameter: Tensor | None, state: str = "") -> bool:
+        """Whether a parameter, or its state, is not finite since a step, which was reported."""
+        found = self._spoiled.get((id(parameter), state))
+        return found is not None and found() is parameter
 
     def _are_finite(self, tensors: Sequence[Tensor]) -> bool:
         elsewhere: dict[Any, list[Tensor]] = {}
@@ -231,11 +236,9 @@ class _Start:
         self._number, self._before = number, before
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._state = {
-            parameter: {
-                name: copy.copy(value) if type(value) in (list, dict) else value
-                for name, value in state.items()
-            }
-            for parameter, state in optimizer.state.items()
+            each: {k: copy.copy(v) if type(v) in (list, dict) else v for k, v in state.items()}
+            for each, state in optimizer.state.items()
+            if isinstance(state, dict)
         }
         self._closures: list[tuple[Any, dict[int, Tensor]]] = []
 
@@ -308,7 +311,7 @@ class _Start:
         parameters = [each for group in self._groups for each in group["params"]]
         outcomes = iter(self._closures)
         copies: dict[int, Any] = {}
-        with aside([]):
+        with aside([]), passing_over(Exception):  # also the program's
             for each in (
                 *parameters,
                 *tensors_in([list(s.values()) for s in self._state.values()]),
@@ -365,7 +368,7 @@ class _Start:
         name_of: Callable[[Tensor], str],
         location: str,
     ) -> Offence | None:
-        """Returns what made these values of a step not finite; None if they were not so before it."""
+        """Returns the cause of values that are not finite; None if they were not so before it."""
         cls, value, number = type(self.optimizer), values[0], None
         only: Tensor | None = value.parameter
         for only in (value.parameter, None):  # less memory first

@@ -296,8 +296,7 @@ class Watch:
         for origin in origins:
             is_scaled = origin.gradients is not None and self._may_skip()
             leaf = None if origin.parameter is None else origin.parameter.reference()
-            is_known = (id(leaf), "") in self._optimizers.spoiled
-            if not is_known and (not is_scaled or self._scaling.is_lost()):
+            if not self._optimizers.is_known(leaf) and (not is_scaled or self._scaling.is_lost()):
                 reported.append(offence_of(origin, "scale" if is_scaled else None))
         if ends_step:
             self._scaling.end_step(is_used=self._may_skip())

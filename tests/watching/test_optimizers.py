@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,26 @@ def test_an_error_is_raised_from_the_step() -> None:
         model(torch.ones(3, 4)).backward()
         with pytest.raises(hmpx.NonFiniteError, match="add: infinity in the parameter weight"):
             optimizer.step()
+
+
+class Once(optim.Optimizer):
+    """Can't be repeated: a file is read in its step, a queue emptied."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.lock, self.rates = threading.Lock(), [math.inf]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        with self.lock:
+            self.param_groups[0]["params"][0].mul_(self.rates.pop())
+
+
+def test_a_step_that_cannot_be_repeated_is_reported_all_the_same() -> None:
+    w = trained(Once, 1.0)
+    assert w.first is not None and (w.first.op, w.first.kind) == ("Once", "inf")
+    assert (w.first.parameter, w.first.location) == ("weight", HERE)
+    assert w.first.remedy == "unknown: the step could not be repeated"
 
 
 def test_gradients_that_are_not_finite_are_reported_where_they_come_from() -> None:
