@@ -91,16 +91,18 @@ class Notes:
             records, self.records = self.records, []
             extremes = self._slots.read()
             self._leaves, self._owners = {}, None
-            self._known.forget(only_dead=not ends_step)
             if ends_step:
                 self.has_gradients = False
                 if extremes is None:
+                    self._known.forget()
                     return []
             for record in records:
                 for cell in record.cells():
                     if cell.slot is not None:
                         cell.extremes = (0.0, 0.0) if extremes is None else extremes[cell.slot]
                         cell.slot = None
+            # Tensors that are not finite may be used in later steps.
+            self._known.forget(lambda cell: not ends_step or bool(cell.bits))
             return records
 
     # --- calls -----------------------------------------------------------------------------------

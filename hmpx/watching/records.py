@@ -176,10 +176,13 @@ class KnownTensors:
         reference = found[0] if found is not None else StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._found[key] = reference, version, cells
 
-    def forget(self, *, only_dead: bool = False) -> None:
-        """Forgets all, or memory that has been freed."""
-        kept = self._found.items() if only_dead else ()
-        self._found = {key: each for key, each in kept if not each[0].expired()}  # type: ignore[no-untyped-call]
+    def forget(self, keeps: Callable[[Cell], bool] = lambda cell: False) -> None:
+        """Forgets memory that has been freed, or of which no cell is to be kept."""
+        self._found = {
+            key: each
+            for key, each in self._found.items()
+            if any(map(keeps, each[2])) and not each[0].expired()  # type: ignore[no-untyped-call]
+        }
 
 
 def alive(reference: Callable[[], Tensor | None]) -> Tensor | None:

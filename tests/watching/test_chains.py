@@ -162,3 +162,17 @@ def test_the_name_of_a_parameter_of_a_model_that_is_gone() -> None:
     with hmpx.watch("collect") as w:
         program()
     assert w.first is not None and w.first.parameter == "1.bias"
+
+
+def test_an_infinity_that_is_used_steps_later() -> None:
+    """The call that wrote it is named, and its step."""
+    memory, weight = torch.zeros(3), torch.ones(3, requires_grad=True)
+    with hmpx.watch("collect") as w:
+        for step in range(3):
+            logarithm = torch.log(torch.tensor([float(step)]))
+            memory[step : step + 1] = logarithm
+            if step == 2:
+                (weight * memory).sum().backward()
+            w.step()
+    assert w.first is not None
+    assert (w.first.op, w.first.step, w.first.kind) == ("log", 0, "inf")
