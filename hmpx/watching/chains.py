@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any, Final
@@ -73,6 +74,7 @@ class _Chain:
         self._sources: dict[int, list[Any]] = {}  # ids of cells, or tensors
         self.calls: list[CallRecord] = []
         self.is_whole = True
+        self.has_stand_ins = False
         self.stopped_at: OpCall | None = None
         self.is_known = self._add(failed)
 
@@ -96,6 +98,7 @@ class _Chain:
                 is_given = isinstance(given.cells[0], Leaf) or tensor.dtype not in LOW_DTYPES
                 if each.is_written or not is_given:
                     self.is_whole = False
+                    self.has_stand_ins |= each.is_written
                     before = maker if maker is not None else record if each.is_written else None
                     self.stopped_at = self.stopped_at if before is None else before.call
             else:
@@ -131,6 +134,12 @@ class _Chain:
                 given = _cast(call, inputs, dtype if record in exact else None)
                 dtypes = [each.dtype for each in inputs if casts_gradients]
                 results = outcome(call, arguments, given, gradients if is_last else None, dtypes)
+                target = next(
+                    (e.dtype for e, h in zip(inputs, _held(record), strict=True) if h.is_written),
+                    None,
+                )
+                if target in LOW_DTYPES and record not in exact:
+                    results = [CAST[target](each) for each in results]
             if is_last:
                 return bits_in(results), inputs
             made |= {id(cell): each for cell, each in zip(record.results, results, strict=True)}
@@ -223,8 +232,14 @@ def traced_back(
                     enough = fewer
         inputs = chain.run([], gradients)[1]
         is_zero = [((a == 0) & (b != 0)).any() for a, b in zip(inputs, exact_inputs, strict=True)]
-        causes = tuple([each.call for each in enough])
-        return Trial(0, is_underflow=any(map(bool, is_zero)), causes=causes, is_double=not low)
+        causes = tuple(
+            [
+                dataclasses.replace(each.call, cast_policy="TARGET") if each.writes else each.call
+                for each in enough
+            ]
+        )
+        found = Trial(0, is_underflow=any(map(bool, is_zero)), is_known=not chain.has_stand_ins)
+        return found._replace(causes=causes, is_double=not low)
     return None if trial is None else trial._replace(is_known=False)
 
 

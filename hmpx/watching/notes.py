@@ -1,7 +1,7 @@
 """Records each call of a watched program and its gradients.
 
-Runs within the program, never waits for a device and records no gradients. It keeps no tensors alive except
-the inputs of low-precision calls on the CPU, until their backward has run.
+Runs within the program, never waits for a device and records no gradients. On the CPU alone it keeps tensors alive:
+the inputs of low-precision calls, until their backward has run, and small ones, until the end of the step.
 """
 
 from __future__ import annotations

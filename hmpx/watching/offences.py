@@ -271,7 +271,8 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
         names = ", ".join(dict.fromkeys([each.op for each in trial.causes]))
         return f"none: {names} ran in float32 already; in float64 it is finite"
     if trial is not None and trial.causes:
-        return _line_for(call, trial.causes)
+        is_sure = "" if trial.is_known else " (tried on values that a call in place has left)"
+        return _line_for(call, trial.causes) + is_sure
     if trial is not None and trial.is_cast:
         return f"none: the gradient of {call.op} is cast to low precision, as its input is"
     if not is_low_call(call):

@@ -94,7 +94,7 @@ class Trial(NamedTuple):
     where: str = ""  # the input values that caused it: "input 0 is -2"
     is_underflow: bool = False  # it is finite, but not on its rounded inputs, some of them zero
     is_sure: bool = True  # it ran on its inputs; otherwise on one element, for their extremes
-    is_known: bool = True  # the calls that led to it ran in float32, too, or were so before
+    is_known: bool = True  # the calls that led to it ran, too, on the values that they were given
     causes: tuple[OpCall, ...] = ()  # finite if these earlier calls, or this one, run in float32
     is_double: bool = False  # they ran in float64, since all were in float32 already
     stopped_at: OpCall | None = None  # an earlier call that could not be repeated
