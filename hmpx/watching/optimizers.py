@@ -110,6 +110,8 @@ class OptimizerSteps:
         tensors = _tensors(optimizer)
         if not tensors or is_off_limits() or is_captured(tensors[0]):
             return
+        if optimizer not in self._buffers:
+            self._add_known(optimizer, tensors)  # not its steps' doing
         is_small = sum([each.nbytes for each in tensors]) <= _MOST_BYTES
         kept = tensors if is_small else [each for each in tensors if each.numel() == 1]
         old = self._buffers.get(optimizer, {})
@@ -136,19 +138,31 @@ class OptimizerSteps:
             start = self._starts.pop()
         if start is None or start.optimizer is not optimizer:
             return None
-        with torch.no_grad():
-            tensors = _tensors(optimizer, "step")
-            if self._are_finite(tensors):
-                if self._counts.is_next() and any(each.dtype in LOW_DTYPES for each in tensors):
-                    start.count(args, kwargs, self._name_of, self._counts)
-                return None
-            bad = [each for each in _values(optimizer) if bits_of(exact(each.tensor))]
-            fresh = [each for each in bad if not self.is_known(each.parameter, each.state)]
-            given = [each.parameter.grad for each in fresh]
-            if not fresh or any(is_measurable(each) and bits_of(exact(each)) for each in given):
-                return None  # gradients are reported where they come from
-        self._spoiled |= {each.key: weakref.ref(each.parameter) for each in bad}
+        tensors = _tensors(optimizer, "step")
+        fresh = self._add_known(optimizer, tensors)
+        given = [each.parameter.grad for each in fresh]
+        if not fresh:
+            if self._counts.is_next() and any(each.dtype in LOW_DTYPES for each in tensors):
+                start.count(args, kwargs, self._name_of, self._counts)
+            return None
+        if any(is_measurable(each) and bits_of(exact(each)) for each in given):
+            for each in fresh:
+                del self._spoiled[each.key]
+            return None  # gradients are reported where they come from
         return start.fault(fresh, args, kwargs, self._name_of, location)
+
+    def _add_known(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> list[_Value]:
+        """Returns the parameters and states that are not finite, and were not known to be so."""
+        with torch.no_grad():
+            if self._are_finite(tensors):
+                now_finite = set(map(id, tensors)) if self._spoiled else set()
+                for key in [each for each in self._spoiled if each[0] in now_finite]:
+                    del self._spoiled[key]
+                return []
+            bad = [each for each in _values(optimizer) if bits_of(exact(each.tensor))]
+        fresh = [each for each in bad if not self.is_known(each.parameter, each.state)]
+        self._spoiled |= {each.key: weakref.ref(each.parameter) for each in bad}
+        return fresh
 
     def is_known(self, parameter: Tensor | None, state: str = "") -> bool:
         """Whether a parameter, or its state, is not finite since a step, which was reported."""

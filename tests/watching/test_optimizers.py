@@ -229,6 +229,20 @@ def test_gradients_that_are_not_finite_are_reported_where_they_come_from() -> No
     assert [(each.op, each.phase) for each in w.offences] == [("sqrt", "backward")]
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (2048, 1024)], ids=["small", "large"])
+def test_a_parameter_that_was_not_finite_before(shape: tuple[int, ...]) -> None:
+    """It takes no part in the training; no step has spoiled it."""
+    model = Scaled(0.5, FP32)
+    unused = nn.Parameter(torch.full(shape, -math.inf))
+    optimizer = optim.Adam([*model.parameters(), unused])
+    unused.grad = torch.zeros(shape)
+    with hmpx.watch("collect") as w:
+        for _ in range(2):
+            model(torch.ones(3, 4)).backward()
+            optimizer.step()
+    assert w.first is None
+
+
 class Least(optim.Optimizer):
     """Keeps the least weight so far, which starts at infinity."""
 
