@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
+from ..errors import passing_over
 from ..number_formats import quantize
 from ..observers import OpCall
 from ..ops import draws
 from ..patching import unpatched
 from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, is_dense, is_floating, version_of
-from .records import CallRecord, Leaf, Trial, alive, storage_of
+from .records import NAN, CallRecord, Leaf, Trial, alive, storage_of
 from .trials import (
     CONVERTING,
     Arguments,
@@ -33,13 +36,13 @@ from .trials import (
 _MOST_BYTES: Final = 1 << 13
 
 #: Most calls that are run again.
-_MOST_CALLS: Final = 50
+_MOST_CALLS: Final = 200
 
 
 class Held:
-    """A tensor as a call took it, which may be gone or changed since; gone if the call itself wrote to it."""
+    """A tensor as a call took it, or left it if it wrote to it; it may be gone or changed since."""
 
-    __slots__ = ("is_floating", "layout", "reference", "requires_grad", "version")
+    __slots__ = ("is_floating", "is_written", "layout", "reference", "requires_grad", "version")
 
     def __init__(self, tensor: Tensor, written: Container[int]) -> None:
         self.is_floating, self.requires_grad = is_floating(tensor), tensor.requires_grad
@@ -48,8 +51,7 @@ class Held:
             return
         self.version = version_of(tensor)
         self.layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-        if storage_of(tensor)._cdata in written:
-            return
+        self.is_written = storage_of(tensor)._cdata in written
         self.reference = weakref.ref(tensor)
         if tensor.nbytes <= _MOST_BYTES:
             kept = _detach(tensor) if tensor.requires_grad else tensor  # without its graph
@@ -72,6 +74,8 @@ class _Chain:
         self._sources: dict[int, list[Any]] = {}  # ids of cells, or tensors
         self.calls: list[CallRecord] = []
         self.is_whole = True
+        self.has_stand_ins = False
+        self.stopped_at: OpCall | None = None
         self.is_known = self._add(failed)
 
     def _add(self, record: CallRecord) -> bool:
@@ -79,7 +83,7 @@ class _Chain:
         if id(record) in self._sources:
             return True
         held = _held(record)
-        if record.given is None or record.is_unsure or len(held) != len(record.inputs):
+        if record.given is None or len(held) != len(record.inputs):
             return False
         sources: list[Any] = []
         for each, given in zip(held, record.inputs, strict=True):
@@ -89,10 +93,16 @@ class _Chain:
             if maker is not None and len(self.calls) < _MOST_CALLS and self._add(maker):
                 sources.append(id(given.cells[0]))
             elif (tensor := each.tensor()) is not None:
+                # What the call has written stands for what was there: likely as small, or as large.
                 sources.append(tensor)
-                is_given = isinstance(given.cells[0], Leaf)
-                self.is_whole = self.is_whole and (is_given or tensor.dtype not in LOW_DTYPES)
+                is_given = isinstance(given.cells[0], Leaf) or tensor.dtype not in LOW_DTYPES
+                if each.is_written or not is_given:
+                    self.is_whole = False
+                    self.has_stand_ins |= each.is_written
+                    before = maker if maker is not None else record if each.is_written else None
+                    self.stopped_at = self.stopped_at if before is None else before.call
             else:
+                self.stopped_at = record.call if maker is None else maker.call
                 return False
         self._sources[id(record)] = sources
         self.calls.append(record)
@@ -100,12 +110,13 @@ class _Chain:
 
     def run(
         self,
-        in_fp32: Collection[CallRecord],
+        exact: Collection[CallRecord],
         gradients: Gradients | None,
+        dtype: torch.dtype = torch.float32,
         *,
         casts_gradients: bool = True,
     ) -> tuple[int, list[Tensor]]:
-        """Returns the bits of the failed call's results or gradients, and its inputs, with some calls in float32."""
+        """Returns the bits of the failed call's results or gradients, and its inputs, with ``exact`` in a dtype."""
         made: dict[int, Tensor] = {}
         for record in self.calls:
             call, inputs = record.call, []
@@ -115,14 +126,20 @@ class _Chain:
                     tensor = tensor.as_strided(*each.layout)
                 inputs.append(tensor.detach())
             is_last = record is self.calls[-1]
-            if call.op in CONVERTING and record in in_fp32:
-                results = [upcast(inputs[0])]
+            if call.op in CONVERTING and record in exact:
+                results = [_up(inputs[0], dtype)]
             else:
                 args, kwargs = record.given
                 arguments = Arguments(_filled(args), {k: _filled(v) for k, v in kwargs.items()})
-                given = _cast(call, inputs, is_exact=record in in_fp32)
+                given = _cast(call, inputs, dtype if record in exact else None)
                 dtypes = [each.dtype for each in inputs if casts_gradients]
                 results = outcome(call, arguments, given, gradients if is_last else None, dtypes)
+                target = next(
+                    (e.dtype for e, h in zip(inputs, _held(record), strict=True) if h.is_written),
+                    None,
+                )
+                if target in LOW_DTYPES and record not in exact:
+                    results = [CAST[target](each) for each in results]
             if is_last:
                 return bits_in(results), inputs
             made |= {id(cell): each for cell, each in zip(record.results, results, strict=True)}
@@ -158,19 +175,26 @@ def _filled(value: Any) -> Any:
     return tensor
 
 
-def _cast(call: OpCall, inputs: list[Tensor], *, is_exact: bool) -> list[Tensor]:
-    """Returns inputs as the policy casts them, if some may have become float32."""
-    if is_exact or call.cast_policy == "FP32":
-        return list(map(upcast, inputs))
+def _cast(call: OpCall, inputs: list[Tensor], exact: torch.dtype | None) -> list[Tensor]:
+    """Returns inputs in ``exact``, or as the policy casts them if some may have become wider."""
     target: Any = call.dtype
+    if exact is not None or call.cast_policy == "FP32":
+        return [_up(each, exact or torch.float32) for each in inputs]
     if is_emulated(call):
         return [quantize(each, target) for each in inputs]
     if call.cast_policy == "LOW" and len(inputs) == len(call.cast_dtypes):
         return [CAST[d](e) for e, d in zip(inputs, call.cast_dtypes, strict=True)]
     dtypes = tuple([each.dtype for each in inputs])
-    return (
-        inputs if dtypes == call.cast_dtypes or len(set(dtypes)) == 1 else list(map(upcast, inputs))
-    )
+    if dtypes == call.cast_dtypes or len(set(dtypes)) == 1:
+        return inputs
+    is_double = torch.float64 in dtypes
+    return [_up(each, torch.float64 if is_double else torch.float32) for each in inputs]
+
+
+def _up(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype is torch.float32 and dtype is torch.float64:
+        return tensor.double()
+    return upcast(tensor).to(dtype) if tensor.dtype in LOW_DTYPES else tensor
 
 
 def traced_back(
@@ -183,30 +207,47 @@ def traced_back(
 
     ``trial`` is that of the call alone, which is not finite in float32 either, or was not tried.
     """
-    unknown = None if trial is None else trial._replace(is_known=False)
-    with aside([]):
+    with aside([]), passing_over(Exception):
         chain = _Chain(failed, records)
         if not chain.is_known:
-            return unknown
+            return _stopped(failed, trial, chain)
+        enough: Sequence[CallRecord] = ()
         low = [each for each in chain.calls if _can_change(each)]
-        bits, exact_inputs = chain.run(chain.calls, gradients)
-        if gradients and bits and not chain.run(chain.calls, gradients, casts_gradients=False)[0]:
+        dtype = torch.float32 if low else torch.float64
+        changing = low or [each for each in chain.calls if each is not failed]
+        bits, exact_inputs = chain.run(chain.calls, gradients, dtype)
+        if bits and not chain.run(chain.calls, gradients, dtype, casts_gradients=False)[0]:
             return Trial(0, is_cast=True)
-        if bits or not low:
-            return None if trial is None else trial._replace(is_known=chain.is_whole)
-        enough = next(([each] for each in low[::-1] if not chain.run([each], gradients)[0]), None)
-        if enough is None:
-            enough = low
-            for each in low:
+        if bits or (not low and not chain.run([failed], gradients, dtype)[0]):
+            return trial if chain.is_whole else _stopped(failed, trial, chain)
+        for each in reversed(changing):
+            enough = [each]
+            if not chain.run(enough, gradients, dtype)[0]:
+                break
+        else:
+            enough = chain.calls if low else [*changing, failed]
+            for each in enough:
                 fewer = [other for other in enough if other is not each]
-                if not chain.run(fewer, gradients)[0]:
+                if not chain.run(fewer, gradients, dtype)[0]:
                     enough = fewer
         inputs = chain.run([], gradients)[1]
-        is_zero = [
-            bool(((a == 0) & (b != 0)).any()) for a, b in zip(inputs, exact_inputs, strict=True)
-        ]
-        return Trial(0, is_underflow=any(is_zero), causes=tuple([each.call for each in enough]))
-    return unknown
+        is_zero = [((a == 0) & (b != 0)).any() for a, b in zip(inputs, exact_inputs, strict=True)]
+        causes = tuple(
+            [
+                dataclasses.replace(each.call, cast_policy="TARGET") if each.writes else each.call
+                for each in enough
+            ]
+        )
+        found = Trial(0, is_underflow=any(map(bool, is_zero)), is_known=not chain.has_stand_ins)
+        return found._replace(causes=causes, is_double=not low)
+    return None if trial is None else trial._replace(is_known=False)
+
+
+def _stopped(failed: CallRecord, trial: Trial | None, chain: _Chain) -> Trial | None:
+    """Returns a trial whose earlier calls could not be repeated."""
+    if trial is None and not is_low_call(failed.call):
+        trial = Trial(NAN)  # it ran in float32
+    return trial and trial._replace(is_known=False, stopped_at=chain.stopped_at)
 
 
 def _can_change(record: CallRecord) -> bool:

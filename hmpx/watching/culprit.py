@@ -1,8 +1,8 @@
 """Finds the first call with finite inputs and a non-finite result, not the ones after it.
 
 Some infinities are intended: masks, and their smallest numbers after rounding to low precision; a softmax
-turns them into zeros. So -inf is reported only once NaN or +inf follows from it, or it reaches the end of the
-forward or a gradient. The same holds for NaN from infinities that the program made itself, such as a softmax
+turns them into zeros. So -inf, and +inf that float32 gives, too, are reported only once NaN follows from them, or
+they reach the end of the forward or a gradient. The same holds for NaN from infinities that the program made itself, such as a softmax
 over -inf alone, and for non-finite data.
 """
 
@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from ..observers import OpCall
 from .records import NAN, POSITIVE, CallRecord, Cell, GradientRecord, Leaf
+from .trials import is_low_call
 
 Source = Literal["op", "input", "parameter", "gradient"]
 
@@ -85,11 +86,11 @@ class OriginSearch:
                 origin.is_written = True
         elif not (had or is_unsure):
             origin = self._origin(record, "op", made)
-            if made & _WORST:
+            if made & NAN or (made & POSITIVE and _is_rounded(record)):
                 self._report(origin)
         elif not had & NAN:
-            if made & _WORST & ~had and origin is not None and origin.source == "op":
-                self._report(origin)  # NaN or +inf has followed
+            if made & NAN and origin is not None and origin.source == "op":
+                self._report(origin)  # NaN has followed
             if made & NAN and origin is not None and not (origin.bits & NAN or origin.is_reported):
                 origin = self._origin(record, "op", made)  # from infinities in the inputs
             if origin is None and (made & _WORST or not had):
@@ -190,6 +191,14 @@ class OriginSearch:
         if not origin.is_reported:
             origin.is_reported = True
             self.found.append(origin)
+
+
+def _is_rounded(record: CallRecord) -> bool:
+    """Whether the call failed because of low precision, as far as known."""
+    trial = record.trial
+    if trial is None:
+        return is_low_call(record.call)
+    return not (trial.bits or trial.is_double)
 
 
 def _bits(cells: Iterable[Cell]) -> int:

@@ -1,7 +1,7 @@
 """Records each call of a watched program and its gradients.
 
-Runs within the program, never waits for a device and records no gradients. It keeps no tensors alive except
-the inputs of low-precision calls on the CPU, until their backward has run.
+Runs within the program, never waits for a device and records no gradients. On the CPU alone it keeps tensors alive:
+the inputs of low-precision calls, until their backward has run, and small ones, until the end of the step.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ _CELLS: Final = "hmpx.watched"
 #: Ops whose results are uninitialized memory.
 _UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
 
+#: Ops by which programs look for non-finite gradients.
+_CHECKS: Final = frozenset({"isfinite", "isinf", "isnan"})
+
 #: Most failures of one line that are traced back: a program may fail there on purpose.
 _MOST_TRACED: Final = 10
 
@@ -64,6 +67,7 @@ class Notes:
         self.step = 0
         self.is_open = True  # calls and gradients are recorded
         self.has_gradients = False
+        self.are_checked = False  # the program looks itself whether gradients are finite
         self.waits = False  # calls that fail on accelerators are tried at once, as on the CPU
         self._slots = Slots()
         self._known = KnownTensors()
@@ -87,16 +91,18 @@ class Notes:
             records, self.records = self.records, []
             extremes = self._slots.read()
             self._leaves, self._owners = {}, None
-            self._known.forget(only_dead=not ends_step)
             if ends_step:
                 self.has_gradients = False
                 if extremes is None:
+                    self._known.forget()
                     return []
             for record in records:
                 for cell in record.cells():
                     if cell.slot is not None:
                         cell.extremes = (0.0, 0.0) if extremes is None else extremes[cell.slot]
                         cell.slot = None
+            # Tensors that are not finite may be used in later steps.
+            self._known.forget(lambda cell: not ends_step or bool(cell.bits))
             return records
 
     # --- calls -----------------------------------------------------------------------------------
@@ -111,6 +117,7 @@ class Notes:
             results = [written]
         else:
             results = [each for each in tensors_in([written]) if is_measurable(each)]
+        self.are_checked |= self.has_gradients and call.op in _CHECKS
         if not results or is_captured(results[0]):
             return
         record = CallRecord(call, self.step, own_line(call.location))
@@ -124,7 +131,7 @@ class Notes:
         if results[0].is_cpu or self.waits:
             written = {storage_of(each)._cdata for each in results}
             held = functools.partial(Held, written=written)
-            names = kwargs.items()
+            names = kwargs.items() if kwargs else ()
             record.given = map_tensors(args, held), {n: map_tensors(v, held) for n, v in names}
         if not record.is_intended:
             arguments = kept(args, kwargs, inputs) if can_change(call) else None
@@ -218,8 +225,9 @@ class Notes:
         cells = self._known.before(tensor, storage) if before is None else before[0]
         if cells is None:
             record.is_unsure = True
-        else:
-            record.inputs.append(Input(cells, False))
+            cells = (Cell(None),)
+            cells[0].extremes = None
+        record.inputs.append(Input(cells, False))
 
     def _try(
         self,
@@ -286,7 +294,7 @@ class Notes:
         self, record: GradientRecord, arguments: Arguments | None, gradients: Mapping[int, Tensor]
     ) -> None:
         """Tries a call's backward again, if it made finite gradients non-finite."""
-        if gradients and self._are_finite(record.before) and not self._are_finite(record.after):
+        if gradients and not self._are_finite(record.after) and self._are_finite(record.before):
             if arguments is not None:
                 record.trial = tried(record.record.call, arguments, gradients)
             if record.trial is None or record.trial.bits:

@@ -90,7 +90,8 @@ class Offence:
             ``"optimizer"``; ``""`` if no running module holds it.
         state: Name of the parameter's state in its optimizer that is not finite: ``"exp_avg_sq"``; ``""`` for
             the parameter itself.
-        package_location: The line of an installed package that made the call there; ``""`` for none.
+        through: The line of an installed package that made the call there, or the line that called the
+            user's own `Optimizer.step`; ``""`` for none.
         cause: The earlier call whose rounding led to it, if that is not its own; None for none.
 
     Example:
@@ -114,7 +115,7 @@ class Offence:
     remedy: str = ""
     parameter: str = ""
     state: str = ""
-    package_location: str = ""
+    through: str = ""
     cause: EarlierCall | None = None
 
     __repr__ = brief
@@ -124,8 +125,8 @@ class Offence:
         if self.module:
             lines.append(f"  module   {self.module}")
         lines.append(f"  at       {located(self.location) or 'unknown'}")
-        if self.package_location:
-            lines.append(f"  in       {located(self.package_location)}")
+        if self.through:
+            lines.append(f"  through  {located(self.through)}")
         lines += [f"  {each.name:8} {each.min:.4g} .. {each.max:.4g}" for each in self.ranges]
         for position, each in enumerate(self.context):
             lines.append(f"  {'before' if position == 0 else '':8} {each}")
@@ -175,7 +176,7 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
         context=tuple(map(_earlier, origin.context)),
         ranges=_ranges(origin),
         remedy=_remedy_for(origin, trial),
-        package_location="" if call.location == origin.record.own_location else call.location,
+        through="" if call.location == origin.record.own_location else call.location,
         cause=_cause_of(call, trial),
         parameter="" if origin.parameter is None else origin.parameter.name,
     )
@@ -266,12 +267,17 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
         return f"none: {origin.node} is not an op of torch"
     if call.op in CONVERTING and call.output_dtypes:
         return _line_for(call, (call,))
+    if trial is not None and trial.is_double:
+        names = ", ".join(dict.fromkeys([each.op for each in trial.causes]))
+        return f"none: {names} ran in float32 already; in float64 it is finite"
     if trial is not None and trial.causes:
-        return _line_for(call, trial.causes)
+        is_sure = "" if trial.is_known else " (tried on values that a call in place has left)"
+        return _line_for(call, trial.causes) + is_sure
     if trial is not None and trial.is_cast:
         return f"none: the gradient of {call.op} is cast to low precision, as its input is"
     if not is_low_call(call):
-        return f"none: {call.op} ran in float32 already; its inputs have to change"
+        remedy = f"none: {call.op} ran in float32 already; its inputs have to change"
+        return remedy + _unrepeated(trial)
     if trial is not None and trial.bits:
         what = f"the gradient of {call.op}" if origin.gradients else call.op
         how = "is" if trial.is_sure else "may be"
@@ -280,13 +286,22 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
         found = f"{what} {how} {value} in float32, too{where}"
         if trial.is_known:
             return f"none: {found}"
-        return f"unknown: {found}; calls before it that may have rounded could not be repeated"
+        return f"unknown: {found}{_unrepeated(trial)}"
     line = _line_for(call, (call,), writes=origin.record.writes)
     if trial is None:
         line += " (not tried: the values that it was given are not known any more)"
     elif not trial.is_sure:
         line += " (tried on the extremes of its inputs only)"
     return line
+
+
+def _unrepeated(trial: Trial | None) -> str:
+    """Returns a text about earlier calls that are unknown."""
+    if trial is None or trial.is_known:
+        return ""
+    if trial.stopped_at is None:
+        return "; calls before it that may have rounded could not be repeated"
+    return f"; {trial.stopped_at.op} in {located(trial.stopped_at.location)} led to it, and could not be repeated"
 
 
 def _line_for(call: OpCall, causes: Sequence[OpCall], *, writes: bool = False) -> str:

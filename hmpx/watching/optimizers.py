@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import passing_over
+from ..observers import user_location
 from ..patching import unpatched
+from ..places import own_line
 from ..tensors import CAST, LOW_DTYPES, is_captured, is_floating, leaves, map_tensors, tensors_in
 from ..torch_internals import DispatchMode, foreach_copy, foreach_norm, unseen
 from .offences import EarlierCall, Kind, Offence, Range
 from .records import NAN, bits_of, is_measurable, is_off_limits, storage_of
 from .slots import Slots, exact, exact_finite
 from .trials import aside, text_of
+from .underflow import UnderflowCounts
 
 _isfinite, _stack = unpatched(torch.isfinite, torch.stack)
 
@@ -68,19 +71,33 @@ def _values(optimizer: Optimizer) -> list[_Value]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             found.append(_Value(parameter, "", parameter))
-            for state, value in optimizer.state.get(parameter, {}).items():
+            own = optimizer.state.get(parameter, {})
+            for state, value in own.items() if isinstance(own, dict) else ():
                 found += [_Value(parameter, state, each) for each in tensors_in([value])]
     return [each for each in found if is_measurable(each.tensor)]
 
 
+def _tensors(optimizer: Optimizer, left_out: str = "") -> list[Tensor]:
+    """Returns the tensors of `_values`, faster; ``left_out`` is a state."""
+    state = optimizer.state
+    found = [each for group in optimizer.param_groups for each in group["params"]]
+    for each in found[:]:
+        own = state.get(each, {})
+        for name, value in own.items() if isinstance(own, dict) else ():
+            if type(value) is Tensor:
+                if name != left_out:
+                    found.append(value)
+            elif type(value) in (list, tuple):
+                found += tensors_in(value)
+    return list(filter(is_measurable, found))
+
+
 class OptimizerSteps:
-    """Looks at the steps of optimizers.
+    """Looks at the steps of optimizers."""
 
-    ``spoiled`` are the parameters and states that are not finite since one, which is reported once.
-    """
-
-    def __init__(self, name_of: Callable[[Tensor], str]) -> None:
-        self.spoiled: set[_Key] = set()
+    def __init__(self, name_of: Callable[[Tensor], str], counts: UnderflowCounts) -> None:
+        self._counts = counts
+        self._spoiled: dict[_Key, weakref.ref[Tensor]] = {}
         self._name_of = name_of
         self._slots = Slots()
         self._buffers: weakref.WeakKeyDictionary[Optimizer, dict[int, Tensor]]
@@ -90,10 +107,11 @@ class OptimizerSteps:
     @unseen
     def begin(self, optimizer: Optimizer, number: int) -> None:
         """Keeps the state before a step, as far as that is cheap."""
-        values = _values(optimizer)
-        if not values or is_off_limits() or is_captured(values[0].tensor):
+        tensors = _tensors(optimizer)
+        if not tensors or is_off_limits() or is_captured(tensors[0]):
             return
-        tensors = [each.tensor for each in values]
+        if optimizer not in self._buffers:
+            self._add_known(optimizer, tensors)  # not its steps' doing
         is_small = sum([each.nbytes for each in tensors]) <= _MOST_BYTES
         kept = tensors if is_small else [each for each in tensors if each.numel() == 1]
         old = self._buffers.get(optimizer, {})
@@ -102,6 +120,7 @@ class OptimizerSteps:
         if kept:
             with torch.no_grad():
                 foreach_copy(list(buffers.values()), kept)
+        self._starts = [each for each in self._starts if each.optimizer is not optimizer]
         self._starts.append(_Start(optimizer, number, buffers, is_small))
 
     def add_closure(self, result: Any) -> None:
@@ -119,17 +138,36 @@ class OptimizerSteps:
             start = self._starts.pop()
         if start is None or start.optimizer is not optimizer:
             return None
-        values = [each for each in _values(optimizer) if each.state != "step"]
-        with torch.no_grad():
-            if self._are_finite([each.tensor for each in values]):
-                return None
-            bad = [each for each in values if bits_of(exact(each.tensor))]
-            fresh = [each for each in bad if each.key not in self.spoiled]
-            given = [each.parameter.grad for each in fresh]
-            if not fresh or any(is_measurable(each) and bits_of(exact(each)) for each in given):
-                return None  # gradients are reported where they come from
-        self.spoiled |= {each.key for each in bad}
+        tensors = _tensors(optimizer, "step")
+        fresh = self._add_known(optimizer, tensors)
+        given = [each.parameter.grad for each in fresh]
+        if not fresh:
+            if self._counts.is_next() and any(each.dtype in LOW_DTYPES for each in tensors):
+                start.count(args, kwargs, self._name_of, self._counts)
+            return None
+        if any(is_measurable(each) and bits_of(exact(each)) for each in given):
+            for each in fresh:
+                del self._spoiled[each.key]
+            return None  # gradients are reported where they come from
         return start.fault(fresh, args, kwargs, self._name_of, location)
+
+    def _add_known(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> list[_Value]:
+        """Returns the parameters and states that are not finite, and were not known to be so."""
+        with torch.no_grad():
+            if self._are_finite(tensors):
+                now_finite = set(map(id, tensors)) if self._spoiled else set()
+                for key in [each for each in self._spoiled if each[0] in now_finite]:
+                    del self._spoiled[key]
+                return []
+            bad = [each for each in _values(optimizer) if bits_of(exact(each.tensor))]
+        fresh = [each for each in bad if not self.is_known(each.parameter, each.state)]
+        self._spoiled |= {each.key: weakref.ref(each.parameter) for each in bad}
+        return fresh
+
+    def is_known(self, parameter: Tensor | None, state: str = "") -> bool:
+        """Whether a parameter, or its state, is not finite since a step, which was reported."""
+        found = self._spoiled.get((id(parameter), state))
+        return found is not None and found() is parameter
 
     def _are_finite(self, tensors: Sequence[Tensor]) -> bool:
         elsewhere: dict[Any, list[Tensor]] = {}
@@ -151,7 +189,7 @@ def _buffer(tensor: Tensor, old: Tensor | None) -> Tensor:
 # --- run again -----------------------------------------------------------------------------------
 
 
-class _Op(NamedTuple):
+class _StepOp(NamedTuple):
     """An op of a step, with copies of its arguments: of lists, that on the elements at one position."""
 
     full_name: str
@@ -160,6 +198,8 @@ class _Op(NamedTuple):
     kwargs: Mapping[str, Any]
     position: int
     results: list[Tensor]
+    memory: list[int]  # of the results
+    location: str
 
     @property
     def name(self) -> str:
@@ -171,28 +211,33 @@ class _Op(NamedTuple):
         """The floating inputs."""
         return _measurable(_row(self.full_name, (self.args, self.kwargs), self.position))
 
-    def is_lossy(self, bad: Tensor) -> bool:
-        """Whether zeros of its results are not zero in float32, where ``bad`` is true."""
+    def in_fp32(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the results, and those in float32 of the same inputs."""
         args, kwargs = map_tensors(self.args, _in_fp32), _mapped(self.kwargs, _in_fp32)
         returned = self.function(*args, **kwargs)
         exact_results = _results(self.full_name, args, kwargs, returned, self.position)
-        for low, high in zip(self.results, exact_results, strict=False):
+        return list(zip(self.results, exact_results, strict=False))
+
+    def is_lossy(self, bad: Tensor) -> bool:
+        """Whether zeros of its results are not zero in float32, where ``bad`` is true."""
+        for low, high in self.in_fp32():
             is_lost = (low == 0) & (high != 0)
             if bool((is_lost & bad if is_lost.shape == bad.shape else is_lost).any()):
                 return True
         return False
 
-    def call(self, location: str) -> EarlierCall:
+    def call(self) -> EarlierCall:
         """Returns the op as reports show it."""
         dtypes = [tuple([each.dtype for each in values]) for values in (self.inputs, self.results)]
-        return EarlierCall(self.name, "", location, *dtypes)
+        return EarlierCall(self.name, "", self.location, *dtypes)
 
 
-class _Run(NamedTuple):
+class _Repeat(NamedTuple):
     """The ops of a step, and values that were not finite after it -> the first op that made them so."""
 
-    ops: list[_Op]
+    ops: list[_StepOp]
     makers: dict[_Key, int]
+    names: dict[int, _Key]  # memory -> the value in it
 
 
 class _Start:
@@ -205,13 +250,35 @@ class _Start:
         self._number, self._before = number, before
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._state = {
-            parameter: {
-                name: copy.copy(value) if type(value) in (list, dict) else value
-                for name, value in state.items()
-            }
-            for parameter, state in optimizer.state.items()
+            each: {k: copy.copy(v) if type(v) in (list, dict) else v for k, v in state.items()}
+            for each, state in optimizer.state.items()
+            if isinstance(state, dict)
         }
         self._closures: list[tuple[Any, dict[int, Tensor]]] = []
+
+    def count(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        name_of: Callable[[Tensor], str],
+        counts: UnderflowCounts,
+    ) -> None:
+        """Counts the values of parameters and states that the step's ops made zero or subnormal."""
+        run = self.run(args, kwargs)
+        parameters = {id(each): each for group in self._groups for each in group["params"]}
+        for op in () if run is None else run.ops:
+            if LOW_DTYPES.isdisjoint([each.dtype for each in op.results]):
+                continue
+            with aside([]):
+                for memory, (low, high) in zip(op.memory, op.in_fp32(), strict=False):
+                    parameter, state = run.names.get(memory, (0, "")) if run else (0, "")
+                    if parameter and low.dtype in LOW_DTYPES:
+                        name = name_of(parameters[parameter]) or self._number_of(
+                            parameters[parameter]
+                        )
+                        counts.add_results(
+                            (op.name, f"{name}: {state}" if state else name, op.location), low, high
+                        )
 
     def _number_of(self, parameter: Tensor) -> str:
         """Returns a parameter's name in the optimizer, or its position."""
@@ -239,7 +306,7 @@ class _Start:
         eps: float | None = None,
         *,
         upcast: bool = False,
-    ) -> _Run | None:
+    ) -> _Repeat | None:
         """Runs the step on copies: of one parameter, in float32, with another eps; None if that fails."""
 
         def copied(tensor: Tensor) -> Tensor:
@@ -258,7 +325,7 @@ class _Start:
         parameters = [each for group in self._groups for each in group["params"]]
         outcomes = iter(self._closures)
         copies: dict[int, Any] = {}
-        with aside([]):
+        with aside([]), passing_over(Exception):  # also the program's
             for each in (
                 *parameters,
                 *tensors_in([list(s.values()) for s in self._state.values()]),
@@ -286,11 +353,12 @@ class _Start:
                     **{name: closure if callable(each) else each for name, each in kwargs.items()},
                 )
             makers: dict[_Key, int] = {}
+            names: dict[int, _Key] = {}
             for parameter, state, tensor in _values(twin):
+                key = names[_memory(tensor)] = originals[id(parameter)], state
                 if (maker := ops.makers.get(_memory(tensor))) is not None:
-                    key = originals[id(parameter)], state
                     makers[key] = min(maker, makers.get(key, maker))
-            return _Run(ops.ops, makers)
+            return _Repeat(ops.ops, makers, names)
         return None
 
     def _twin(self, copies: dict[int, Any]) -> Any:
@@ -314,7 +382,7 @@ class _Start:
         name_of: Callable[[Tensor], str],
         location: str,
     ) -> Offence | None:
-        """Returns what made these values of a step not finite; None if they were not so before it."""
+        """Returns the cause of values that are not finite; None if they were not so before it."""
         cls, value, number = type(self.optimizer), values[0], None
         only: Tensor | None = value.parameter
         for only in (value.parameter, None):  # less memory first
@@ -342,7 +410,7 @@ class _Start:
         if run is None or number is None:
             return offence
 
-        def helped(eps: float | None = None, *, upcast: bool = False) -> _Run | None:
+        def helped(eps: float | None = None, *, upcast: bool = False) -> _Repeat | None:
             trial = self.run(args, kwargs, only, eps, upcast=upcast)
             return trial if trial is not None and value.key not in trial.makers else None
 
@@ -382,17 +450,17 @@ class _Start:
         return dataclasses.replace(
             offence,
             op=op.name,
+            location=op.location,
+            through="" if op.location == location else location,
             kind=seen,
-            context=tuple(
-                [each.call(location) for each in run.ops[max(0, number - _CONTEXT) : number]]
-            ),
+            context=tuple([each.call() for each in run.ops[max(0, number - _CONTEXT) : number]]),
             ranges=tuple([Range(name, *each) for name, each in (*inputs, *results)]),
             remedy=remedy,
-            cause=None if cause is None else cause.call(location),
+            cause=None if cause is None else cause.call(),
         )
 
     @staticmethod
-    def _cause(ops: Sequence[_Op], failed: _Op) -> _Op | None:
+    def _cause(ops: Sequence[_StepOp], failed: _StepOp) -> _StepOp | None:
         """Returns the last op whose rounding made zeros where the failed one is not finite."""
         with aside([]):
             bad = ~_isfinite(next(filter(_is_bad, failed.results)))
@@ -407,7 +475,7 @@ class _Ops(DispatchMode):
     def __init__(self, makers: dict[int, int]) -> None:
         super().__init__()
         self.makers = makers
-        self.ops: list[_Op] = []
+        self.ops: list[_StepOp] = []
         self._kept: list[Any] = []  # so that no memory is used again
         self._number: int | None = None  # the op that made a Python number non-finite
 
@@ -424,7 +492,9 @@ class _Ops(DispatchMode):
         self._kept.append((args, kwargs, returned))
         for position, (row, found) in enumerate(zip(rows, makers, strict=True)):
             results = _results(name, args, kwargs, returned, position)
-            op = _Op(name, func, *copies, position, [each.clone() for each in results])
+            kept = [each.clone() for each in results]
+            memory = list(map(_memory, results))
+            op = _StepOp(name, func, *copies, position, kept, memory, own_line(user_location()))
             is_bad = list(map(_is_bad, results))
             maker = found
             if any(is_bad) and maker is None:
@@ -492,7 +562,7 @@ def _is_bad(tensor: Tensor) -> bool:
     return is_measurable(tensor) and bool(bits_of(exact(tensor)))
 
 
-def _where(op: _Op) -> str:
+def _where(op: _StepOp) -> str:
     """Returns the inputs at the first element that is not finite, as text; ``""`` if these are not elementwise."""
     bad = next(filter(_is_bad, op.results))
     position = int((~_isfinite(bad)).flatten().nonzero()[0])

@@ -94,8 +94,10 @@ class Trial(NamedTuple):
     where: str = ""  # the input values that caused it: "input 0 is -2"
     is_underflow: bool = False  # it is finite, but not on its rounded inputs, some of them zero
     is_sure: bool = True  # it ran on its inputs; otherwise on one element, for their extremes
-    is_known: bool = True  # the calls that led to it ran in float32, too, or were so before
+    is_known: bool = True  # the calls that led to it ran, too, on the values that they were given
     causes: tuple[OpCall, ...] = ()  # finite if these earlier calls, or this one, run in float32
+    is_double: bool = False  # they ran in float64, since all were in float32 already
+    stopped_at: OpCall | None = None  # an earlier call that could not be repeated
     is_cast: bool = False  # the gradient is finite, but not in its input's dtype
 
 
@@ -174,10 +176,13 @@ class KnownTensors:
         reference = found[0] if found is not None else StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._found[key] = reference, version, cells
 
-    def forget(self, *, only_dead: bool = False) -> None:
-        """Forgets all, or memory that has been freed."""
-        kept = self._found.items() if only_dead else ()
-        self._found = {key: each for key, each in kept if not each[0].expired()}  # type: ignore[no-untyped-call]
+    def forget(self, keeps: Callable[[Cell], bool] = lambda cell: False) -> None:
+        """Forgets memory that has been freed, or of which no cell is to be kept."""
+        self._found = {
+            key: each
+            for key, each in self._found.items()
+            if any(map(keeps, each[2])) and not each[0].expired()  # type: ignore[no-untyped-call]
+        }
 
 
 def alive(reference: Callable[[], Tensor | None]) -> Tensor | None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import sys
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -39,6 +38,9 @@ _OWN_KERNELS: Final = {
     torch.float32: 0x7F800000,
     torch.float64: 0x7FF0000000000000,
 }
+
+#: Size in bytes -> the integer with as many bits.
+_INTEGERS: Final[Mapping[int, Any]] = {2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
 #: Number of slots in a piece of memory, at first and at most.
 _FEWEST, _MOST = 256, 16384
@@ -121,12 +123,9 @@ class Slots:
         piece, position = self._pieces[slot // _MOST], slot % _MOST
         if not piece.memory.is_cpu:
             return all(map(math.isfinite, _tolist(piece.memory[position])))
-        infinity, size = _OWN_KERNELS[piece.memory.dtype], piece.memory.element_size()
-        for each in (2 * position, 2 * position + 1):
-            bits = ctypes.string_at(piece.address + each * size, size)
-            if int.from_bytes(bits, sys.byteorder) & infinity == infinity:
-                return False
-        return True
+        bits, infinity = piece.bits, piece.infinity
+        low, high = bits[2 * position], bits[2 * position + 1]
+        return bool(low & infinity != infinity and high & infinity != infinity)
 
     def read(self, *, always: bool = False) -> Mapping[int, Extremes] | None:
         """Returns slot -> the extremes in it, and empties all; waits for devices.
@@ -168,6 +167,11 @@ class _Piece:
             self.memory = _empty((size, 2), dtype=dtype, device=device)
             columns = [_unbind(column) for column in _unbind(self.memory, 1)]
         self.address = self.memory.data_ptr()
+        self.infinity = _OWN_KERNELS[dtype]
+        self.bits: Any = ()  # of the memory, read without an op
+        if self.memory.is_cpu:
+            kind = _INTEGERS[self.memory.element_size()]
+            self.bits = (kind * (2 * size)).from_address(self.address)
         self.views = list(zip(*columns, strict=True))
         self.first_slot = self.used = 0
 

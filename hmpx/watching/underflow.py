@@ -27,11 +27,12 @@ _and, _to = unpatched(torch.logical_and, Tensor.to)
 
 
 class Underflow(NamedTuple):
-    """The losses from casting an op's inputs to low precision.
+    """The losses from casting an op's inputs to low precision, or in results of `Optimizer.step`.
 
     Attributes:
         op: Op name.
-        module: Qualified name of the module.
+        module: Qualified name of the module; in the step of an optimizer of low-precision parameters, the name
+            of the parameter, or with its state ``"weight: exp_avg_sq"``.
         location: ``"train.py:12"``.
         share_zero: Share of the nonzero values that became zero.
         share_subnormal: Share of them that became subnormal, and so lost digits.
@@ -61,8 +62,7 @@ class UnderflowCounts:
         is_format = isinstance(call.dtype, Format)
         if not self._rate or (call.input_dtypes == call.cast_dtypes and not is_format):
             return
-        self._calls += 1
-        if int(self._calls * self._rate) == int((self._calls - 1) * self._rate) or is_off_limits():
+        if not self.is_next() or is_off_limits():
             return
         low = [each for each in (*call.cast_dtypes, call.dtype) if each in LOW_DTYPES]
         target: Any = call.dtype if is_format else next(iter(low), None)
@@ -74,6 +74,16 @@ class UnderflowCounts:
                 if tensor.dtype in (torch.float32, torch.float64) and tensor.numel():
                     self._count((call.op, call.module, call.location), tensor, target)
 
+    def is_next(self) -> bool:
+        """Whether the next call, or step of an optimizer, is one of the sample."""
+        self._calls += 1
+        return int(self._calls * self._rate) > int((self._calls - 1) * self._rate)
+
+    def add_results(self, key: tuple[str, str, str], low: Tensor, exact: Tensor) -> None:
+        """Counts results, given those in float32."""
+        values, rounded = _sample(exact), _to(_sample(low), exact.dtype)
+        self._tally(key, values, rounded, torch.finfo(low.dtype).smallest_normal)
+
     def _count(self, key: tuple[str, str, str], tensor: Tensor, target: Any) -> None:
         values = _sample(_detach(tensor))
         if isinstance(target, torch.dtype):
@@ -81,6 +91,9 @@ class UnderflowCounts:
             least = torch.finfo(target).smallest_normal
         else:
             low, least = quantize(values, target), _least_normal(target)
+        self._tally(key, values, low, least)
+
+    def _tally(self, key: tuple[str, str, str], values: Tensor, low: Tensor, least: float) -> None:
         is_value, is_zero = _ne(values, 0), _eq(low, 0)
         is_subnormal = _and(_lt(_abs(low), least), _ne(low, 0))
         found = [is_value, _and(is_value, is_zero), _and(is_value, is_subnormal)]

@@ -70,8 +70,8 @@ class Watch:
         self.offences: list[Offence] = []
         self._mode, self._closure, self._chosen = mode, step, chosen
         self._notes, self._judge = Notes(), OriginSearch()
-        self._optimizers = OptimizerSteps(self._notes.name_of)
         self._scaling, self._underflow = _LossScaling(), UnderflowCounts(underflow)
+        self._optimizers = OptimizerSteps(self._notes.name_of, self._underflow)
         self._block: Generator[None, None, None] | None = None
         self._attached: Attached | None = None
         self._number = 0
@@ -212,6 +212,7 @@ class Watch:
         closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
         number = self._number
         if not closures and not self._steps_by_hand:
+            self._notes.are_checked = False  # the program steps, whatever it has found
             self._close_step()
         if self._attached is None:
             return None
@@ -265,7 +266,8 @@ class Watch:
             notes.has_gradients
             and call.phase == "forward"
             and not self._steps_by_hand
-            and (self._scaling.is_used() or not self._has_optimizer)
+            and (self._may_skip() or not self._has_optimizer)
+            and any([each.requires_grad for each in values[0]])  # noqa: C419  # not of gradients
         ):
             self._close_skipped()
         notes.add_call(call, *values)
@@ -275,9 +277,13 @@ class Watch:
         """Ends a step that may have ended without an optimizer's: skipped by a loss scaler, or done by hand."""
         found = self._judge_notes(ends_step=True)
         self._notes.has_gradients = False
-        if found or not self._scaling.is_used():
+        if found or not self._may_skip():
             self._number += 1
             self._pause_or_resume()
+
+    def _may_skip(self) -> bool:
+        """Whether a loss scaler, or the program itself, may skip steps with gradients that are not finite."""
+        return self._scaling.is_used() or self._notes.are_checked
 
     # --- verdicts --------------------------------------------------------------------------------
 
@@ -288,13 +294,12 @@ class Watch:
         origins = self._judge.judge(records, ends_step=ends_step)
         reported = []
         for origin in origins:
-            is_scaled = origin.gradients is not None and self._scaling.is_used()
+            is_scaled = origin.gradients is not None and self._may_skip()
             leaf = None if origin.parameter is None else origin.parameter.reference()
-            is_known = (id(leaf), "") in self._optimizers.spoiled
-            if not is_known and (not is_scaled or self._scaling.is_lost()):
+            if not self._optimizers.is_known(leaf) and (not is_scaled or self._scaling.is_lost()):
                 reported.append(offence_of(origin, "scale" if is_scaled else None))
         if ends_step:
-            self._scaling.end_step()
+            self._scaling.end_step(is_used=self._may_skip())
         self._report(reported, may_raise=may_raise)
         return bool(origins)
 
@@ -380,9 +385,9 @@ class _LossScaling:
             return True
         return any(scaler.is_enabled() and scaler.get_scale() < _FLOOR for scaler in list(SCALERS))
 
-    def end_step(self) -> None:
+    def end_step(self, *, is_used: bool) -> None:
         """Starts the next step."""
-        if self.is_used():
+        if is_used:
             self._skipped.append(self._is_bad)
         self._is_bad = False
 

@@ -246,7 +246,7 @@ def planned() -> None:
 @pytest.mark.parametrize(
     ("place", "use"),
     [
-        ((trials, "_outcome"), watched),
+        ((trials, "outcome"), watched),
         ((lint_trace, "map_tensors"), linted),
         ((writing.Writer, "_factor"), traced),
         ((repeating._Repeats, "_repeated"), repeated),

@@ -162,3 +162,32 @@ def test_the_name_of_a_parameter_of_a_model_that_is_gone() -> None:
     with hmpx.watch("collect") as w:
         program()
     assert w.first is not None and w.first.parameter == "1.bias"
+
+
+def test_an_infinity_that_is_used_steps_later() -> None:
+    """The call that wrote it is named, and its step."""
+    memory, weight = torch.zeros(3), torch.ones(3, requires_grad=True)
+    with hmpx.watch("collect") as w:
+        for step in range(3):
+            logarithm = torch.log(torch.tensor([float(step)]))
+            memory[step : step + 1] = logarithm
+            if step == 2:
+                (weight * memory).sum().backward()
+            w.step()
+    assert w.first is not None
+    assert (w.first.op, w.first.step, w.first.kind) == ("log", 0, "inf")
+
+
+def test_values_that_a_call_in_place_has_overwritten() -> None:
+    """A running mean of squares: what the call has left stands for what was there, and the remedy says so."""
+    running = torch.zeros(4, dtype=FP16)
+    h = torch.full((4,), 5e-5, dtype=FP16)
+    with hmpx.watch("collect") as w:
+        squares = h * h
+        running.lerp_(squares, 0.5)
+        h / running
+    assert w.first is not None and (w.first.op, w.first.kind) == ("truediv", "underflow")
+    assert w.first.cause is not None and w.first.cause.op == "mul"
+    assert w.first.remedy.endswith(
+        "which keeps its dtype (tried on values that a call in place has left)"
+    )

@@ -152,6 +152,14 @@ def memory_that_is_used_again(low: torch.dtype) -> None:
 
 
 @clean
+def reciprocals_of_zero_that_are_left_out(low: torch.dtype) -> Tensor:
+    counts = torch.tensor([3.0, 0.0, 2.0])
+    weights = torch.where(counts > 0, 1.0 / counts, torch.zeros(3))
+    errors = (x(3) - 1.0).abs() / counts
+    return weights.sum() + errors[errors.isfinite()].mean()
+
+
+@clean
 def complex_numbers(low: torch.dtype) -> None:
     h = x(8).requires_grad_()
     torch.fft.irfft(torch.fft.rfft(h) * 2).sum().backward()
@@ -239,6 +247,33 @@ def test_nothing_is_reported_of_transformers(name: str, low: torch.dtype, attent
         with torch.no_grad():  # weights, too, in low precision
             model.to(low)(**batch)
     assert w.first is None, str(w.first)
+
+
+def test_a_loss_scale_of_the_programs_own() -> None:
+    """It looks at the gradients itself, and leaves out steps; a step in spite of them is reported."""
+    layer = nn.Linear(4, 1).half()
+    given = x(8, 4).half()
+
+    def gradients(scale: float) -> list[Tensor]:
+        layer.zero_grad()
+        ((layer(given).float() - 1).pow(2).mean() * scale).backward()
+        return [p.grad.float() / scale for p in layer.parameters() if p.grad is not None]
+
+    def run(*, ignores: bool) -> hmpx.Watch:
+        scale = 2.0**18
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        with hmpx.watch("collect") as w:
+            for _ in range(6):
+                is_good = all(torch.isfinite(each).all() for each in gradients(scale))
+                if ignores:
+                    optimizer.step()
+                elif not is_good:
+                    scale /= 16
+        return w
+
+    assert run(ignores=False).first is None
+    found = run(ignores=True).first
+    assert found is not None and (found.phase, found.kind) == ("backward", "overflow")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -132,8 +133,32 @@ def test_other_faults(name: str) -> None:
     w = trained(make, **options)
     assert len(w.offences) == 1 and w.first is not None, w.offences
     assert (w.first.op, w.first.kind, w.first.state) == expected
-    assert w.first.remedy.startswith(remedy) and w.first.location == HERE
+    assert w.first.remedy.startswith(remedy)
+    if name == "custom":
+        lines, first = inspect.getsourcelines(Halving)
+        inner = first + next(n for n, line in enumerate(lines) if ".sqrt()" in line)
+        assert (w.first.location, w.first.through) == (f"{__file__}:{inner}", HERE)
+    else:
+        assert (w.first.location, w.first.through) == (HERE, "")
     assert w.first.step == options.get("steps", 1) - 1
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_values_that_a_step_loses_are_counted(foreach: bool) -> None:
+    """Squares of gradients, in the state that they should enter, at the line of the step."""
+    model = Scaled(0.5, FP16)
+    optimizer = optim.Adam(model.parameters(), eps=1e-4, foreach=foreach)
+    with hmpx.watch(underflow=True) as w:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((3, 4), 1e-5, dtype=FP16)).backward()
+            optimizer.step()
+    assert w.first is None
+    lost = {(each.op, each.module): each for each in w.underflow if each.share_zero}
+    assert set(lost) == {("addcmul", "weight: exp_avg_sq")}
+    row = lost["addcmul", "weight: exp_avg_sq"]
+    assert (row.share_zero, row.samples) == (1.0, 24)
+    assert row.location.startswith(__file__)
 
 
 def test_optimizers_too_large_to_copy() -> None:
@@ -175,6 +200,26 @@ def test_an_error_is_raised_from_the_step() -> None:
             optimizer.step()
 
 
+class Once(optim.Optimizer):
+    """Can't be repeated: a file is read in its step, a queue emptied."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.lock, self.rates = threading.Lock(), [math.inf]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        with self.lock:
+            self.param_groups[0]["params"][0].mul_(self.rates.pop())
+
+
+def test_a_step_that_cannot_be_repeated_is_reported_all_the_same() -> None:
+    w = trained(Once, 1.0)
+    assert w.first is not None and (w.first.op, w.first.kind) == ("Once", "inf")
+    assert (w.first.parameter, w.first.location) == ("weight", HERE)
+    assert w.first.remedy == "unknown: the step could not be repeated"
+
+
 def test_gradients_that_are_not_finite_are_reported_where_they_come_from() -> None:
     with hmpx.watch("collect") as w:
         model = Scaled(0.0, FP32)
@@ -182,6 +227,20 @@ def test_gradients_that_are_not_finite_are_reported_where_they_come_from() -> No
         (model.weight * 1).sqrt().sum().backward()
         optimizer.step()
     assert [(each.op, each.phase) for each in w.offences] == [("sqrt", "backward")]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2048, 1024)], ids=["small", "large"])
+def test_a_parameter_that_was_not_finite_before(shape: tuple[int, ...]) -> None:
+    """It takes no part in the training; no step has spoiled it."""
+    model = Scaled(0.5, FP32)
+    unused = nn.Parameter(torch.full(shape, -math.inf))
+    optimizer = optim.Adam([*model.parameters(), unused])
+    unused.grad = torch.zeros(shape)
+    with hmpx.watch("collect") as w:
+        for _ in range(2):
+            model(torch.ones(3, 4)).backward()
+            optimizer.step()
+    assert w.first is None
 
 
 class Least(optim.Optimizer):

@@ -89,5 +89,5 @@ def test_the_users_own_line_comes_before_that_of_a_package(
         layers.divided(torch.ones(2))
     assert w.first is not None
     assert w.first.location == f"{__file__}:{line}"
-    assert w.first.package_location == f"{package}:2"
-    assert f"test_reported.py:{line}\n  in       some_package_of_layers.py:2\n" in str(w.first)
+    assert w.first.through == f"{package}:2"
+    assert f"test_reported.py:{line}\n  through  some_package_of_layers.py:2\n" in str(w.first)
