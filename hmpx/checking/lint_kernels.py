@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comparing import Origins, is_readable, may_read
+from ..errors import raised_here
 from ..observers import OpCall, user_location
 from ..tensors import LOW_DTYPES, floating_in, leaves, map_tensors, short_name, tensors_in
 from ..torch_internals import DispatchMode, call_in, current_graph_task, dispatch_modes, unseen
@@ -123,6 +124,7 @@ class _Traits(NamedTuple):
     writes: bool = False  # to its first argument, and no other
     is_random: bool = False
     is_checked: bool = False
+    adds: bool = False  # perhaps
 
 
 @functools.cache
@@ -133,8 +135,9 @@ def _traits(func: Any) -> _Traits:
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     written = [n for n, e in enumerate(schema.arguments) if e.alias_info and e.alias_info.is_write]
     writes = torch.Tag.inplace in func.tags and written == [0] and not is_random
+    adds = torch.Tag.pointwise in func.tags or "add" in name or name.startswith("_foreach")
     is_named = name in _RANGES | _CASTS | _COUNTS | _SCALES | COPIES
-    return _Traits(name, writes, is_random, writes or is_named)
+    return _Traits(name, writes, is_random, writes or is_named, adds)
 
 
 class _Sum(NamedTuple):
@@ -155,6 +158,7 @@ class LintedKernels(DispatchMode):
         written: ``id`` of a tensor -> the tensor, and its values before the last write.
         stepped: Memory of the parameters of an optimizer whose step runs, or None.
         has_drawn: Whether the step has drawn random numbers.
+        stepped_on: Memory that the step has written to.
     """
 
     def __init__(
@@ -167,6 +171,7 @@ class LintedKernels(DispatchMode):
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.stepped: frozenset[int] | None = None
         self.has_drawn = False
+        self.stepped_on = set[int]()
         self._sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> LintedKernels:
@@ -195,7 +200,11 @@ class LintedKernels(DispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs, traits = kwargs or {}, _traits(func)
-        self.has_drawn |= traits.is_random and self.stepped is not None
+        if self.stepped is not None:
+            self.has_drawn |= traits.is_random
+            self.stepped_on |= (
+                {memory(each) for each in tensors_in(args[:1])} if traits.writes else set()
+            )
         if not traits.is_checked or not may_read():
             return call_in(self, func, args, kwargs)
         before = self._before(args) if traits.writes else []
@@ -282,16 +291,18 @@ class LintedKernels(DispatchMode):
         self, func: Any, args: Any, kwargs: Any, result: Tensor, before: Tensor | None
     ) -> None:
         total: tuple[int, Tensor] | None = None
-        if before is not None:
+        if before is not None and _traits(func).adds:
             args = [[before] if isinstance(args[0], list) else before, *args[1:]]
             total = 0, result
-        elif _traits(func).name in _SUMS:
+        elif before is None and _traits(func).name in _SUMS:
             terms = [n for n, each in enumerate(args[:2]) if isinstance(each, Tensor)]
             totals = [n for n in terms if args[n].shape == result.shape]
             if len(terms) > 1 and totals:  # the larger term is the total, unless one is known
                 at = max(totals, key=lambda n: (args[n] in self._sums, args[n].abs().max()))
                 total = at, args[at]
-        elif _traits(func).name in _SCALES and args[0] in self._sums:  # as averages do
+        elif (
+            before is None and _traits(func).name in _SCALES and args[0] in self._sums
+        ):  # as averages do
             total = 0, args[0]
 
         def counts() -> bool:
@@ -299,7 +310,11 @@ class LintedKernels(DispatchMode):
 
         if len(tensors_in(args)) == 1 and counts():
             return
-        if total is None or not self._check_total(func, args, kwargs, total, result):
+        try:
+            is_found = total is not None and self._check_total(func, args, kwargs, total, result)
+        except raised_here(RuntimeError):  # no such kernel
+            return
+        if not is_found:
             counts()
 
     def _check_count(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> bool:
@@ -371,7 +386,8 @@ class LintedKernels(DispatchMode):
             kept = after(before.float()) == before.float()
             remedied = (kept & moves).sum().item() / moves.sum().item()
             evidence = f"{lost:.0%} of the terms are at most half an ulp of the {low} sum"
-            code = "HP107" if result.requires_grad and result.is_leaf else "HP104"
+            is_trained = isinstance(result, nn.Parameter) and result.grad is not None
+            code = "HP107" if is_trained else "HP104"
             return self._report(code, func, (evidence, lost, remedied), _KEEP_SUM)
         if terms >= _FEWEST_TERMS and exact.norm():
             error, remedied = (
