@@ -78,7 +78,7 @@ def _rounded(
     exact: Tensor, low: torch.dtype, found: Tensor | None = None
 ) -> tuple[str, float, float] | None:
     """Returns the evidence and the effects if the values are whole numbers, and ``low``, or ``found``, has others."""
-    values = _whole(exact)
+    values = whole_numbers(exact)
     if values is None or not values.numel():
         return None
     given = values.to(low) if found is None else found.reshape(-1)[:_SAMPLE]
@@ -101,7 +101,7 @@ def _merged(exact: Tensor, found: Tensor) -> tuple[str, float, float] | None:
     return (evidence, 1 - low / count, 1 - wide / count) if low < count else None
 
 
-def _whole(tensor: Tensor) -> Tensor | None:
+def whole_numbers(tensor: Tensor) -> Tensor | None:
     """Returns the values in float64, without masks; None unless all are whole numbers."""
     values = tensor.detach().reshape(-1)
     for count in (_FEW, _SAMPLE):  # few values tell most tensors
@@ -172,6 +172,7 @@ class LintedKernels(DispatchMode):
         self.stepped: frozenset[int] | None = None
         self.has_drawn = False
         self.stepped_on = set[int]()
+        self._adding = set[Any]()  # kernels known to add a term to what they write to
         self._sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> LintedKernels:
@@ -240,6 +241,8 @@ class LintedKernels(DispatchMode):
         is_known = any(trace.producer(each) for each in floating_in(args) if is_readable(each))
         if not is_known and all(each.dtype not in LOW_DTYPES for each in targets):
             return []
+        if not is_known and self.stepped is not None:  # an optimizer's state: a look is enough
+            return [_part(each).clone() for each in targets]
         for each in targets:
             for of in (each, each._base if is_known else None):  # items are written to as views
                 if of is not None and (of is each or of.numel() <= _SAMPLE):
@@ -291,6 +294,10 @@ class LintedKernels(DispatchMode):
         self, func: Any, args: Any, kwargs: Any, result: Tensor, before: Tensor | None
     ) -> None:
         total: tuple[int, Tensor] | None = None
+        if before is not None and self.stepped is not None:
+            stays = torch.Tag.pointwise in func.tags and before == _part(result)
+            if stays is False or stays.double().mean() <= 0.5:
+                return
         if before is not None and _traits(func).adds:
             args = [[before] if isinstance(args[0], list) else before, *args[1:]]
             total = 0, result
@@ -320,17 +327,17 @@ class LintedKernels(DispatchMode):
     def _check_count(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> bool:
         """HP102: whole numbers that are added up; whether some change."""
         name, most = _traits(func).name.strip("_"), _most(result.dtype)
-        found = _whole(result) if name in _COUNTS else None
+        found = whole_numbers(result) if name in _COUNTS else None
         if found is None or not found.numel() or found.abs().max() < most:
             return False
-        values = [_whole(each) for each in tensors_in(args)]
+        values = [whole_numbers(each) for each in tensors_in(args)]
         if name == "mul" and len(values) > 1:
             return False  # squares of large values are whole
         numbers = [] if name in {"sum", "cumsum"} else args[1:2]
         values += [torch.tensor([each]) for each in numbers if isinstance(each, (int, float))]
         sizes = [
             each.abs().max().item()
-            if each is not None and each.numel() and _whole(each) is not None
+            if each is not None and each.numel() and whole_numbers(each) is not None
             else math.inf
             for each in values
         ]
@@ -349,7 +356,7 @@ class LintedKernels(DispatchMode):
         """
         at, name = total[0], _traits(func).name
         sizes, now = {each.numel() for each in tensors_in(args)}, result
-        if torch.Tag.pointwise in func.tags and sizes <= {result.numel(), 1}:
+        if torch.Tag.pointwise in func.tags and sizes <= {result.numel(), len(_part(result)), 1}:
             args, now = map_tensors(tuple(args), _part), _part(result)
         before, place = tensors_in([args[at]])[0], user_location()
         known = self._sums.get(total[1])
@@ -372,8 +379,11 @@ class LintedKernels(DispatchMode):
         was, step = before.double(), after(before.double())
         moves = step != was
         lost = ((now.double() == was) & moves).sum().item() / max(1, moves.sum().item())
-        alone = after(torch.zeros_like(was))
-        adds = bool(alone.any()) and not torch.equal(alone, step)  # unlike `mul_` and `copy_`
+        adds = func in self._adding
+        if not adds:
+            alone = after(torch.zeros_like(was))
+            adds = bool(alone.any()) and not torch.equal(alone, step)  # unlike `mul_` and `fill_`
+            self._adding |= {func} if adds else set()
         exact = after(known.exact) if known.terms else step
         wide, task = after(known.wide), current_graph_task()
         terms = known.terms + (adds and (task < 0 or task != known.task))  # `.grad`, not a fan-out

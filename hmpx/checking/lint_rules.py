@@ -17,7 +17,7 @@ from ..places import located
 from ..tensors import LOW_DTYPES, short_name
 from ..torch_state import named_modules
 from .findings import Finding
-from .lint_kernels import rounded_integers
+from .lint_kernels import rounded_integers, whole_numbers
 from .lint_trace import CONVERTING, DIFFERENCES, SAMPLE, LintedCall, Trace, first_rows
 
 #: An effect must be this many times the unit roundoff of the low type (one rounding's is 0.4 of it),
@@ -198,7 +198,7 @@ def merged_steps(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
         return
     steps = given[:SAMPLE].double().diff() * (given[-1] - given[0]).sign()
     lost = (found[:SAMPLE].double().diff() == 0).double().mean().item()
-    if lost and (steps > 0).all():
+    if lost and (steps > 0).all() and whole_numbers(given) is None:
         evidence = f"{lost:.0%} of the steps of a table are zero in {short_name(found.dtype)}"
         yield Finding("HP111", *seen.place, evidence, lost, 0.0, "keep the table in float32")
 
@@ -375,27 +375,28 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
         return
     limits, name = torch.finfo(result.dtype), short_name(result.dtype)
     remedy = "no cast" if seen.moves else f"{seen.line()} in the fp32 list"
-    values, given = _magnitudes(result), [*map(_magnitudes, seen.inputs)]
-    largest, least = _range(values, limits.max)
+    values = _magnitudes(result)
     if values.isinf().any():
-        exact = None if any(each.isinf().any() for each in given) else _exact(seen)
-        if exact is not None and (
-            share := (values.isinf() & (exact < _MASK)).double().mean().item()
-        ):
+        exact = None if any(_magnitudes(e).isinf().any() for e in seen.inputs) else _exact(seen)
+        share = 0.0 if exact is None else (values.isinf() & (exact < _MASK)).double().mean().item()
+        if share:
             evidence = (
                 f"{share:.0%} of the results are infinite in {name}, which ends at {limits.max:.3g}"
             )
             yield Finding("HP109", *seen.place, evidence, share, 0.0, remedy)
         return
-    same = [each for each, of in zip(given, seen.inputs, strict=True) if of.dtype is result.dtype]
-    before = max([_range(each, limits.max)[0] for each in same], default=0.0)
-    if largest > limits.max / 4 >= before:
+    largest = _largest(values, limits.max)
+    same = [each for each in seen.inputs if each.dtype is result.dtype]
+    if largest > limits.max / 4 and all(
+        _largest(_magnitudes(each), limits.max) <= limits.max / 4 for each in same
+    ):
         evidence = f"the largest value is {largest:.3g}; {name} ends at {limits.max:.3g}"
         effects = largest / limits.max, largest / torch.finfo(torch.float32).max
         yield Finding("HP109", *seen.place, evidence, *effects, remedy)
         return
     tiny, lost = values < limits.tiny, [each for each in seen.numbers if 0 < each < limits.tiny]
-    if lost or (least < limits.tiny and tiny.double().mean() > 0.01):
+    is_near = tiny.all() or (tiny & (values > 0)).any()  # else zeros have other reasons
+    if lost or (is_near and tiny.double().mean() > 0.01):
         exact, found = _exact(seen), _worse_than_fp32(seen, result.dtype)
         share = 0.0 if exact is None else (tiny & (exact > 0)).double().mean().item()
         if share and lost and (values == 0).any():
@@ -418,13 +419,16 @@ def _exact(seen: LintedCall) -> Tensor | None:
     return _magnitudes(found[0]) if found else None
 
 
-def _range(values: Tensor, end: float) -> tuple[float, float]:
-    """Returns the largest magnitude without masks, which are the largest number, and the least that is not zero."""
-    values = values[values < end]
-    if not values.numel():
-        return 0.0, 0.0
-    is_some = values[values > 0]
-    return values.max().item(), is_some.min().item() if is_some.numel() else 0.0
+def _largest(values: Tensor, end: float) -> float:
+    """Returns the largest magnitude, without masks, which are the largest number."""
+    largest = values.max().item() if values.numel() else 0.0
+    return (
+        largest
+        if largest < end
+        else values[values < end].max().item()
+        if (values < end).any()
+        else 0.0
+    )
 
 
 def _worse_than_fp32(seen: LintedCall, low: torch.dtype) -> tuple[float, float] | None:
