@@ -231,7 +231,10 @@ class Trace:
         self._made: dict[int, tuple[weakref.ref[LintedCall], Tensor, int]] = {}
 
     def add(self, seen: LintedCall) -> None:
-        """Keeps a call, unless it returned an input as it is."""
+        """Keeps a call, unless it returned an input as it is.
+
+        Torch counts writes after their kernel, as which a copy is seen.
+        """
         if seen.writes:
             return
         (self._copies if seen.call.op in COPIES else self._calls).append(seen)
@@ -241,7 +244,9 @@ class Trace:
             if seen.written and each._base is not None:  # the rest of its memory is of other calls
                 self._made.pop(memory(each), None)
             else:
-                self._made[memory(each)] = weakref.ref(seen), each, version_of(each)
+                is_counted = not seen.written or seen.call.op not in COPIES or each.is_inference()
+                version = version_of(each) + (not is_counted)
+                self._made[memory(each)] = weakref.ref(seen), each, version
 
     def before_write(self, target: Tensor) -> Tensor:
         """Returns a copy of a tensor that will be written to; its maker has made the copy instead."""
