@@ -117,7 +117,7 @@ def _most(low: torch.dtype) -> int:
     return round(2 / torch.finfo(low).eps)
 
 
-class _Traits(NamedTuple):
+class _KernelTraits(NamedTuple):
     """What is known about a kernel."""
 
     name: str
@@ -128,16 +128,16 @@ class _Traits(NamedTuple):
 
 
 @functools.cache
-def _traits(func: Any) -> _Traits:
+def _traits(func: Any) -> _KernelTraits:
     schema, name = getattr(func, "_schema", None), getattr(func, "overloadpacket", func).__name__
     if schema is None:
-        return _Traits(name)
+        return _KernelTraits(name)
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     written = [n for n, e in enumerate(schema.arguments) if e.alias_info and e.alias_info.is_write]
     writes = torch.Tag.inplace in func.tags and written == [0] and not is_random
     adds = torch.Tag.pointwise in func.tags or "add" in name or name.startswith("_foreach")
     is_named = name in _RANGES | _CASTS | _COUNTS | _SCALES | COPIES
-    return _Traits(name, writes, is_random, writes or is_named, adds)
+    return _KernelTraits(name, writes, is_random, writes or is_named, adds)
 
 
 class _Sum(NamedTuple):

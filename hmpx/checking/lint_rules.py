@@ -378,12 +378,9 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
     values = _magnitudes(result)
     if values.isinf().any():
         exact = None if any(_magnitudes(e).isinf().any() for e in seen.inputs) else _exact(seen)
-        share = 0.0 if exact is None else (values.isinf() & (exact < _MASK)).double().mean().item()
-        if share:
-            evidence = (
-                f"{share:.0%} of the results are infinite in {name}, which ends at {limits.max:.3g}"
-            )
-            yield Finding("HP109", *seen.place, evidence, share, 0.0, remedy)
+        if exact is not None and (count := (values.isinf() & (exact < _MASK)).sum().item()):
+            evidence = f"{count:,} of {len(values):,} results are infinite in {name}, which ends at {limits.max:.3g}"
+            yield Finding("HP109", *seen.place, evidence, count / len(values), 0.0, remedy)
         return
     largest = _largest(values, limits.max)
     same = [each for each in seen.inputs if each.dtype is result.dtype]
