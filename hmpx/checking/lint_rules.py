@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..comparing import Origins
+from ..comparing import Origins, is_readable
 from ..places import located
 from ..tensors import LOW_DTYPES, short_name
 from ..torch_state import named_modules
@@ -336,7 +336,7 @@ def mixed_modules(root: nn.Module) -> Iterator[Finding]:
     for path, module in named_modules(root):
         kinds: dict[Any, list[tuple[str, tuple[torch.dtype, ...]]]] = {}
         for name, child in module.named_children():
-            tensors = [*child.parameters()]
+            tensors = [*filter(is_readable, child.parameters())]
             shapes = type(child), tuple(each.shape for each in tensors)
             kinds.setdefault(shapes, []).append((name, tuple(each.dtype for each in tensors)))
         for equal in kinds.values():

@@ -187,8 +187,12 @@ class Lint(Written):
     def _note_model(self, module: nn.Module, args: Any) -> None:
         if module is spot()[0] and id(module) not in self._models and may_read():
             self._models[id(module)] = module
-            self._check_made(named_tensors(module))
-            self._add(mixed_modules(module))
+            self._check_model(module)
+
+    @unseen
+    def _check_model(self, model: nn.Module) -> None:
+        self._check_made(named_tensors(model))
+        self._add(mixed_modules(model))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_scaling()
