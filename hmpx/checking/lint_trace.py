@@ -270,15 +270,6 @@ class Trace:
             return None
         return seen, known[1]
 
-    def maker(self, tensor: Tensor) -> LintedCall | None:
-        """Returns the kept call that computed the values of ``tensor``, before conversions, copies and views."""
-        seen = self.producer(tensor)
-        for _ in range(_MOST_CALLS):
-            if seen is None or not seen.moves or not seen.inputs:
-                return seen
-            seen = self.producer(seen.inputs[0])
-        return None
-
     def makers(self, tensor: Tensor, most: int = _MOST_STEPS) -> list[LintedCall]:
         """Returns the kept calls that rounded the values of ``tensor``, before others that did not round them."""
         seen = self.producer(tensor)
