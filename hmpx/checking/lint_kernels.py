@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comparing import Origins, is_readable, may_read
+from ..errors import raised_here
 from ..observers import OpCall, user_location
 from ..tensors import LOW_DTYPES, floating_in, leaves, map_tensors, short_name, tensors_in
 from ..torch_internals import DispatchMode, call_in, current_graph_task, dispatch_modes, unseen
@@ -77,7 +78,7 @@ def _rounded(
     exact: Tensor, low: torch.dtype, found: Tensor | None = None
 ) -> tuple[str, float, float] | None:
     """Returns the evidence and the effects if the values are whole numbers, and ``low``, or ``found``, has others."""
-    values = _whole(exact)
+    values = whole_numbers(exact)
     if values is None or not values.numel():
         return None
     given = values.to(low) if found is None else found.reshape(-1)[:_SAMPLE]
@@ -100,7 +101,7 @@ def _merged(exact: Tensor, found: Tensor) -> tuple[str, float, float] | None:
     return (evidence, 1 - low / count, 1 - wide / count) if low < count else None
 
 
-def _whole(tensor: Tensor) -> Tensor | None:
+def whole_numbers(tensor: Tensor) -> Tensor | None:
     """Returns the values in float64, without masks; None unless all are whole numbers."""
     values = tensor.detach().reshape(-1)
     for count in (_FEW, _SAMPLE):  # few values tell most tensors
@@ -116,25 +117,27 @@ def _most(low: torch.dtype) -> int:
     return round(2 / torch.finfo(low).eps)
 
 
-class _Traits(NamedTuple):
+class _KernelTraits(NamedTuple):
     """What is known about a kernel."""
 
     name: str
     writes: bool = False  # to its first argument, and no other
     is_random: bool = False
     is_checked: bool = False
+    adds: bool = False  # perhaps
 
 
 @functools.cache
-def _traits(func: Any) -> _Traits:
+def _traits(func: Any) -> _KernelTraits:
     schema, name = getattr(func, "_schema", None), getattr(func, "overloadpacket", func).__name__
     if schema is None:
-        return _Traits(name)
+        return _KernelTraits(name)
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     written = [n for n, e in enumerate(schema.arguments) if e.alias_info and e.alias_info.is_write]
     writes = torch.Tag.inplace in func.tags and written == [0] and not is_random
+    adds = torch.Tag.pointwise in func.tags or "add" in name or name.startswith("_foreach")
     is_named = name in _RANGES | _CASTS | _COUNTS | _SCALES | COPIES
-    return _Traits(name, writes, is_random, writes or is_named)
+    return _KernelTraits(name, writes, is_random, writes or is_named, adds)
 
 
 class _Sum(NamedTuple):
@@ -155,6 +158,7 @@ class LintedKernels(DispatchMode):
         written: ``id`` of a tensor -> the tensor, and its values before the last write.
         stepped: Memory of the parameters of an optimizer whose step runs, or None.
         has_drawn: Whether the step has drawn random numbers.
+        stepped_on: Memory that the step has written to.
     """
 
     def __init__(
@@ -167,6 +171,8 @@ class LintedKernels(DispatchMode):
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.stepped: frozenset[int] | None = None
         self.has_drawn = False
+        self.stepped_on = set[int]()
+        self._adding = set[Any]()  # kernels known to add a term to what they write to
         self._sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> LintedKernels:
@@ -195,7 +201,11 @@ class LintedKernels(DispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs, traits = kwargs or {}, _traits(func)
-        self.has_drawn |= traits.is_random and self.stepped is not None
+        if self.stepped is not None:
+            self.has_drawn |= traits.is_random
+            self.stepped_on |= (
+                {memory(each) for each in tensors_in(args[:1])} if traits.writes else set()
+            )
         if not traits.is_checked or not may_read():
             return call_in(self, func, args, kwargs)
         before = self._before(args) if traits.writes else []
@@ -231,6 +241,8 @@ class LintedKernels(DispatchMode):
         is_known = any(trace.producer(each) for each in floating_in(args) if is_readable(each))
         if not is_known and all(each.dtype not in LOW_DTYPES for each in targets):
             return []
+        if not is_known and self.stepped is not None:  # an optimizer's state: a look is enough
+            return [_part(each).clone() for each in targets]
         for each in targets:
             for of in (each, each._base if is_known else None):  # items are written to as views
                 if of is not None and (of is each or of.numel() <= _SAMPLE):
@@ -282,16 +294,22 @@ class LintedKernels(DispatchMode):
         self, func: Any, args: Any, kwargs: Any, result: Tensor, before: Tensor | None
     ) -> None:
         total: tuple[int, Tensor] | None = None
-        if before is not None:
+        if before is not None and self.stepped is not None:
+            stays = torch.Tag.pointwise in func.tags and before == _part(result)
+            if stays is False or stays.double().mean() <= 0.5:
+                return
+        if before is not None and _traits(func).adds:
             args = [[before] if isinstance(args[0], list) else before, *args[1:]]
             total = 0, result
-        elif _traits(func).name in _SUMS:
+        elif before is None and _traits(func).name in _SUMS:
             terms = [n for n, each in enumerate(args[:2]) if isinstance(each, Tensor)]
             totals = [n for n in terms if args[n].shape == result.shape]
             if len(terms) > 1 and totals:  # the larger term is the total, unless one is known
                 at = max(totals, key=lambda n: (args[n] in self._sums, args[n].abs().max()))
                 total = at, args[at]
-        elif _traits(func).name in _SCALES and args[0] in self._sums:  # as averages do
+        elif (
+            before is None and _traits(func).name in _SCALES and args[0] in self._sums
+        ):  # as averages do
             total = 0, args[0]
 
         def counts() -> bool:
@@ -299,23 +317,27 @@ class LintedKernels(DispatchMode):
 
         if len(tensors_in(args)) == 1 and counts():
             return
-        if total is None or not self._check_total(func, args, kwargs, total, result):
+        try:
+            is_found = total is not None and self._check_total(func, args, kwargs, total, result)
+        except raised_here(RuntimeError):  # no such kernel
+            return
+        if not is_found:
             counts()
 
     def _check_count(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> bool:
         """HP102: whole numbers that are added up; whether some change."""
         name, most = _traits(func).name.strip("_"), _most(result.dtype)
-        found = _whole(result) if name in _COUNTS else None
+        found = whole_numbers(result) if name in _COUNTS else None
         if found is None or not found.numel() or found.abs().max() < most:
             return False
-        values = [_whole(each) for each in tensors_in(args)]
+        values = [whole_numbers(each) for each in tensors_in(args)]
         if name == "mul" and len(values) > 1:
             return False  # squares of large values are whole
         numbers = [] if name in {"sum", "cumsum"} else args[1:2]
         values += [torch.tensor([each]) for each in numbers if isinstance(each, (int, float))]
         sizes = [
             each.abs().max().item()
-            if each is not None and each.numel() and _whole(each) is not None
+            if each is not None and each.numel() and whole_numbers(each) is not None
             else math.inf
             for each in values
         ]
@@ -334,7 +356,7 @@ class LintedKernels(DispatchMode):
         """
         at, name = total[0], _traits(func).name
         sizes, now = {each.numel() for each in tensors_in(args)}, result
-        if torch.Tag.pointwise in func.tags and sizes <= {result.numel(), 1}:
+        if torch.Tag.pointwise in func.tags and sizes <= {result.numel(), len(_part(result)), 1}:
             args, now = map_tensors(tuple(args), _part), _part(result)
         before, place = tensors_in([args[at]])[0], user_location()
         known = self._sums.get(total[1])
@@ -357,8 +379,11 @@ class LintedKernels(DispatchMode):
         was, step = before.double(), after(before.double())
         moves = step != was
         lost = ((now.double() == was) & moves).sum().item() / max(1, moves.sum().item())
-        alone = after(torch.zeros_like(was))
-        adds = bool(alone.any()) and not torch.equal(alone, step)  # unlike `mul_` and `copy_`
+        adds = func in self._adding
+        if not adds:
+            alone = after(torch.zeros_like(was))
+            adds = bool(alone.any()) and not torch.equal(alone, step)  # unlike `mul_` and `fill_`
+            self._adding |= {func} if adds else set()
         exact = after(known.exact) if known.terms else step
         wide, task = after(known.wide), current_graph_task()
         terms = known.terms + (adds and (task < 0 or task != known.task))  # `.grad`, not a fan-out
@@ -371,7 +396,8 @@ class LintedKernels(DispatchMode):
             kept = after(before.float()) == before.float()
             remedied = (kept & moves).sum().item() / moves.sum().item()
             evidence = f"{lost:.0%} of the terms are at most half an ulp of the {low} sum"
-            code = "HP107" if result.requires_grad and result.is_leaf else "HP104"
+            is_trained = isinstance(result, nn.Parameter) and result.grad is not None
+            code = "HP107" if is_trained else "HP104"
             return self._report(code, func, (evidence, lost, remedied), _KEEP_SUM)
         if terms >= _FEWEST_TERMS and exact.norm():
             error, remedied = (

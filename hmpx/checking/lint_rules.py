@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..comparing import Origins
+from ..comparing import Origins, is_readable
 from ..places import located
 from ..tensors import LOW_DTYPES, short_name
+from ..torch_state import named_modules
 from .findings import Finding
-from .lint_kernels import rounded_integers
+from .lint_kernels import rounded_integers, whole_numbers
 from .lint_trace import CONVERTING, DIFFERENCES, SAMPLE, LintedCall, Trace, first_rows
 
 #: An effect must be this many times the unit roundoff of the low type (one rounding's is 0.4 of it),
@@ -23,16 +26,16 @@ _UNITS: Final = 2.0
 _TIMES: Final = 4.0
 
 #: A call must make the error of its inputs that much larger.
-_GROWS: Final = 1.5
+_GROWS: Final = 2.5
 
-#: Where only a part of the results cancels, as with random terms, it must have lost so much.
-_LEAST_OF_PART: Final = 0.1
+#: Differences near zero, as of a loss that is nearly learnt, must have lost so much.
+_LEAST_CANCELLED: Final = 0.06
 
 #: Numbers beyond this are masks.
 _MASK: Final = 1e30
 
 #: Streams of fewer values cost neither bytes nor time.
-_FEW: Final = 1024
+_FEW: Final = 64
 
 Rule = Callable[[LintedCall, Trace, Origins], Iterator[Finding]]
 
@@ -118,7 +121,7 @@ def _lost_before(
 
     # A sum whose terms are equal after rounding shows the error of all calls before it.
     is_whole = where is not None and where.double().mean().item() > 0.5
-    least = _UNITS * max(units, default=0.0) if where is None or is_whole else _LEAST_OF_PART
+    least = _UNITS * max(units, default=0.0) if where is None else _LEAST_CANCELLED
     ways = [("exact", "kept")] + ([("deep", "wide")] if is_whole else [])
     for reference, remedy in ways:
         exact, kept = (
@@ -167,14 +170,37 @@ def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
     lows = [each for each in seen.inputs if trace.makers(each)]
     if not lows or (where := seen.cancels) is None:
         return
+    if trace.undoes(seen):  # as compensated sums do, to learn what they lost
+        return
     if (found := _lost_before(seen, trace, lows, where)) is None:
         return
     count, size = where.sum().item(), where.numel()
     share = "" if 2 * count > size else f" in {count:,} of {size:,} values"
     is_zero = not first_rows(seen.outputs[0])[where].any()
     bits = "zero, unlike" if is_zero else "over 3 bits smaller than"
-    evidence = f"the result is {bits} its rounded inputs{share}"
+    maker = trace.makers(lows[-1])[-1]
+    evidence = (
+        f"the result is {bits} its inputs{share}, rounded in {maker.call.op} "
+        f"({located(maker.call.location)})"
+    )
     yield Finding("HP103", *seen.place, evidence, *found)
+
+
+# --- HP111: tables made low ------------------------------------------------------------------------
+
+
+def merged_steps(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """HP111: a rising table, as of bin edges, whose numbers a cast makes equal."""
+    if seen.call.op not in CONVERTING or not seen.outputs or not seen.inputs:
+        return
+    given, found = seen.inputs[0].detach(), seen.outputs[0].detach()
+    if found.dtype not in LOW_DTYPES or given.dim() != 1 or len(given) < 3:
+        return
+    steps = given[:SAMPLE].double().diff() * (given[-1] - given[0]).sign()
+    lost = (found[:SAMPLE].double().diff() == 0).double().mean().item()
+    if lost and (steps > 0).all() and whole_numbers(given) is None:
+        evidence = f"{lost:.0%} of the steps of a table are zero in {short_name(found.dtype)}"
+        yield Finding("HP111", *seen.place, evidence, lost, 0.0, "keep the table in float32")
 
 
 # --- HP104: long sums ------------------------------------------------------------------------------
@@ -201,6 +227,8 @@ def long_sum(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Findi
 
 def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP105: a low stream that a scalar, a buffer or a parameter made fp32."""
+    if seen.call.op in CONVERTING and seen.outputs and seen.outputs[0].dtype in LOW_DTYPES:
+        trace.note_cast(seen.inputs[0])
     if (
         seen.call.op in CONVERTING
         or len(seen.outputs) != 1
@@ -216,7 +244,7 @@ def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
     wide = [each for each in seen.inputs if each.dtype is torch.float32]
     if not lows or not wide or not all(map(is_constant, wide)):
         return
-    if output.numel() < _FEW:
+    if output.numel() < _FEW or output.dim() < 2:
         return
     what = (
         "a parameter"
@@ -243,6 +271,10 @@ def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator
     found, calls = trace.in_low(seen.inputs[0], low, origins) or (seen.inputs[0], [])
     if not calls:
         return
+    # The order of sums, as in softmax, is a kernel's own: other devices may give other bits.
+    is_exact = torch.equal(seen.inputs[0], seen.outputs[0].float())
+    if not is_exact and not all(is_pointwise(each.call.op) for each in calls):
+        return
     if found.shape == seen.outputs[0].shape and torch.equal(found, seen.outputs[0]):
         saved = sum(each.numel() * 2 for made in calls for each in [*made.inputs, *made.outputs])
         evidence = f"{short_name(low)} inputs and a result rounded to it at {seen.call.location.rpartition('/')[2]}"
@@ -251,6 +283,15 @@ def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator
         yield Finding(
             "HP106", *calls[0].place, f"{evidence}; {saved:,} bytes more", 1.0, 0.0, remedy
         )
+
+
+@functools.cache
+def is_pointwise(op: str) -> bool:
+    """Whether each element of the result has its own inputs."""
+    packet = getattr(torch.ops.aten, op, None)
+    return packet is not None and any(
+        torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads()
+    )
 
 
 def _low_run(seen: LintedCall, low: torch.dtype) -> list[Tensor] | None:
@@ -290,6 +331,40 @@ def mixed_siblings(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator
     yield Finding("HP108", *seen.place, evidence, share, remedied, remedy)
 
 
+def mixed_modules(root: nn.Module) -> Iterator[Finding]:
+    """HP108: one of several equal modules whose parameters have another dtype."""
+    for path, module in named_modules(root):
+        kinds: dict[Any, list[tuple[str, tuple[torch.dtype, ...]]]] = {}
+        for name, child in module.named_children():
+            tensors = [*filter(is_readable, child.parameters())]
+            shapes = type(child), tuple(each.shape for each in tensors)
+            kinds.setdefault(shapes, []).append((name, tuple(each.dtype for each in tensors)))
+        for equal in kinds.values():
+            dtypes = Counter(each for _, each in equal)
+            usual, count = dtypes.most_common(1)[0]
+            if 2 * count <= len(equal) or not set(LOW_DTYPES) & {*itertools.chain(*dtypes)}:
+                continue
+            for name, own in equal:
+                if own != usual:
+                    stray, low = (
+                        " and ".join(dict.fromkeys(map(short_name, of))) for of in (own, usual)
+                    )
+                    where = f"{path}.{name}" if path else name
+                    evidence = (
+                        f"its parameters are {stray}; those of {count} modules of its kind {low}"
+                    )
+                    yield Finding(
+                        "HP108",
+                        where,
+                        where,
+                        "",
+                        evidence,
+                        1 / len(equal),
+                        None,
+                        f"make them {low}, too",
+                    )
+
+
 # --- HP109: range ----------------------------------------------------------------------------------
 
 
@@ -300,30 +375,33 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
         return
     limits, name = torch.finfo(result.dtype), short_name(result.dtype)
     remedy = "no cast" if seen.moves else f"{seen.line()} in the fp32 list"
-    values, given = _magnitudes(result), [*map(_magnitudes, seen.inputs)]
-    largest, least = _range(values, limits.max)
+    values = _magnitudes(result)
     if values.isinf().any():
-        exact = None if any(each.isinf().any() for each in given) else _exact(seen)
-        if exact is not None and (
-            share := (values.isinf() & (exact < _MASK)).double().mean().item()
-        ):
-            evidence = (
-                f"{share:.0%} of the results are infinite in {name}, which ends at {limits.max:.3g}"
-            )
-            yield Finding("HP109", *seen.place, evidence, share, 0.0, remedy)
+        exact = None if any(_magnitudes(e).isinf().any() for e in seen.inputs) else _exact(seen)
+        if exact is not None and (count := (values.isinf() & (exact < _MASK)).sum().item()):
+            evidence = f"{count:,} of {len(values):,} results are infinite in {name}, which ends at {limits.max:.3g}"
+            yield Finding("HP109", *seen.place, evidence, count / len(values), 0.0, remedy)
         return
-    same = [each for each, of in zip(given, seen.inputs, strict=True) if of.dtype is result.dtype]
-    before = max([_range(each, limits.max)[0] for each in same], default=0.0)
-    if largest > limits.max / 4 >= before:
+    largest = _largest(values, limits.max)
+    same = [each for each in seen.inputs if each.dtype is result.dtype]
+    if largest > limits.max / 4 and all(
+        _largest(_magnitudes(each), limits.max) <= limits.max / 4 for each in same
+    ):
         evidence = f"the largest value is {largest:.3g}; {name} ends at {limits.max:.3g}"
         effects = largest / limits.max, largest / torch.finfo(torch.float32).max
         yield Finding("HP109", *seen.place, evidence, *effects, remedy)
-    elif least < limits.tiny and (values < limits.tiny).double().mean() > 0.01:
+        return
+    tiny, lost = values < limits.tiny, [each for each in seen.numbers if 0 < each < limits.tiny]
+    is_near = tiny.all() or (tiny & (values > 0)).any()  # else zeros have other reasons
+    if lost or (is_near and tiny.double().mean() > 0.01):
         exact, found = _exact(seen), _worse_than_fp32(seen, result.dtype)
-        share = (
-            0.0 if exact is None else ((values < limits.tiny) & (exact > 0)).double().mean().item()
-        )
-        if found is not None and share > 0.01:
+        share = 0.0 if exact is None else (tiny & (exact > 0)).double().mean().item()
+        if share and lost and (values == 0).any():
+            evidence = (
+                f"{share:.1%} of the values are lost: {lost[0]:.3g} is subnormal or zero in {name}"
+            )
+            yield Finding("HP109", *seen.place, evidence, share, 0.0, remedy)
+        elif share > 0.01 and found is not None:
             evidence = f"{share:.0%} of the values are subnormal or zero in {name}"
             yield Finding("HP109", *seen.place, evidence, *found, f"{remedy}, or a loss scaler")
 
@@ -338,13 +416,16 @@ def _exact(seen: LintedCall) -> Tensor | None:
     return _magnitudes(found[0]) if found else None
 
 
-def _range(values: Tensor, end: float) -> tuple[float, float]:
-    """Returns the largest magnitude without masks, which are the largest number, and the least that is not zero."""
-    values = values[values < end]
-    if not values.numel():
-        return 0.0, 0.0
-    is_some = values[values > 0]
-    return values.max().item(), is_some.min().item() if is_some.numel() else 0.0
+def _largest(values: Tensor, end: float) -> float:
+    """Returns the largest magnitude, without masks, which are the largest number."""
+    largest = values.max().item() if values.numel() else 0.0
+    return (
+        largest
+        if largest < end
+        else values[values < end].max().item()
+        if (values < end).any()
+        else 0.0
+    )
 
 
 def _worse_than_fp32(seen: LintedCall, low: torch.dtype) -> tuple[float, float] | None:
@@ -360,6 +441,7 @@ def _worse_than_fp32(seen: LintedCall, low: torch.dtype) -> tuple[float, float] 
 RULES_OF_CALLS: Final[tuple[Rule, ...]] = (
     late_upcast,
     rounded_integers,
+    merged_steps,
     cancellation,
     long_sum,
     silent_fp32,

@@ -32,12 +32,18 @@ SAMPLE: Final = 1 << 16
 #: Kernels that copy, and aren't calls of their own.
 COPIES: Final = frozenset({"clone", "copy_", "index"})
 
+#: Ops whose results jump.
+_STEPS: Final = frozenset({"ceil", "floor", "round", "sign", "trunc"})
+
 #: Fewer results that cancel may be so by chance.
 _FEW: Final = 8
 
 #: Calls kept with their arguments.
 _MOST_CALLS: Final = 64
 _MOST_MADE: Final = 16 * _MOST_CALLS
+
+#: Sums between a sum and the difference that shows its rounding: ``c = (t - s) - y``.
+_MOST_UNDONE: Final = 2
 
 #: Calls between the rounding of a value and its use.
 _MOST_STEPS: Final = 12
@@ -125,11 +131,17 @@ class LintedCall:
         return None if is_usual else few
 
     @property
+    def numbers(self) -> list[float]:
+        """The magnitudes of arguments that are numbers."""
+        given = [*self.args, *self.kwargs.values()]
+        return [abs(each) for each in given if isinstance(each, float)]
+
+    @property
     def passes_on(self) -> bool:
         """Whether values are followed through it: it rounds nothing, adds up no products, and has no finding."""
         if self.is_reported or not self.inputs:
             return False
-        is_simple = kind(self.call.op)[0] in {"elementwise", "norm"}
+        is_simple = kind(self.call.op)[0] in {"elementwise", "norm"} and self.call.op not in _STEPS
         return self.moves or (is_simple and (self.low is None or not self.rounds))
 
     @property
@@ -208,8 +220,9 @@ def _is_real(tensor: Tensor) -> bool:
 class Trace:
     """The last calls."""
 
-    def __init__(self) -> None:
-        """Starts empty."""
+    def __init__(self, intended: set[tuple[str, str]]) -> None:
+        """Starts empty; ``intended`` gets codes and lines of findings that later calls show to be intended."""
+        self._intended = intended
         self._calls: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
         self._copies: deque[LintedCall] = deque(
             maxlen=_MOST_CALLS
@@ -218,7 +231,10 @@ class Trace:
         self._made: dict[int, tuple[weakref.ref[LintedCall], Tensor, int]] = {}
 
     def add(self, seen: LintedCall) -> None:
-        """Keeps a call, unless it returned an input as it is."""
+        """Keeps a call, unless it returned an input as it is.
+
+        Torch counts writes after their kernel, as which a copy is seen.
+        """
         if seen.writes:
             return
         (self._copies if seen.call.op in COPIES else self._calls).append(seen)
@@ -228,7 +244,9 @@ class Trace:
             if seen.written and each._base is not None:  # the rest of its memory is of other calls
                 self._made.pop(memory(each), None)
             else:
-                self._made[memory(each)] = weakref.ref(seen), each, version_of(each)
+                is_counted = not seen.written or seen.call.op not in COPIES or each.is_inference()
+                version = version_of(each) + (not is_counted)
+                self._made[memory(each)] = weakref.ref(seen), each, version
 
     def before_write(self, target: Tensor) -> Tensor:
         """Returns a copy of a tensor that will be written to; its maker has made the copy instead."""
@@ -251,15 +269,6 @@ class Trace:
         if known is None or seen is None or version_of(known[1]) != known[2]:
             return None
         return seen, known[1]
-
-    def maker(self, tensor: Tensor) -> LintedCall | None:
-        """Returns the kept call that computed the values of ``tensor``, before conversions, copies and views."""
-        seen = self.producer(tensor)
-        for _ in range(_MOST_CALLS):
-            if seen is None or not seen.moves or not seen.inputs:
-                return seen
-            seen = self.producer(seen.inputs[0])
-        return None
 
     def makers(self, tensor: Tensor, most: int = _MOST_STEPS) -> list[LintedCall]:
         """Returns the kept calls that rounded the values of ``tensor``, before others that did not round them."""
@@ -295,6 +304,27 @@ class Trace:
         return (
             values[at].detach() if result is tensor else _seen_through(tensor, result, values[at])
         )
+
+    def undoes(self, seen: LintedCall) -> bool:
+        """Whether a difference takes a term away from the sum that it was added to, to learn what was lost."""
+        places, terms = {id(each) for each in seen.inputs}, [*seen.inputs]
+        for _ in range(_MOST_UNDONE):
+            makers = [self.producer(each) for each in terms]
+            sums = [each for each in makers if each is not None and each.call.op in DIFFERENCES]
+            terms = [each for maker in sums for each in maker.inputs]
+            if places & {id(each) for each in terms}:
+                self._intended.update(("HP104", each.call.location) for each in sums)
+                return True
+        return False
+
+    def note_cast(self, tensor: Tensor, most: int = _MOST_STEPS) -> None:
+        """Notes that the fp32 values of ``tensor`` are cast to a low type: their promotion was intended."""
+        seen = self.producer(tensor)
+        if seen is None or not most or seen.low is not None or not seen.passes_on:
+            return
+        self._intended.add(("HP105", seen.call.location))
+        for each in seen.inputs:
+            self.note_cast(each, most - 1)
 
     def in_low(
         self, tensor: Tensor, low: torch.dtype, origins: Origins, most: int = _MOST_STEPS

@@ -31,7 +31,7 @@ from ..torch_internals import is_any_autocast_enabled, uncompiled, unseen
 from ..torch_state import casts_any, named_tensors, spot, without_casts
 from .findings import RULES, Finding, findings_page, is_ignored
 from .lint_kernels import LintedKernels
-from .lint_rules import findings_of
+from .lint_rules import findings_of, mixed_modules
 from .lint_trace import LintedCall, Trace, memory
 
 if TYPE_CHECKING:
@@ -56,12 +56,13 @@ class Lint(Written):
         self.about: Mapping[str, str] = {}
         self._every, self._select = every, select
         self._found: dict[tuple[str, ...], Finding] = {}
-        self._origins, self._trace = Origins(), Trace()
+        self._intended = set[tuple[str, str]]()
+        self._origins, self._trace = Origins(), Trace(self._intended)
         self._models: dict[int, nn.Module] = {}
         self._leaves: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._step = 0
         self._fp16: OpCall | None = None
-        self._had_backward = False  # through the result of that call
+        self._backward = ""  # the line of a backward through the result of that call
         self._before: list[tuple[str, Tensor, Tensor]] = []
         self._attached: Attached | None = None
         self._kernels = LintedKernels(self._add, lambda: self._trace)
@@ -70,7 +71,11 @@ class Lint(Written):
     @property
     def findings(self) -> tuple[Finding, ...]:
         """The findings so far, by code, the largest effect first; without those ignored in the program."""
-        found = [each for each in self._found.values() if not is_ignored(each)]
+        found = [
+            each
+            for each in self._found.values()
+            if not is_ignored(each) and (each.code, each.location) not in self._intended
+        ]
         return tuple(sorted(found, key=lambda each: (each.code, -each.effect)))
 
     def __iter__(self) -> Iterator[Finding]:
@@ -129,7 +134,7 @@ class Lint(Written):
         self._check_scaling()
         for model in self._models.values():
             self._check_made(named_tensors(model))
-        self._trace, self._origins, self._before = Trace(), Origins(), []
+        self._trace, self._origins, self._before = Trace(self._intended), Origins(), []
 
     def _add(self, findings: Iterable[Finding]) -> None:
         for each in findings:
@@ -151,12 +156,16 @@ class Lint(Written):
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
         if call.phase == "forward":
-            if self._had_backward:
+            if self._backward:
                 self._check_scaling()  # before the gradients are gone
             if self._fp16 is None:
                 self._note_fp16(call, seen.outputs)
             self._leaves.update(
-                {each: None for each in inputs if each.requires_grad and each.is_leaf}
+                {
+                    each: None
+                    for each in inputs
+                    if each.requires_grad and each._base is None and each.is_leaf
+                }
             )
         with without_casts():
             self._origins.note(call, inputs, result)
@@ -166,19 +175,24 @@ class Lint(Written):
     def _note_fp16(self, call: OpCall, outputs: list[Tensor]) -> None:
         for each in outputs:
             if each.dtype is torch.float16 and (node := node_of(each)) is not None:
-                self._fp16, self._had_backward = call, False
+                self._fp16, self._backward = call, ""
                 node.register_prehook(self._note_backward)
                 return
 
     def _note_backward(self, gradients: object) -> None:
-        self._had_backward = True
+        self._backward = user_location()
 
     # --- models and steps --------------------------------------------------------------------------
 
     def _note_model(self, module: nn.Module, args: Any) -> None:
         if module is spot()[0] and id(module) not in self._models and may_read():
             self._models[id(module)] = module
-            self._check_made(named_tensors(module))
+            self._check_model(module)
+
+    @unseen
+    def _check_model(self, model: nn.Module) -> None:
+        self._check_made(named_tensors(model))
+        self._add(mixed_modules(model))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_scaling()
@@ -192,20 +206,27 @@ class Lint(Written):
             id(each): name for model in self._models.values() for name, each in named_tensors(model)
         }
         groups = optimizer.param_groups
+        low = {each.shape for each in self._leaves if each.dtype in LOW_DTYPES}  # of masters
         stepped = [
             (names.get(id(each), f"parameter {count}"), each, group.get("lr") != 0)
             for count, (group, each) in enumerate((g, each) for g in groups for each in g["params"])
         ]
-        self._check_made([(name, each) for name, each, _ in stepped if id(each) not in names])
+        self._check_made(
+            [
+                (name, each)
+                for name, each, _ in stepped
+                if id(each) not in names and each.shape not in low
+            ]
+        )
         self._kernels.stepped = frozenset(
             memory(each) for _, each, _ in stepped if is_readable(each)
         )
-        self._kernels.has_drawn = False
+        self._kernels.has_drawn, self._kernels.stepped_on = False, set()
         with without_casts(), torch.no_grad():
             self._before = [
                 (name, each, each.detach().clone())
                 for name, each, moves in stepped  # a warm-up begins with a learning rate of 0
-                if moves and each.dtype in LOW_DTYPES and each.grad is not None
+                if moves and each.dtype in LOW_DTYPES
             ]
 
     @unseen
@@ -215,7 +236,9 @@ class Lint(Written):
             self._before = []
         with without_casts(), torch.no_grad():
             for name, tensor, before in self._before:
-                moves = tensor.grad != 0 if tensor.grad is not None else torch.tensor(False)
+                if tensor.grad is None and memory(tensor) not in self._kernels.stepped_on:
+                    continue
+                moves = (before if tensor.grad is None else tensor.grad) != 0
                 count = moves.sum().item()
                 share = ((tensor == before) & moves).sum().item() / count if count else 0.0
                 if share > 0.5 and not _has_copy(tensor, optimizer.state.get(tensor, {})):
@@ -231,13 +254,13 @@ class Lint(Written):
         for each in (self._attached, self._kernels):
             if each is not None:
                 each.pause() if self._step % self._every else each.resume()
-        self._trace, self._origins = Trace(), Origins()  # which keep tensors alive
+        self._trace, self._origins = Trace(self._intended), Origins()  # which keep tensors alive
 
     @unseen
     def _check_scaling(self) -> None:
         """HP110: a backward through float16 without a loss scaler."""
-        call, had_backward = self._fp16, self._had_backward
-        self._fp16, self._had_backward = None, False
+        call, line = self._fp16, self._backward
+        self._fp16, self._backward = None, ""
         if call is None or any(each.is_enabled() for each in list(SCALERS)):
             return
         known = [each for model in self._models.values() for each in model.parameters()]
@@ -250,12 +273,12 @@ class Lint(Written):
             nonzero = sum((each != 0).sum().item() for each in gradients)
             share = sum(map(_subnormal_in_fp16, gradients)) / max(1, nonzero)
         kind = "subnormal"
-        if had_backward and gradients and not nonzero:
+        if line and gradients and not nonzero:
             share, kind = 1.0, "zero"
         if share > 0.01:
             evidence = f"{share:.0%} of the gradients are {kind} in fp16, without a loss scaler"
             remedy = "scale the loss with torch.amp.GradScaler, or use bfloat16"
-            place = call.op, call.module, call.location
+            place = call.op, call.module, line or call.location
             self._add([Finding("HP110", *place, evidence, share, None, remedy)])
 
     @unseen

@@ -136,7 +136,7 @@ class Casts:
                 )
             self._add("parameter cast again", name, call, fix, size_bytes)
         elif dtype in seen.dtypes:
-            fix = (f"x = x.{method}", "once, before it is used")
+            fix = (f"low = x.{method}", "once, for these calls; in place of x it is less accurate")
             self._add("tensor cast again", call.op, call, fix, size_bytes)
         seen.dtypes.add(dtype)
 

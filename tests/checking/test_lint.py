@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import linecache
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,7 +155,20 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "scalar": lambda x: x.float() / 1.1,
     "number added": lambda x: x.float() + 1.0,
     "repeat": lambda x: x.float().repeat(2, 1),
+    "clone": lambda x: x.clone().float().clone(),
+    "contiguous": lambda x: x.t().contiguous().float(),
+    "detached": lambda x: x.detach().float(),
+    "mask in place": lambda x: x.float().masked_fill_(torch.ones(x.shape).triu(1).bool(), -1e9),
+    "scalar in place": lambda x: x.float().mul_(0.9),
+    "copy": lambda x: torch.zeros(x.shape).copy_(x),
+    "items": lambda x: assigned(torch.zeros(x.shape), x),
+    "norm": lambda x: F.rms_norm(x.float(), (x.shape[-1],)) * 60,
 }
+
+
+def assigned(target: Tensor, values: Tensor) -> Tensor:
+    target[:] = values
+    return target
 
 
 def moved(move: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
@@ -206,7 +223,22 @@ DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "from a number": lambda x: 256.0 - (256.0 - x),
     "of parts": lambda x: torch.sub(*torch.cat([x.exp() + 100, x.cos() + 100]).chunk(2)),
     "of upcast copies": lambda x: (x.exp() + 100).float().clone() - (x.cos() + 100).float(),
+    "of copies": lambda x: (x.exp() + 100).clone() - (x.cos() + 100).t().contiguous().t(),
+    "to zero": lambda x: near_a_large_bias(x) - near_a_large_bias(x * 1.001),
+    "on a diagonal": lambda x: 1 - F.normalize(x, dim=-1) @ F.normalize(x * 1.001 + 1e-3, dim=-1).T,
+    "of upcast squares": lambda x: upcast_variance(x),
+    "in place": lambda x: (x.exp() + 100).sub_(x.cos() + 100),
+    "of casts": lambda x: (x.float().exp() + 100).to(x.dtype) - (x.float().cos() + 100).to(x.dtype),
 }
+
+
+def near_a_large_bias(x: Tensor) -> Tensor:
+    return F.linear(x, drawn(1, 128, seed=2).to(x.dtype), torch.full((1,), 2000.0).to(x.dtype))
+
+
+def upcast_variance(x: Tensor) -> Tensor:
+    values = (x + 200).float()
+    return values.pow(2).mean(-1) - values.mean(-1).pow(2)
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
@@ -219,6 +251,233 @@ def test_cancellations_are_found(difference: str) -> None:
 
     assert codes(lambda: run(BF16)) == ["HP103"]
     assert not codes(lambda: run(torch.float32))
+
+
+def counted(dtype: torch.dtype) -> None:
+    steps = torch.zeros((), dtype=dtype)
+    for _ in range(400):
+        steps += 1
+
+
+def counted_by_an_op(dtype: torch.dtype) -> None:
+    steps = torch.zeros(2, dtype=dtype)
+    for _ in range(400):
+        steps = steps + 1
+
+
+def positions_of_a_mask(dtype: torch.dtype) -> None:
+    torch.ones(2, 900, dtype=torch.bool).to(dtype).cumsum(-1)
+
+
+def whole_steps(dtype: torch.dtype) -> None:
+    torch.linspace(0, 999, 1000, dtype=dtype)
+
+
+def many_steps(dtype: torch.dtype) -> None:
+    torch.linspace(0, 1, 1000, dtype=dtype)
+
+
+def copied_positions(dtype: torch.dtype) -> None:
+    torch.empty(1000, dtype=dtype).copy_(torch.arange(1000))
+
+
+def average_in_place(dtype: torch.dtype) -> None:
+    mean, x = (drawn(64).abs() + 1).to(dtype), (drawn(64, seed=1).abs() + 1).to(dtype)
+    for _ in range(5):
+        mean.mul_(0.999).add_(x, alpha=0.001)
+
+
+def average_by_lerp(dtype: torch.dtype) -> None:
+    mean, x = (drawn(64).abs() + 1).to(dtype), (drawn(64, seed=1).abs() + 1).to(dtype)
+    for _ in range(5):
+        mean.lerp_(x, 0.001)
+
+
+def average_of_a_list(dtype: torch.dtype) -> None:
+    mean, x = [(drawn(64).abs() + 1).to(dtype)], [(drawn(64, seed=1).abs() + 1).to(dtype)]
+    for _ in range(5):
+        torch._foreach_lerp_(mean, x, 0.001)
+
+
+def micro_batches(dtype: torch.dtype) -> None:
+    weight = torch.zeros(64, dtype=dtype, requires_grad=True)
+    for seed in range(300):
+        (weight * drawn(64, seed=seed).abs().to(dtype)).sum().backward()
+
+
+def tied_weight(is_low: bool) -> None:
+    """Its gradients add up within one backward, one far smaller than the other."""
+    weight, x = torch.ones(64, requires_grad=True), drawn(64)
+    low = weight.to(BF16) if is_low else weight
+    ((low * x.to(low.dtype)) + (low * x.to(low.dtype)) * 1e-4).sum().backward()
+
+
+def all_infinite(scale: float) -> None:
+    (drawn(1000).abs() + 300).to(FP16) * scale
+
+
+def cast_small(scale: float) -> None:
+    (drawn(1000) * scale).half()
+
+
+def epsilon(value: float) -> None:
+    x = torch.cat([torch.zeros(4, 8), drawn(4, 8)]).to(FP16)
+    x / (x.norm(dim=-1, keepdim=True) + value)
+
+
+def chosen(dtype: torch.dtype) -> None:
+    torch.where(LOW > 0, LOW.exp(), LOW.to(dtype))
+
+
+def towers(dtype: torch.dtype) -> None:
+    model = nn.ModuleList([nn.Linear(4, 4, dtype=each) for each in (BF16, BF16, dtype)])
+    model.forward = lambda: None
+    model()
+
+
+def stepped_by_hand(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(drawn(16, 16).to(dtype))
+    for _ in range(4):
+        F.linear(drawn(4, 16).to(dtype), weight).sum().backward()
+        with torch.no_grad():
+            weight -= 1e-5 * weight.grad
+
+
+def decayed(dtype: torch.dtype) -> None:
+    class Decay(torch.optim.Optimizer):
+        def step(self, closure: object = None) -> None:
+            for each in self.param_groups[0]["params"]:
+                each.data.mul_(0.9999)
+
+    Decay(nn.Linear(16, 16).to(dtype).parameters(), {}).step()
+
+
+def position_embedding(dtype: torch.dtype) -> None:
+    """As large as the stream."""
+    LOW.exp() + nn.Parameter(drawn(*LOW.shape).to(dtype))
+
+
+def unscaled_by_hand(scale: float) -> None:
+    """Without a module, and without gradients at the end."""
+    weight = drawn(16, 16).requires_grad_()
+    (F.linear(drawn(4, 16).to(FP16), weight.to(FP16)).float().mean() * 1e-4 * scale).backward()
+    with torch.no_grad():
+        weight -= 1e-4 * weight.grad
+    weight.grad = None
+
+
+def loaded_and_trained(is_rounded: bool) -> None:
+    layer = nn.Linear(64, 16)
+    if is_rounded:
+        layer.load_state_dict({name: each.to(BF16) for name, each in layer.state_dict().items()})
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
+    layer(drawn(2, 64)).square().sum().backward()
+    optimizer.step()
+
+
+def functional_weight(is_rounded: bool) -> None:
+    weight = drawn(16, 64)
+    weight = (weight.to(BF16).float() if is_rounded else weight).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=1e-2)
+    F.linear(drawn(2, 64), weight).square().sum().backward()
+    optimizer.step()
+
+
+def bin_edges(dtype: torch.dtype) -> None:
+    torch.linspace(0, 1, 1001).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("program", "wrong", "right", "code"),
+    [
+        *[(each, BF16, torch.float32, "HP102") for each in (counted, counted_by_an_op, positions_of_a_mask)],
+        *[(each, BF16, torch.float32, "HP102") for each in (whole_steps, many_steps, copied_positions)],
+        *[(each, BF16, torch.float32, "HP104") for each in (average_in_place, average_by_lerp)],
+        *[(each, BF16, torch.float32, "HP104") for each in (average_of_a_list, micro_batches)],
+        (position_embedding, torch.float32, BF16, "HP105"),
+        (stepped_by_hand, BF16, torch.float32, "HP107"),
+        (decayed, BF16, torch.float32, "HP107"),
+        (chosen, torch.float32, BF16, "HP108"),
+        (towers, torch.float32, BF16, "HP108"),
+        (all_infinite, 300.0, 2.0, "HP109"),
+        (cast_small, 1e-6, 1.0, "HP109"),
+        (cast_small, 1e-9, 1.0, "HP109"),
+        (epsilon, 1e-8, 1e-3, "HP109"),
+        (unscaled_by_hand, 1.0, 2.0**16, "HP110"),
+        (loaded_and_trained, True, False, "HP111"),
+        (functional_weight, True, False, "HP111"),
+        (bin_edges, BF16, torch.float32, "HP111"),
+    ],
+)  # fmt: skip
+def test_other_spellings_alarm_until_the_program_is_mended(
+    program: Callable[[object], object], wrong: object, right: object, code: str
+) -> None:
+    assert {*codes(lambda: program(wrong))} == {code}
+    assert not codes(lambda: program(right))
+
+
+def compensated() -> None:
+    """Kahan's sum."""
+    total = lost = torch.zeros(8, dtype=BF16)
+    for seed in range(300):
+        term = drawn(8, seed=seed).abs().to(BF16) - lost
+        new = total + term
+        lost, total = (new - total) - term, new
+
+
+def straight_through() -> None:
+    x = (drawn(64, 64).to(BF16) * 1.1).requires_grad_()
+    (x + ((x * 4).round() / 4 - x).detach()).sum().backward()
+
+
+def master_weights() -> None:
+    class Masters(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            for each in self.param_groups[0]["params"]:
+                master = self.state[each].setdefault("master", each.float())
+                each.copy_(master.sub_(each.grad, alpha=1e-4))
+
+    train(Masters)
+
+
+def stochastic_rounding() -> None:
+    class Stochastic(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            for each in self.param_groups[0]["params"]:
+                bits = (each.float() - 1e-4 * each.grad.float()).view(torch.int32)
+                bits += torch.randint_like(bits, 0, 1 << 16)
+                each.copy_((bits & -(1 << 16)).view(torch.float32))
+
+    train(Stochastic)
+
+
+def train(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    model = nn.Linear(16, 16).to(BF16)
+    optimizer = kind(model.parameters(), {})
+    for _ in range(2):
+        model(drawn(4, 16).to(BF16)).square().sum().backward()
+        optimizer.step()
+
+
+def promoted_on_purpose() -> None:
+    (LOW.exp() * drawn(1, 128)).to(BF16)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        compensated,
+        straight_through,
+        master_weights,
+        stochastic_rounding,
+        promoted_on_purpose,
+        lambda: tied_weight(True),
+    ],
+)
+def test_healthy_programs_are_no_findings(program: Callable[[], object]) -> None:
+    assert not codes(program)
 
 
 def test_gradients_that_all_underflow_are_found() -> None:
@@ -287,6 +546,71 @@ def test_a_finding_has_the_place_the_proof_the_measured_effect_and_a_tried_remed
     assert found.effect > 0.01 > 4 * found.remedied
     assert found.remedy == "matmul output=float32"
     assert f"HP101 late upcast: softmax: {found.evidence}" in str(findings)
+
+
+PACKAGE = """
+import torch
+
+def scores(x):
+    return (x @ (x.T * 4)).float().softmax(-1)
+
+def scaled(x, factor):
+    return x * factor
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Any:
+    """An installed package."""
+    path = tmp_path / "site-packages" / "installed_scores.py"
+    path.parent.mkdir()
+    path.write_text(PACKAGE, "utf-8")
+    spec = importlib.util.spec_from_file_location("installed_scores", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_line_is_the_programs_where_a_package_is_called(package: Any) -> None:
+    with hmpx.lint() as findings:
+        package.scores(LOW)
+    (found,) = findings
+    assert found.location.startswith(__file__)
+    assert found.evidence.endswith("; at installed_scores.py:5")
+
+
+def test_dtypes_that_autocast_and_a_package_choose_are_no_findings(package: Any) -> None:
+    scale = nn.Parameter(torch.full((128,), 1.1))
+    with torch.autocast("cpu", BF16):
+        assert not codes(lambda: package.scaled(LOW, scale))
+        assert codes(lambda: LOW * scale) == ["HP105"]
+    assert codes(lambda: package.scaled(LOW, scale)) == ["HP105"]
+
+
+def test_unscaled_gradients_are_found_at_the_backward() -> None:
+    with hmpx.lint(select=["HP110"]) as findings:
+        unscaled(1.0)
+    (found,) = findings
+    line = int(found.location.rpartition(":")[2])
+    assert ".backward()" in linecache.getline(__file__, line)
+
+
+def test_observers_do_not_warn_of_casts(recwarn: pytest.WarningsRecorder) -> None:
+    """They cast nothing, and nobody called convert or revert."""
+    plain = torch.index_select
+    try:
+        with hmpx.lint():
+            torch.jit.script(swish)
+            torch.index_select = lambda *args: plain(*args)
+    finally:
+        torch.index_select = plain
+    assert not [each for each in recwarn if issubclass(each.category, hmpx.HmpxWarning)]
+
+
+def swish(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
 
 
 def test_lines_of_the_program_can_ignore_codes() -> None:

@@ -279,7 +279,7 @@ def test_a_tensor_that_several_ops_cast() -> None:
         x = X + 1
         for weight in (q, k, v):
             torch.mm(x, weight)
-    assert wasted(rec, "tensor cast again") == [("mm", 2, "x = x.bfloat16()")]
+    assert wasted(rec, "tensor cast again") == [("mm", 2, "low = x.bfloat16()")]
 
 
 def test_an_fp32_op_between_low_ones() -> None:
