@@ -5,15 +5,14 @@ Follows tensors by their memory, which views share, and keeps none of them alive
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compute import saved_by
 from ..observers import OpCall
@@ -21,7 +20,7 @@ from ..ops import kind
 from ..policy import CastPolicy
 from ..reports import Waste
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, edges_of, tensors_in, version_of
-from ..torch_internals import is_of_transform
+from ..torch_internals import is_of_transform, top_hooks
 from ..torch_state import place, running_module
 from .signatures import Shape
 
@@ -53,11 +52,36 @@ class _Made(NamedTuple):
 class _CastTensor:
     """A cast tensor: its version counter then, and the dtypes that it was cast to since."""
 
-    __slots__ = ("dtypes", "tensor", "version")
+    __slots__ = ("dtypes", "name", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = weakref.ref(tensor), version_of(tensor)
         self.dtypes: set[torch.dtype] = set()
+        self.name = ""  # of a parameter, once it was asked for
+
+
+class CallCasts:
+    """The casts of equal calls, wherever they are made.
+
+    Attributes:
+        learns: Whether an input requires gradients.
+        inputs: The dtype of each input that is cast or promoted, and whether it is cast.
+        kept: Positions of weights whose casts autograd keeps, with their sizes; None where it has not been seen.
+    """
+
+    __slots__ = ("inputs", "kept", "learns")
+
+    def __init__(self, call: OpCall, shapes: tuple[Shape, ...]) -> None:
+        self.learns = any(shape.learns for shape in shapes)
+        self.kept: list[tuple[int, int]] | None = None
+        self.inputs: list[tuple[torch.dtype, bool] | None] = [
+            (cast, True)
+            if given is not cast
+            else (torch.float32, False)
+            if given in LOW_DTYPES and call.dtype is torch.float32
+            else None
+            for given, cast in zip(call.input_dtypes, call.cast_dtypes, strict=True)
+        ]
 
 
 class Casts:
@@ -68,42 +92,42 @@ class Casts:
         self._made: dict[int, _Made] = {}
         self._seen: dict[int, _CastTensor] = {}
         self._most_seen = _MOST  # twice the number alive at the last check, so that checks are rare
-        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._found: dict[Waste, list[int]] = {}
+        self._found: dict[tuple[str, str, str, str, _Fix], list[int]] = {}
 
     def waste(self) -> list[Waste]:
         """Returns the needless casts."""
-        found = self._found.items()
-        return [replace(each, times=times, bytes=count) for each, (times, count) in found]
+        return [
+            Waste(kind_, what, module, location, times, size_bytes, *fix)
+            for (kind_, what, module, location, fix), (times, size_bytes) in self._found.items()
+        ]
 
     def note(
-        self,
-        call: OpCall,
-        shapes: tuple[Shape, ...],
-        inputs: list[Tensor],
-        result: Any,
-        node: Any,
+        self, call: OpCall, casts: CallCasts, inputs: list[Tensor], result: Any, node: Any
     ) -> None:
         """Records the casts of one call, ``call`` or one like it.
 
         ``inputs`` are its floating inputs before casting, ``node`` its node in autograd's graph, or None.
         """
         before = ""
-        for tensor, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True):
-            made = self._made.get(_memory(tensor))
-            before = before or ("" if made is None else made.call.op)
-            if given is cast:
-                is_promoted = given in LOW_DTYPES and call.dtype is torch.float32
-                if made is not None and is_promoted:
-                    self._note_round_trip(call, made, tensor, torch.float32)
+        for tensor, cast in zip(inputs, casts.inputs, strict=True):
+            is_weight = cast is not None and cast[1] and isinstance(tensor, nn.Parameter)
+            if before and (cast is None or is_weight):
+                made = None
+            else:
+                made = self._made.get(_memory(tensor))
+            if made is not None:
+                before = before or made.call.op
+            if cast is None:
                 continue
-            self._note_again(call, shapes, tensor, cast)
-            if made is not None and not isinstance(tensor, nn.Parameter):
-                self._note_round_trip(call, made, tensor, cast)
-        for tensor in tensors_in([result]):
+            dtype, is_cast = cast
+            if is_cast:
+                self._note_again(call, casts, tensor, dtype)
+            if made is not None and not is_weight:
+                self._note_round_trip(call, made, tensor, dtype)
+        for tensor in [result] if type(result) in PLAIN_TENSORS else tensors_in([result]):
             self._note_made(tensor, call, before)
         if node is not None:
-            self._note_kept(call, inputs, node)
+            self._note_kept(call, casts, inputs, node)
 
     def _note_made(self, tensor: Tensor, call: OpCall, before: str) -> None:
         address = _memory(tensor)
@@ -118,26 +142,23 @@ class Casts:
         self._made[address] = _Made(memory, call, before)
 
     def _note_again(
-        self, call: OpCall, shapes: tuple[Shape, ...], tensor: Tensor, dtype: torch.dtype
+        self, call: OpCall, casts: CallCasts, tensor: Tensor, dtype: torch.dtype
     ) -> None:
-        seen = self._seen.get(id(tensor))
-        method, size_bytes = _METHODS.get(dtype, "to(...)"), tensor.numel() * dtype.itemsize
-        if seen is None or seen.tensor() is not tensor or seen.version != version_of(tensor):
+        seen, version = self._seen.get(id(tensor)), version_of(tensor)
+        if seen is None or seen.tensor() is not tensor:
             if len(self._seen) >= self._most_seen:
                 self._seen = {k: s for k, s in self._seen.items() if s.tensor() is not None}
                 self._most_seen = max(_MOST, 2 * len(self._seen))
             seen = self._seen[id(tensor)] = _CastTensor(tensor)
-        elif dtype in seen.dtypes and isinstance(tensor, nn.Parameter):
-            fix, name = _FREEZE, self._name(tensor)
-            if any([shape.learns for shape in shapes]):  # noqa: C419  # twice as fast
-                fix = (
-                    f"weight = weight.{method}",
-                    "once, before it is used; sums its gradients low",
-                )
-            self._add("parameter cast again", name, call, fix, size_bytes)
+        elif seen.version != version:
+            seen.version, seen.dtypes = version, set()
         elif dtype in seen.dtypes:
-            fix = (f"x = x.{method}", "once, before it is used")
-            self._add("tensor cast again", call.op, call, fix, size_bytes)
+            size_bytes = tensor.numel() * dtype.itemsize
+            if not isinstance(tensor, nn.Parameter):
+                self._add("tensor cast again", call.op, call, _once("x", dtype), size_bytes)
+            else:
+                fix = _once("weight", dtype) if casts.learns else _FREEZE
+                self._add("parameter cast again", _name(tensor, seen), call, fix, size_bytes)
         seen.dtypes.add(dtype)
 
     def _note_round_trip(
@@ -158,36 +179,55 @@ class Casts:
             chain = " -> ".join(filter(None, (made.before, earlier.op, call.op)))
             self._add("round trip", chain, call, fix, tensor.numel() * dtype.itemsize)
 
-    def _note_kept(self, call: OpCall, inputs: list[Tensor], node: Any) -> None:
+    def _note_kept(self, call: OpCall, casts: CallCasts, inputs: list[Tensor], node: Any) -> None:
         """Records casts of weights that autograd keeps for the backward."""
-        weights = [
-            tensor
-            for tensor, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True)
-            if given is not cast and isinstance(tensor, nn.Parameter) and tensor.dim() > 1
-        ]
-        if not weights:
-            return
-        saved = [each for each in _held_for(node) if each.dtype in LOW_DTYPES]
-        for weight in weights:
-            for each in saved:
-                if each.numel() == weight.numel() and each.dim() == weight.dim():
-                    name = self._name(weight)
-                    self._add(
-                        "weight casts kept", name, call, _KEEP_NONE, weight.numel() * each.itemsize
-                    )
-                    break
+        kept = casts.kept
+        if kept is None or top_hooks() is not None:
+            kept = _kept_by(node, casts, inputs)
+            if top_hooks() is None:
+                casts.kept = kept
+        for position, size_bytes in kept:
+            weight = inputs[position]
+            name = _name(weight, self._seen[id(weight)])
+            self._add("weight casts kept", name, call, _KEEP_NONE, size_bytes)
 
     def _add(self, kind_: str, what: str, call: OpCall, fix: _Fix, size_bytes: int) -> None:
-        waste = Waste(kind_, what, call.module, call.location, 0, 0, *fix)
-        counts = self._found.setdefault(waste, [0, 0])
+        key = kind_, what, call.module, call.location, fix
+        counts = self._found.get(key)
+        if counts is None:
+            counts = self._found[key] = [0, 0]
         counts[0] += 1
         counts[1] += size_bytes
 
-    def _name(self, parameter: Tensor) -> str:
-        name: str | None = self._names.get(parameter)  # type: ignore[no-untyped-call]
-        if name is None:
-            name = self._names[parameter] = _name_of(parameter)
-        return name
+
+def _kept_by(node: Any, casts: CallCasts, inputs: list[Tensor]) -> list[tuple[int, int]]:
+    """Returns the positions of weights whose casts autograd keeps for a call, and the sizes of these."""
+    weights = [
+        (position, tensor)
+        for position, (tensor, cast) in enumerate(zip(inputs, casts.inputs, strict=True))
+        if cast and cast[1] and isinstance(tensor, nn.Parameter) and tensor.dim() > 1
+    ]
+    saved = [each for each in _held_for(node) if each.dtype in LOW_DTYPES] if weights else []
+    found = []
+    for position, weight in weights:
+        for each in saved:
+            if each.numel() == weight.numel() and each.dim() == weight.dim():
+                found.append((position, weight.numel() * each.itemsize))
+                break
+    return found
+
+
+@functools.cache
+def _once(name: str, dtype: torch.dtype) -> _Fix:
+    """Returns the fix of casting a tensor, or a weight that learns, once."""
+    rest = "; sums its gradients low" if name == "weight" else ""
+    return f"{name} = {name}.{_METHODS.get(dtype, 'to(...)')}", f"once, before it is used{rest}"
+
+
+def _name(parameter: Tensor, seen: _CastTensor) -> str:
+    if not seen.name:
+        seen.name = _name_of(parameter)
+    return seen.name
 
 
 def _memory(tensor: Tensor) -> int:

@@ -135,12 +135,11 @@ def apart() -> Iterator[None]:
         yield
 
 
-def is_unobserved() -> bool:
-    """Whether the call is hmpx's own; only the innermost region counts."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    region = innermost()
-    return region is not None and region.kind in (without_casts, unobserved_casts)
+def unobserved_by() -> type | None:
+    """Returns the class of the innermost region if that makes a call hmpx's own; None for others."""
+    region = None if torch.compiler.is_dynamo_compiling() else innermost()
+    is_own = region is not None and region.kind in (without_casts, unobserved_casts)
+    return region.kind if region is not None and is_own else None
 
 
 def is_off_by_program() -> bool:
