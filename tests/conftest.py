@@ -68,6 +68,7 @@ SAMPLED = {
     "test_emulation": 4,
     "test_expect": 2,
     "test_files": 2,
+    "test_float8_products": 3,
     "test_following": 4,
     "test_foreign_ops": 2,
     "test_formats_in_transforms": 2,

@@ -12,6 +12,7 @@ from .plan import (
     OpFacts,
     Options,
     facts_of,
+    formats_of,
     is_promotion,
     plan_of,
     site_of,

@@ -187,6 +187,7 @@ class _ObservedCalls:
         began = _now(found.device_type) if self._is_timed else 0.0
         was_in_call = _here.is_in_call
         was_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, False
+        COMPUTED.is_on_hardware = False
         try:
             _here.is_in_call = True
             if self._reads_kernels and not (is_graph_made() or is_jit_tracing()):
@@ -198,6 +199,8 @@ class _ObservedCalls:
         finally:
             _here.is_in_call = was_in_call
             is_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, was_legalized
+            is_format = not isinstance(found.dtype, (torch.dtype, type(None)))
+            is_legalized = is_legalized or (is_format and not COMPUTED.is_on_hardware)
         if plan.selects and cast_bytes:
             cast_bytes = result.nbytes  # without the table
         if is_on and is_any_autocast_enabled():
@@ -252,7 +255,7 @@ class _ObservedCalls:
             location=f"{path}:{line}" if path else "",
             phase=phase_here,
             seconds=seconds,
-            legalized=is_legalized or not isinstance(found.dtype, (torch.dtype, type(None))),
+            legalized=is_legalized,
             kernels=kernels,
         )
         if may_be_known:

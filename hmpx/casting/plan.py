@@ -19,7 +19,7 @@ from ..compute import PRODUCTS, Lacking
 from ..errors import OptionError, shown
 from ..number_formats import OVERFLOWS, ROUNDING_MODES
 from ..ops import Numbers, Parameters
-from ..policy import INPUT, LEGALIZE_MODES, CastPolicy, Decision, parse_format
+from ..policy import HARDWARE_MODES, INPUT, LEGALIZE_MODES, CastPolicy, Decision, parse_format
 from ..tensors import LOW_DTYPES, promoted
 
 if TYPE_CHECKING:
@@ -104,6 +104,14 @@ class Options:
         "round gradients too: yes, to the op's format; or to FORMAT, such as float8_e5m2",
         is_of_formats=True,
         metavar="yes|FORMAT",
+    )
+    hardware: str = _option(
+        "auto",
+        lambda n, v: arguments.choice(n, v, HARDWARE_MODES),
+        "which products in float8 formats a device's kernels compute. auto, the default: those that they "
+        "can; never: none; require: all, else an error",
+        is_of_formats=True,
+        choices=HARDWARE_MODES,
     )
     within: weakref.ref[nn.Module] | None = _option(None, _module)  # noqa: RUF009
 
@@ -396,7 +404,7 @@ class CallPlan:
         return self.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
 
 
-def _formats(decision: Decision, format: Format, options: Options) -> Formats:
+def formats_of(decision: Decision, format: Format, options: Options) -> Formats:
     """Returns the formats of an op that runs in ``format``."""
     gradients = decision.gradients
     if gradients is None and options.round_gradients is not False:
@@ -424,9 +432,18 @@ def _numbers(site: CallSite) -> frozenset[int]:
 
 def _emulation(plan: CallPlan, format: Format) -> Emulation:
     """Returns how the op is computed in a number format."""
-    decision, site = plan.decision, plan.site
+    decision, site, hardware = plan.decision, plan.site, plan.options.hardware
+    if hardware == "auto" and not any(map(compute.has_float8, plan.device_types)):
+        hardware = "never"
+    if hardware == "require":
+        for device_type in plan.device_types:
+            if compute.kernels_on(torch.device(device_type)) is None:
+                raise OptionError(
+                    f'{decision.reason}: hardware="require": {site.op} would be emulated: {device_type} has no float8 '
+                    'kernels here; convert with hardware="auto"'
+                )
     return compute.Emulation(
-        _formats(decision, format, plan.options),
+        formats_of(decision, format, plan.options),
         site.op,
         site.parameters.names,
         accumulate_dtype=decision.accumulate_dtype,
@@ -436,6 +453,7 @@ def _emulation(plan: CallPlan, format: Format) -> Emulation:
         lowerings=plan.lowerings,
         line=decision.reason,
         numbers=_numbers(site),
+        hardware=hardware,
     )
 
 

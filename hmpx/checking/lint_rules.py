@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
@@ -15,13 +14,22 @@ from ..comparing import Origins
 from ..places import located
 from ..tensors import LOW_DTYPES, short_name
 from .findings import Finding
-from .integers import rounded_integers
-from .lint_trace import CONVERTING, DIFFERENCES, SAMPLE, LintedCall, Trace
+from .lint_kernels import rounded_integers
+from .lint_trace import CONVERTING, DIFFERENCES, SAMPLE, LintedCall, Trace, first_rows
 
 #: An effect must be this many times the unit roundoff of the low type (one rounding's is 0.4 of it),
 _UNITS: Final = 2.0
 #: and this many times the remedy's.
 _TIMES: Final = 4.0
+
+#: A call must make the error of its inputs that much larger.
+_GROWS: Final = 1.5
+
+#: Where only a part of the results cancels, as with random terms, it must have lost so much.
+_LEAST_OF_PART: Final = 0.1
+
+#: Numbers beyond this are masks.
+_MASK: Final = 1e30
 
 #: Streams of fewer values cost neither bytes nor time.
 _FEW: Final = 1024
@@ -82,46 +90,74 @@ def _with_gradients(seen: LintedCall, values: Mapping[int, Tensor]) -> list[Tens
 
 
 def _lost_before(
-    seen: LintedCall, trace: Trace, lows: list[Tensor]
-) -> tuple[float, float, LintedCall] | None:
+    seen: LintedCall, trace: Trace, lows: list[Tensor], where: Tensor | None = None
+) -> tuple[float, float, str] | None:
     """Measures a call on inputs that were rounded, and on those that their makers could give.
 
+    Args:
+        seen: The call.
+        trace: The calls before it.
+        lows: Its inputs that have makers.
+        where: Which of the first rows of the result to compare; default: all, and gradients.
+
     Returns:
-        Its error, the error where the makers return float32, and the last maker; None if the error is what one
-        rounding explains, or if the remedy gains little.
+        Its error, the error with the remedy, and the remedy; None if the error is what one rounding explains, or if
+        the remedy gains little.
     """
-    makers = [maker for each in lows for maker in trace.makers(each)]
-    if not makers:
-        return None
-    exact = {id(each): trace.exact(each) for each in lows}
-    kept = {id(each): trace.exact(each, round_inputs=True) for each in lows}
-    if any(each is None for each in (*exact.values(), *kept.values())):
-        return None
+    makers = [*dict.fromkeys(maker for each in lows for maker in trace.makers(each))]
+    units = [
+        _unit(each.dtype) for made in makers for each in made.outputs if each.dtype in LOW_DTYPES
+    ]
     given = {id(each): each for each in lows}
-    reference, now, then = (_with_gradients(seen, each) for each in (exact, given, kept))  # type: ignore[arg-type]
-    error, remedied = _error(now, reference), _error(then, reference)
-    dtypes = [each.dtype for made in makers for each in made.outputs]
-    units = [_unit(each) for each in dtypes if each in LOW_DTYPES]
-    if error is None or remedied is None or not units:
-        return None
-    is_real = error > _UNITS * max(units) and error > _TIMES * remedied
-    return (error, remedied, makers[-1]) if is_real else None
+
+    def results(values: Mapping[int, Tensor]) -> list[Tensor] | None:
+        if where is None:
+            return _with_gradients(seen, values)
+        found = seen.run(lambda each: values.get(id(each), each.detach()).double())
+        return found and [first_rows(found[0])[where]]
+
+    # A sum whose terms are equal after rounding shows the error of all calls before it.
+    is_whole = where is not None and where.double().mean().item() > 0.5
+    least = _UNITS * max(units, default=0.0) if where is None or is_whole else _LEAST_OF_PART
+    ways = [("exact", "kept")] + ([("deep", "wide")] if is_whole else [])
+    for reference, remedy in ways:
+        exact, kept = (
+            {id(each): trace.values(each, way) for each in lows} for way in (reference, remedy)
+        )
+        if not units or any(each is None for each in (*exact.values(), *kept.values())):
+            return None
+        right = results(exact)  # type: ignore[arg-type]
+        error, remedied = _error(results(given), right), _error(results(kept), right)  # type: ignore[arg-type]
+        if error is None or remedied is None:
+            continue
+        before = _error(lows, [each for each in exact.values() if each is not None]) or 0.0
+        is_grown = where is not None or error > _GROWS * before  # else it was lost before
+        if error > least and is_grown and error > _TIMES * remedied:
+            return (
+                error,
+                remedied,
+                makers[-1].kept_line
+                if remedy == "kept"
+                else f"{makers[-1].line()} and the calls before it in the fp32 list",
+            )
+    return None
 
 
 def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP101: an fp32 op on low contents whose maker could return fp32."""
-    if seen.low is not None or seen.call.op in (*CONVERTING, *DIFFERENCES):
+    if seen.low is not None or seen.moves or seen.call.op in DIFFERENCES:
         return
     lows = [each for each in seen.inputs if trace.makers(each)]
-    if (found := _lost_before(seen, trace, lows)) is None or seen.picks:
+    if not lows or (found := _lost_before(seen, trace, lows)) is None or seen.picks:
         return
-    error, remedied, maker = found
+    error, remedied, remedy = found
+    maker = trace.makers(lows[-1])[-1]
     kind = "float32 input" if lows[-1].dtype is torch.float32 else "input"
     evidence = (
         f"its {kind} holds {short_name(maker.outputs[0].dtype)} values, rounded in "
         f"{maker.call.op} ({located(maker.call.location)})"
     )
-    yield Finding("HP101", *seen.place, evidence, error, remedied, maker.line(" output=float32"))
+    yield Finding("HP101", *seen.place, evidence, error, remedied, remedy)
 
 
 def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
@@ -129,25 +165,25 @@ def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
     if seen.call.op not in DIFFERENCES:
         return
     lows = [each for each in seen.inputs if trace.makers(each)]
-    if seen.cancels < 3 or not lows or (found := _lost_before(seen, trace, lows)) is None:
+    if not lows or (where := seen.cancels) is None:
         return
-    error, remedied, maker = found
-    is_zero = math.isinf(seen.cancels)
-    bits = "zero, unlike" if is_zero else f"{seen.cancels:.0f} bits smaller than"
-    evidence = f"the result is {bits} its rounded inputs"
-    yield Finding("HP103", *seen.place, evidence, error, remedied, maker.line(" output=float32"))
+    if (found := _lost_before(seen, trace, lows, where)) is None:
+        return
+    count, size = where.sum().item(), where.numel()
+    share = "" if 2 * count > size else f" in {count:,} of {size:,} values"
+    is_zero = not first_rows(seen.outputs[0])[where].any()
+    bits = "zero, unlike" if is_zero else "over 3 bits smaller than"
+    evidence = f"the result is {bits} its rounded inputs{share}"
+    yield Finding("HP103", *seen.place, evidence, *found)
 
 
 # --- HP104: long sums ------------------------------------------------------------------------------
 
 
 def long_sum(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
-    """HP104: a reduction whose low result is worse than one rounding; a running sum that stalls."""
+    """HP104: a reduction whose low result is worse than one rounding."""
     low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), None)
     if low is None or not seen.inputs:
-        return
-    yield from _stalled(seen, low)
-    if seen.writes:
         return
     terms = seen.inputs[0].numel() / max(1, seen.outputs[0].numel())
     is_running = seen.call.op.startswith(("cumsum", "cumprod", "logcumsumexp"))
@@ -158,24 +194,6 @@ def long_sum(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Findi
     length = seen.inputs[0].numel() if is_running else terms
     evidence = f"{length:,.0f} terms are added in {short_name(low)}"
     yield Finding("HP104", *seen.place, evidence, *found, f"{seen.line()} in the fp32 list")
-
-
-def _stalled(seen: LintedCall, low: torch.dtype) -> Iterator[Finding]:
-    """A sum in a low type most of whose terms are too small to change it."""
-    if seen.call.op not in ("iadd", "add") or len(seen.inputs) < 2:
-        return
-    total, term = seen.inputs[0].detach().double(), seen.inputs[1].detach().double()
-    share, remedied = (_share_too_small(term, total, each) for each in (low, torch.float32))
-    if share > 0.5:
-        evidence = f"{share:.0%} of the terms are at most half an ulp of the {short_name(low)} sum"
-        yield Finding("HP104", *seen.place, evidence, share, remedied, "keep the sum in float32")
-
-
-def _share_too_small(term: Tensor, total: Tensor, dtype: torch.dtype) -> float:
-    """Returns the share of terms that are at most half an ulp of the total in ``dtype``."""
-    half_ulp = 2.0 ** torch.frexp(total)[1].double() * torch.finfo(dtype).eps / 4
-    is_small = (term != 0) & (term.abs() <= half_ulp)
-    return is_small.double().mean().item() if is_small.numel() else 0.0
 
 
 # --- HP105, HP106 and HP108: dtypes ------------------------------------------------------------------
@@ -190,9 +208,13 @@ def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
     ):
         return
     output = seen.outputs[0]
+
+    def is_constant(tensor: Tensor) -> bool:
+        return tensor.numel() < output.numel() or isinstance(tensor, nn.Parameter)
+
     lows = [each for each in seen.inputs if each.dtype in LOW_DTYPES and each.shape == output.shape]
     wide = [each for each in seen.inputs if each.dtype is torch.float32]
-    if not lows or not wide or any(each.numel() >= output.numel() for each in wide):
+    if not lows or not wide or not all(map(is_constant, wide)):
         return
     if output.numel() < _FEW:
         return
@@ -214,25 +236,21 @@ def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
 
 
 def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
-    """HP106: an fp32 op whose inputs and result are rounded, and that gives the low op's bits."""
+    """HP106: fp32 ops whose inputs and result are rounded, and that give the low ops' bits."""
     low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), None)
-    if seen.call.op not in CONVERTING or low is None or not seen.inputs:
+    if seen.call.op not in CONVERTING or low is None or seen.inputs[0].dtype is not torch.float32:
         return
-    source = seen.inputs[0]
-    island = trace.maker(source)
-    if source.dtype is not torch.float32 or island is None or island.low is not None:
+    found, calls = trace.in_low(seen.inputs[0], low, origins) or (seen.inputs[0], [])
+    if not calls:
         return
-    wide = [each for each in island.inputs if each.dtype is torch.float32]
-    if not wide or any(origins.contents(each) is not low for each in island.inputs):
-        return
-    found = _low_run(island, low)
-    if found is None or found[0].shape != seen.outputs[0].shape:
-        return
-    if torch.equal(found[0], seen.outputs[0]):
-        saved = sum(each.numel() * 2 for each in [*wide, *island.outputs])
+    if found.shape == seen.outputs[0].shape and torch.equal(found, seen.outputs[0]):
+        saved = sum(each.numel() * 2 for made in calls for each in [*made.inputs, *made.outputs])
         evidence = f"{short_name(low)} inputs and a result rounded to it at {seen.call.location.rpartition('/')[2]}"
-        remedy = f"{island.line()} in no fp32 list: the same bits"
-        yield Finding("HP106", *island.place, f"{evidence}; {saved:,} bytes more", 1.0, 0.0, remedy)
+        lines = ", ".join(dict.fromkeys(made.line() for made in calls))
+        remedy = f"{lines} in no fp32 list: the same bits"
+        yield Finding(
+            "HP106", *calls[0].place, f"{evidence}; {saved:,} bytes more", 1.0, 0.0, remedy
+        )
 
 
 def _low_run(seen: LintedCall, low: torch.dtype) -> list[Tensor] | None:
@@ -250,7 +268,8 @@ def siblings(op: str) -> slice:
     names = [ops.parameters(site).names for site in sites]
     if any(each[:3] == ("query", "key", "value") for each in names):
         return slice(3)
-    return slice(None if any(each[:1] == ("tensors",) for each in names) else 0)
+    is_list = any(each[:1] == ("tensors",) for each in names)
+    return slice(None if is_list else 2 if op == "where" else 0)
 
 
 def mixed_siblings(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
@@ -275,31 +294,57 @@ def mixed_siblings(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator
 
 
 def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
-    """HP109: results within four times the largest number, or more than a percent subnormal."""
-    for each in seen.outputs:
-        if each.dtype not in LOW_DTYPES or not each.numel():
-            continue
-        limits, name = torch.finfo(each.dtype), short_name(each.dtype)
-        largest, tiny = _extremes(each)
-        before = [_extremes(given)[0] for given in seen.inputs if given.dtype is each.dtype]
-        remedy = f"{seen.line()} in the fp32 list"
-        if largest > limits.max / 4 >= max(before, default=0.0):
-            evidence = f"the largest value is {largest:.3g}; {name} ends at {limits.max:.3g}"
-            effects = largest / limits.max, largest / torch.finfo(torch.float32).max
-            yield Finding("HP109", *seen.place, evidence, *effects, remedy)
-        elif tiny > 0.01 and (found := _worse_than_fp32(seen, each.dtype)) is not None:
-            evidence = f"{tiny:.0%} of the values are subnormal in {name}"
-            yield Finding("HP109", *seen.place, evidence, *found, f"{remedy}, or a loss scaler")
+    """HP109: infinite results, results close to it, and those below the normal numbers that cost accuracy."""
+    result = next((each for each in seen.outputs if each.dtype in LOW_DTYPES), None)
+    if result is None or not result.numel():
         return
+    limits, name = torch.finfo(result.dtype), short_name(result.dtype)
+    remedy = "no cast" if seen.moves else f"{seen.line()} in the fp32 list"
+    values, given = _magnitudes(result), [*map(_magnitudes, seen.inputs)]
+    largest, least = _range(values, limits.max)
+    if values.isinf().any():
+        exact = None if any(each.isinf().any() for each in given) else _exact(seen)
+        if exact is not None and (
+            share := (values.isinf() & (exact < _MASK)).double().mean().item()
+        ):
+            evidence = (
+                f"{share:.0%} of the results are infinite in {name}, which ends at {limits.max:.3g}"
+            )
+            yield Finding("HP109", *seen.place, evidence, share, 0.0, remedy)
+        return
+    same = [each for each, of in zip(given, seen.inputs, strict=True) if of.dtype is result.dtype]
+    before = max([_range(each, limits.max)[0] for each in same], default=0.0)
+    if largest > limits.max / 4 >= before:
+        evidence = f"the largest value is {largest:.3g}; {name} ends at {limits.max:.3g}"
+        effects = largest / limits.max, largest / torch.finfo(torch.float32).max
+        yield Finding("HP109", *seen.place, evidence, *effects, remedy)
+    elif least < limits.tiny and (values < limits.tiny).double().mean() > 0.01:
+        exact, found = _exact(seen), _worse_than_fp32(seen, result.dtype)
+        share = (
+            0.0 if exact is None else ((values < limits.tiny) & (exact > 0)).double().mean().item()
+        )
+        if found is not None and share > 0.01:
+            evidence = f"{share:.0%} of the values are subnormal or zero in {name}"
+            yield Finding("HP109", *seen.place, evidence, *found, f"{remedy}, or a loss scaler")
 
 
-def _extremes(tensor: Tensor) -> tuple[float, float]:
-    """Returns the largest magnitude, and the share of subnormal ones; without zeros and masks."""
-    limits, values = torch.finfo(tensor.dtype), tensor.detach().reshape(-1)[:SAMPLE].double().abs()
-    values = values[(values < limits.max) & (values > 0)]  # masks are the largest number
+def _magnitudes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[:SAMPLE].double().abs()
+
+
+def _exact(seen: LintedCall) -> Tensor | None:
+    """Returns the magnitudes of the first result in float64."""
+    found = seen.run(lambda each: each.detach().double())
+    return _magnitudes(found[0]) if found else None
+
+
+def _range(values: Tensor, end: float) -> tuple[float, float]:
+    """Returns the largest magnitude without masks, which are the largest number, and the least that is not zero."""
+    values = values[values < end]
     if not values.numel():
         return 0.0, 0.0
-    return values.max().item(), (values < limits.tiny).double().mean().item()
+    is_some = values[values > 0]
+    return values.max().item(), is_some.min().item() if is_some.numel() else 0.0
 
 
 def _worse_than_fp32(seen: LintedCall, low: torch.dtype) -> tuple[float, float] | None:
@@ -327,4 +372,6 @@ RULES_OF_CALLS: Final[tuple[Rule, ...]] = (
 def findings_of(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """Yields the findings of all rules about one call."""
     for rule in RULES_OF_CALLS:
-        yield from rule(seen, trace, origins)
+        for found in rule(seen, trace, origins):
+            seen.is_reported |= found.code in {"HP101", "HP103"}
+            yield found

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..comparing import is_readable
+from ..comparing import Origins, is_readable
 from ..errors import raised_here
 from ..forks import CachedProperty
 from ..observers import OpCall
-from ..ops import draws, facts
-from ..tensors import LOW_DTYPES, floating_in, map_tensors
+from ..ops import draws, facts, kind
+from ..places import located
+from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, version_of
 from ..torch_state import without_casts
 
 CONVERTING: Final = frozenset(facts("converting"))
@@ -29,11 +29,18 @@ DIFFERENCES: Final = frozenset({"add", "sub", "rsub", "isub", "iadd", "radd"})
 #: Values read where reading all would be slow.
 SAMPLE: Final = 1 << 16
 
+#: Kernels that copy, and aren't calls of their own.
+COPIES: Final = frozenset({"clone", "copy_", "index"})
+
+#: Fewer results that cancel may be so by chance.
+_FEW: Final = 8
+
 #: Calls kept with their arguments.
 _MOST_CALLS: Final = 64
+_MOST_MADE: Final = 16 * _MOST_CALLS
 
 #: Calls between the rounding of a value and its use.
-_MOST_STEPS: Final = 6
+_MOST_STEPS: Final = 12
 
 
 @dataclass(eq=False)
@@ -46,6 +53,7 @@ class LintedCall:
         args: All positional arguments, and
         kwargs: those given by name.
         result: Its result.
+        written: ``id`` of an input that it wrote to -> the values before.
     """
 
     call: OpCall
@@ -53,12 +61,20 @@ class LintedCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     result: Any
+    written: Mapping[int, Tensor] = field(default_factory=dict)
+    is_reported: bool = False
     outputs: list[Tensor] = field(init=False)
+    known: dict[str, list[Tensor] | None] = field(init=False, default_factory=dict)
     _then: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Collects the floating results."""
-        self.outputs = floating_in([self.result])
+        """Collects the floating results, and puts the values before in place of inputs written to."""
+        self.outputs = self.inputs[:1] if self.result is None else floating_in([self.result])
+        places = {id(each) for each in self.outputs} & {*self.written}
+        self.written = {place: self.written[place] for place in places}
+        if self.written:
+            self.inputs = [self.written.get(id(each), each) for each in self.inputs]
+            self.args = map_tensors(self.args, lambda each: self.written.get(id(each), each))
         self._then = _versions(self.inputs)
 
     @property
@@ -75,8 +91,9 @@ class LintedCall:
 
     @CachedProperty
     def rounds(self) -> bool:
-        """Whether it computed in a low dtype, and rounded a result; joins and masks round nothing."""
-        if self.low is None or self.call.op in CONVERTING:
+        """Whether it computed in a low dtype, or converted to one, and rounded a result; joins and masks don't."""
+        is_low = any(each.dtype in LOW_DTYPES for each in self.outputs)
+        if not (is_low if self.moves else self.low is not None):
             return False
         exact = self.run(lambda each: each.detach().double())
         return exact is None or any(
@@ -84,37 +101,36 @@ class LintedCall:
             for each, right in zip(self.outputs, exact, strict=False)
         )
 
-    @CachedProperty
-    def cancels(self) -> float:
-        """By how many bits the result of a sum or difference is smaller than its terms, on average."""
-        numbers = [abs(each) for each in self.args[:2] if isinstance(each, (int, float))]
-        sizes = [*map(_size, self.inputs), *numbers]
-        if self.call.op not in DIFFERENCES or len(sizes) < 2 or not self.outputs or not min(sizes):
-            return 0.0
-        size = _size(self.outputs[0])
-        return math.log2(min(sizes) / size) if size else math.inf
+    @property
+    def moves(self) -> bool:
+        """Whether it is a conversion or a copy."""
+        return self.call.op in CONVERTING or self.call.op in COPIES
 
     @CachedProperty
+    def cancels(self) -> Tensor | None:
+        """Where the first rows of a sum or difference are at least 3 bits smaller than both terms.
+
+        None if that's as rare as among random terms, of which one in eight is at least 6 bits smaller.
+        """
+        if self.call.op not in DIFFERENCES or len(self.args) < 2 or not self.outputs:
+            return None
+        result = self.outputs[0]
+        terms = [torch.as_tensor(each, device=result.device) for each in self.args[:2]]
+        sizes = [first_rows(each.detach().expand(result.shape)).abs() for each in terms]
+        found, least = first_rows(result).abs(), torch.minimum(*sizes)
+        is_term = (least > 0) & least.isfinite()
+        few, many = (is_term & (found * 2**bits <= least) for bits in (3, 6))
+        terms_, some, most = (each.sum().item() for each in (is_term, few, many))
+        is_usual = some <= terms_ / 2 and (most < _FEW or most <= some / 3)
+        return None if is_usual else few
+
+    @property
     def passes_on(self) -> bool:
-        """Whether its results are its inputs' values, moved or scaled, or sums of few."""
-        if self.call.op in CONVERTING:
-            return bool(self.inputs)
-        if self.cancels >= 3:
+        """Whether values are followed through it: it rounds nothing, adds up no products, and has no finding."""
+        if self.is_reported or not self.inputs:
             return False
-        if self.low is not None:
-            return not self.rounds
-        large = max([each.numel() for each in self.inputs], default=0)
-        if sum(each.numel() for each in self.outputs) < large and self.call.op not in facts(
-            "selects"
-        ):
-            return False
-        never, once, twice = (self._times(number) for number in (0, 1, 2))
-        if never is None or once is None or twice is None:
-            return False
-        return all(
-            torch.allclose(c - b, b - a, rtol=1e-9, atol=0.0, equal_nan=True)
-            for a, b, c in zip(never, once, twice, strict=True)
-        )
+        is_simple = kind(self.call.op)[0] in {"elementwise", "norm"}
+        return self.moves or (is_simple and (self.low is None or not self.rounds))
 
     @property
     def picks(self) -> bool:
@@ -125,10 +141,6 @@ class LintedCall:
             bool(torch.isin(each.detach().reshape(-1)[:SAMPLE], given).all()) for each in found
         )
 
-    def _times(self, number: int) -> list[Tensor] | None:
-        """Returns the results in float64 with all floating inputs multiplied by a number."""
-        return self.run(lambda each: each.detach().double() * number)
-
     @property
     def place(self) -> tuple[str, str, str]:
         """The op, the module and the line of the program."""
@@ -138,6 +150,15 @@ class LintedCall:
         """Returns a list line for the op, in a section for its module where it has one."""
         line = f"{self.call.op}{options}"
         return f"section module {self.call.module!r}: {line}" if self.call.module else line
+
+    @property
+    def kept_line(self) -> str:
+        """How to have its results in float32."""
+        if self.moves:
+            return (
+                f"no cast to {short_name(self.outputs[0].dtype)} at {located(self.call.location)}"
+            )
+        return self.line(" output=float32")
 
     def run(self, replace: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
         """Reruns torch's function on floating inputs replaced by ``replace``.
@@ -151,6 +172,8 @@ class LintedCall:
         is_as_then = _versions(self.inputs) == self._then and all(map(is_readable, self.inputs))
         if self.writes or draws(self.call.op) or not is_as_then:
             return None
+        if self.call.op in CONVERTING:
+            return [replace(self.inputs[0])]
 
         def given(value: Any) -> Any:
             if isinstance(value, torch.dtype) and value.is_floating_point:
@@ -160,20 +183,22 @@ class LintedCall:
         kwargs = {name: given(value) for name, value in self.kwargs.items()}
         try:
             with without_casts(), torch.autocast(self.call.device_type or "cpu", enabled=False):
-                return floating_in([self.call.function(*map(given, self.args), **kwargs)])
+                args = [*map(given, self.args)]
+                if self.written:
+                    args[0] = args[0].clone()
+                return floating_in([self.call.function(*args, **kwargs)]) or floating_in(args[:1])
         except raised_here(RuntimeError, TypeError, ValueError):  # no such kernel
             return None
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    return [0 if each.is_inference() else each._version for each in tensors]
+    return [*map(version_of, tensors)]
 
 
-def _size(tensor: Tensor) -> float:
-    """Returns the root mean square of the finite values."""
-    values = tensor.detach().reshape(-1)[:SAMPLE].double()
-    values = values[values.isfinite()]
-    return values.square().mean().sqrt().item() if values.numel() else 0.0
+def first_rows(tensor: Tensor) -> Tensor:
+    """Returns part of the values in float64: all of them, unless they are many."""
+    rows = SAMPLE * len(tensor) // max(1, tensor.numel()) + 1 if tensor.dim() else 1
+    return (tensor.detach()[:rows] if tensor.dim() else tensor.detach()).double()
 
 
 def _is_real(tensor: Tensor) -> bool:
@@ -186,13 +211,34 @@ class Trace:
     def __init__(self) -> None:
         """Starts empty."""
         self._calls: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
-        self._made: MutableMapping[Tensor, weakref.ref[LintedCall]] = WeakTensorKeyDictionary()
+        self._copies: deque[LintedCall] = deque(
+            maxlen=_MOST_CALLS
+        )  # the parts of a join may be many
+        # Memory -> the kept call that made it, its result, and that one's version
+        self._made: dict[int, tuple[weakref.ref[LintedCall], Tensor, int]] = {}
 
     def add(self, seen: LintedCall) -> None:
-        """Keeps a call."""
-        self._calls.append(seen)
+        """Keeps a call, unless it returned an input as it is."""
+        if seen.writes:
+            return
+        (self._copies if seen.call.op in COPIES else self._calls).append(seen)
+        if len(self._made) > _MOST_MADE:
+            self._made = {key: made for key, made in self._made.items() if made[0]() is not None}
         for each in seen.outputs:
-            self._made[each] = weakref.ref(seen)
+            if seen.written and each._base is not None:  # the rest of its memory is of other calls
+                self._made.pop(memory(each), None)
+            else:
+                self._made[memory(each)] = weakref.ref(seen), each, version_of(each)
+
+    def before_write(self, target: Tensor) -> Tensor:
+        """Returns a copy of a tensor that will be written to; its maker has made the copy instead."""
+        copy = target.detach().clone()
+        found = self._found(target)
+        if found is not None and found[1] is target:
+            maker = found[0]
+            maker.outputs = [copy if each is target else each for each in maker.outputs]
+            self._made[memory(copy)] = weakref.ref(maker), copy, version_of(copy)
+        return copy
 
     def producer(self, tensor: Tensor) -> LintedCall | None:
         """Returns the kept call whose result is ``tensor``, or of which it is a view."""
@@ -200,27 +246,23 @@ class Trace:
         return None if found is None else found[0]
 
     def _found(self, tensor: Tensor) -> tuple[LintedCall, Tensor] | None:
-        for each in (tensor, tensor._base):
-            known = None if each is None else self._made.get(each)
-            seen = None if known is None else known()
-            if each is not None and seen is not None:
-                return seen, each
-        return None
+        known = self._made.get(memory(tensor))
+        seen = None if known is None else known[0]()
+        if known is None or seen is None or version_of(known[1]) != known[2]:
+            return None
+        return seen, known[1]
 
     def maker(self, tensor: Tensor) -> LintedCall | None:
-        """Returns the kept call that computed the values of ``tensor``, before conversions and views."""
+        """Returns the kept call that computed the values of ``tensor``, before conversions, copies and views."""
         seen = self.producer(tensor)
         for _ in range(_MOST_CALLS):
-            if seen is None or seen.call.op not in CONVERTING or not seen.inputs:
+            if seen is None or not seen.moves or not seen.inputs:
                 return seen
             seen = self.producer(seen.inputs[0])
         return None
 
     def makers(self, tensor: Tensor, most: int = _MOST_STEPS) -> list[LintedCall]:
-        """Returns the kept calls that rounded the values of ``tensor``.
-
-        Before views, conversions, and calls that moved or scaled the values: masks, transposes, parts, joins.
-        """
+        """Returns the kept calls that rounded the values of ``tensor``, before others that did not round them."""
         seen = self.producer(tensor)
         if seen is None or not most:
             return []
@@ -228,44 +270,25 @@ class Trace:
             return [seen]
         if not seen.passes_on:
             return []
-        return [maker for each in seen.inputs for maker in self.makers(each, most - 1)]
+        found = [maker for each in seen.inputs for maker in self.makers(each, most - 1)]
+        return [*dict.fromkeys(found)]
 
-    def exact(
-        self, tensor: Tensor, *, round_inputs: bool = False, most: int = _MOST_STEPS
-    ) -> Tensor | None:
-        """Returns the values of ``tensor`` as its `makers` compute them in float64; None without any.
+    def values(self, tensor: Tensor, way: str, most: int = _MOST_STEPS) -> Tensor | None:
+        """Returns the values of ``tensor`` as its `makers` compute them another way; None without any.
 
         Args:
             tensor: A result of a kept call, or a view of one.
-            round_inputs: Whether the makers' inputs are rounded to the dtype that they computed in.
+            way: ``"exact"``: in float64; ``"kept"``: so, from inputs rounded to the dtype that they computed in;
+                ``"deep"`` and ``"wide"``: in float64 and float32, as all calls before them.
             most: Number of calls to go back.
         """
         found = self._found(tensor)
         if found is None or not most:
             return None
         seen, result = found
-
-        def given(each: Tensor) -> Tensor:
-            if round_inputs and seen.low is not None:
-                each = each.to(seen.low)
-            return each.detach().double()
-
-        if seen.rounds:
-            values = seen.run(given)
-        elif seen.passes_on:
-            known = {
-                id(e): self.exact(e, round_inputs=round_inputs, most=most - 1) for e in seen.inputs
-            }
-            if not any(each is not None for each in known.values()):
-                return None
-
-            def exact(each: Tensor) -> Tensor:
-                value = known.get(id(each))
-                return each.detach().double() if value is None else value
-
-            values = [exact(seen.inputs[0])] if seen.call.op in CONVERTING else seen.run(exact)
-        else:
-            return None
+        if way not in seen.known:
+            seen.known[way] = self._rerun(seen, way, most)
+        values = seen.known[way]
         at = next(n for n, each in enumerate(seen.outputs) if each is result)
         if not values or at >= len(values) or values[at].shape != result.shape:
             return None
@@ -273,11 +296,59 @@ class Trace:
             values[at].detach() if result is tensor else _seen_through(tensor, result, values[at])
         )
 
+    def in_low(
+        self, tensor: Tensor, low: torch.dtype, origins: Origins, most: int = _MOST_STEPS
+    ) -> tuple[Tensor, list[LintedCall]] | None:
+        """Returns the values of ``tensor`` if the fp32 calls since the last ones of ``low`` had computed in it.
+
+        Also returns these calls. None if other values than those of ``low`` go in.
+        """
+        found = self._found(tensor)
+        if found is None or found[0].low is not None or not most:
+            return (tensor.to(low), []) if origins.contents(tensor) is low else None
+        seen, result = found
+        inner = {id(each): self.in_low(each, low, origins, most - 1) for each in seen.inputs}
+        parts = {key: each for key, each in inner.items() if each is not None}
+        takes_dtype = any(isinstance(each, torch.dtype) for each in seen.kwargs.values())
+        if len(parts) < len(inner) or not parts or (takes_dtype and not seen.moves):
+            return None
+        values = seen.run(lambda each: parts[id(each)][0].detach())
+        at = next(n for n, each in enumerate(seen.outputs) if each is result)
+        if not values or values[at].dtype is not low or values[at].shape != result.shape:
+            return None
+        value = values[at] if result is tensor else _seen_through(tensor, result, values[at])
+        calls = itertools.chain(*[each[1] for each in parts.values()], [] if seen.moves else [seen])
+        return None if value is None else (value, [*dict.fromkeys(calls)])
+
+    def _rerun(self, seen: LintedCall, way: str, most: int) -> list[Tensor] | None:
+        rounds = seen.rounds
+        if not (rounds or seen.passes_on):
+            return None
+        before: dict[int, Tensor | None] = {}
+        if not rounds or way in ("deep", "wide"):
+            before = {id(each): self.values(each, way, most - 1) for each in seen.inputs}
+        if not rounds and all(each is None for each in before.values()):
+            return None
+
+        def given(each: Tensor) -> Tensor:
+            value = before.get(id(each))
+            if value is None:
+                is_rounded = rounds and way == "kept" and seen.low is not None
+                value = each.detach().to(seen.low) if is_rounded else each.detach()
+            return value.to(torch.float32 if way == "wide" else torch.float64)
+
+        return seen.run(given)
+
 
 def _seen_through(view: Tensor, base: Tensor, values: Tensor) -> Tensor | None:
     """Returns the part of the values of ``base`` that ``view`` shows; None if ``base`` shares memory with itself."""
-    laid = torch.empty_like(base, dtype=torch.float64)
+    laid = torch.empty_like(base, dtype=values.dtype)
     if laid.stride() != base.stride():
         return None
     start = view.storage_offset() - base.storage_offset()
     return laid.copy_(values.detach()).as_strided(view.shape, view.stride(), start)
+
+
+def memory(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor, which views share, as long as it is alive."""
+    return int(tensor.untyped_storage()._cdata)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, fields, replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,21 +16,23 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import arguments
 from ..comparing import Origins, contents, is_readable, may_read
 from ..errors import OptionError, to_the_end
-from ..observers import Attached, OpCall, Values
+from ..observers import Attached, OpCall, Values, user_location
 from ..patches import SCALERS
+from ..places import is_installed, located
 from ..reports import ReportTable, Written
 from ..session import about_run, observable, restoring
-from ..tensors import LOW_DTYPES, node_of, short_name
-from ..torch_internals import uncompiled, unseen
-from ..torch_state import named_tensors, spot, without_casts
+from ..tensors import LOW_DTYPES, node_of, short_name, tensors_in
+from ..torch_internals import is_any_autocast_enabled, uncompiled, unseen
+from ..torch_state import casts_any, named_tensors, spot, without_casts
 from .findings import RULES, Finding, findings_page, is_ignored
-from .integers import IntegerCasts
+from .lint_kernels import LintedKernels
 from .lint_rules import findings_of
-from .lint_trace import LintedCall, Trace
+from .lint_trace import LintedCall, Trace, memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,12 +58,13 @@ class Lint(Written):
         self._found: dict[tuple[str, ...], Finding] = {}
         self._origins, self._trace = Origins(), Trace()
         self._models: dict[int, nn.Module] = {}
+        self._leaves: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._step = 0
         self._fp16: OpCall | None = None
         self._had_backward = False  # through the result of that call
         self._before: list[tuple[str, Tensor, Tensor]] = []
         self._attached: Attached | None = None
-        self._integers = IntegerCasts(self._add)
+        self._kernels = LintedKernels(self._add, lambda: self._trace)
         self._block: contextlib.ExitStack | None = None
 
     @property
@@ -109,7 +114,7 @@ class Lint(Written):
             block.enter_context(register_optimizer_step_pre_hook(self._before_step))
             block.enter_context(register_optimizer_step_post_hook(self._after_step))
             block.enter_context(uncompiled())
-            self._integers.__enter__()
+            self._kernels.__enter__()
             self._block = block.pop_all()
         return self
 
@@ -117,33 +122,42 @@ class Lint(Written):
         if (block := self._block) is not None:
 
             def leave() -> None:
-                self._integers.pause()
+                self._kernels.pause()
                 block.close()
 
             to_the_end(leave)
         self._check_scaling()
         for model in self._models.values():
-            self._check_made(model)
+            self._check_made(named_tensors(model))
         self._trace, self._origins, self._before = Trace(), Origins(), []
 
     def _add(self, findings: Iterable[Finding]) -> None:
         for each in findings:
             if each.code not in self._select:
                 continue
-            key = each.code, each.op, each.location  # once for all layers of a kind
+            found = _at_users_line(each) if is_installed(each.location) else each
+            if found is None:
+                continue
+            key = found.code, found.op, found.location  # once for all layers of a kind
             known = self._found.get(key)
-            worst = each if known is None or each.effect > known.effect else known
+            worst = found if known is None or found.effect > known.effect else known
             self._found[key] = replace(worst, calls=known.calls + 1 if known else 1)
 
     # --- calls -----------------------------------------------------------------------------------
 
     def _check_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         inputs, _, _, result = values
-        seen = LintedCall(call, *values)
+        seen = LintedCall(call, *values, self._kernels.take_written())
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
-        if call.phase == "forward" and self._fp16 is None:
-            self._note_fp16(call, seen.outputs)
+        if call.phase == "forward":
+            if self._had_backward:
+                self._check_scaling()  # before the gradients are gone
+            if self._fp16 is None:
+                self._note_fp16(call, seen.outputs)
+            self._leaves.update(
+                {each: None for each in inputs if each.requires_grad and each.is_leaf}
+            )
         with without_casts():
             self._origins.note(call, inputs, result)
             self._add(findings_of(seen, self._trace, self._origins))
@@ -162,8 +176,9 @@ class Lint(Written):
     # --- models and steps --------------------------------------------------------------------------
 
     def _note_model(self, module: nn.Module, args: Any) -> None:
-        if module is spot()[0]:
+        if module is spot()[0] and id(module) not in self._models and may_read():
             self._models[id(module)] = module
+            self._check_made(named_tensors(module))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_scaling()
@@ -176,33 +191,44 @@ class Lint(Written):
         names = {
             id(each): name for model in self._models.values() for name, each in named_tensors(model)
         }
+        groups = optimizer.param_groups
+        stepped = [
+            (names.get(id(each), f"parameter {count}"), each, group.get("lr") != 0)
+            for count, (group, each) in enumerate((g, each) for g in groups for each in g["params"])
+        ]
+        self._check_made([(name, each) for name, each, _ in stepped if id(each) not in names])
+        self._kernels.stepped = frozenset(
+            memory(each) for _, each, _ in stepped if is_readable(each)
+        )
+        self._kernels.has_drawn = False
         with without_casts(), torch.no_grad():
             self._before = [
-                (names.get(id(each), "a parameter"), each, each.detach().clone())
-                for group in optimizer.param_groups
-                if group.get("lr") != 0  # a warm-up begins with 0
-                for each in group["params"]
-                if each.dtype in LOW_DTYPES and each.grad is not None
+                (name, each, each.detach().clone())
+                for name, each, moves in stepped  # a warm-up begins with a learning rate of 0
+                if moves and each.dtype in LOW_DTYPES and each.grad is not None
             ]
 
     @unseen
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """HP107: low-precision parameters that a step can't move."""
+        if self._kernels.has_drawn:  # for stochastic rounding
+            self._before = []
         with without_casts(), torch.no_grad():
             for name, tensor, before in self._before:
                 moves = tensor.grad != 0 if tensor.grad is not None else torch.tensor(False)
                 count = moves.sum().item()
                 share = ((tensor == before) & moves).sum().item() / count if count else 0.0
-                if share > 0.5:
+                if share > 0.5 and not _has_copy(tensor, optimizer.state.get(tensor, {})):
                     evidence = f"{share:.0%} of the {short_name(tensor.dtype)} values did not move"
                     remedy = "keep float32 parameters and convert instead, or round stochastically"
                     self._add([Finding("HP107", name, "", "", evidence, share, None, remedy)])
         self._before = []
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._check_parameters()
+        self._check_parameters(optimizer)
+        self._kernels.stepped = None
         self._step += 1
-        for each in (self._attached, self._integers):
+        for each in (self._attached, self._kernels):
             if each is not None:
                 each.pause() if self._step % self._every else each.resume()
         self._trace, self._origins = Trace(), Origins()  # which keep tensors alive
@@ -210,20 +236,21 @@ class Lint(Written):
     @unseen
     def _check_scaling(self) -> None:
         """HP110: a backward through float16 without a loss scaler."""
-        call, self._fp16 = self._fp16, None
+        call, had_backward = self._fp16, self._had_backward
+        self._fp16, self._had_backward = None, False
         if call is None or any(each.is_enabled() for each in list(SCALERS)):
             return
+        known = [each for model in self._models.values() for each in model.parameters()]
         gradients = [
             each.grad
-            for model in self._models.values()
-            for each in model.parameters()
+            for each in {id(each): each for each in [*known, *self._leaves]}.values()
             if each.grad is not None and is_readable(each.grad)
         ]
         with without_casts(), torch.no_grad():
             nonzero = sum((each != 0).sum().item() for each in gradients)
             share = sum(map(_subnormal_in_fp16, gradients)) / max(1, nonzero)
         kind = "subnormal"
-        if self._had_backward and gradients and not nonzero:
+        if had_backward and gradients and not nonzero:
             share, kind = 1.0, "zero"
         if share > 0.01:
             evidence = f"{share:.0%} of the gradients are {kind} in fp16, without a loss scaler"
@@ -231,9 +258,10 @@ class Lint(Written):
             place = call.op, call.module, call.location
             self._add([Finding("HP110", *place, evidence, share, None, remedy)])
 
-    def _check_made(self, model: nn.Module) -> None:
+    @unseen
+    def _check_made(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """HP111: fp32 parameters and buffers whose contents are low."""
-        for name, tensor in named_tensors(model):
+        for name, tensor in tensors:
             if (
                 is_readable(tensor)
                 and tensor.dtype is torch.float32
@@ -242,6 +270,34 @@ class Lint(Written):
                 evidence = f"{short_name(found)} values in float32"
                 remedy = "make it in float32, or load it from a float32 checkpoint"
                 self._add([Finding("HP111", name, "", "", evidence, 1.0, None, remedy)])
+
+
+def _has_copy(parameter: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state has the values of ``parameter`` in a wider type."""
+    wide = [each for each in tensors_in(state.values()) if each.shape == parameter.shape]
+    return any(
+        each.itemsize > parameter.itemsize and torch.equal(each.to(parameter.dtype), parameter)
+        for each in wide
+    )
+
+
+def _at_users_line(finding: Finding) -> Finding | None:
+    """Returns a finding inside an installed package at the line of the program that calls it; None for useless ones.
+
+    Dtypes that the package, and torch.autocast, choose are not the program's, unless hmpx's lists decide.
+    """
+    is_theirs = finding.code == "HP106" or (
+        finding.code in {"HP105", "HP108"} and is_any_autocast_enabled()
+    )
+    if is_theirs and not casts_any():
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_installed(line := user_location(frame)):
+        frame = frame.f_back
+    if frame is None or not line:
+        return finding
+    evidence = f"{finding.evidence}; at {located(finding.location)}"
+    return replace(finding, location=line, evidence=evidence)
 
 
 def _subnormal_in_fp16(gradient: Tensor) -> float:

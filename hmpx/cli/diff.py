@@ -20,13 +20,13 @@ from ..tensors import default_device_types, short_name
 from . import output
 
 TEXT: Final = """\
-show what two policies decide otherwise, for all ops or for a program
+show what two policies decide otherwise, for all ops or for a program, or how two reports differ
 ---
 hmpx diff A B [-- SCRIPT [ARGS...]]
 ---
 A and B are sets of lists, such as hmpx or autocast-cuda@2.11 (torch.autocast's lists in
 that version of torch), torch.autocast for those of the installed one, directories of lists, or
-policy files. With a SCRIPT, it runs once under each.
+policy files. With a SCRIPT, it runs once under each. Two .json files are reports of runs.
 ---
 before A
 after B
@@ -37,19 +37,21 @@ exit status:
 
 examples:
   hmpx diff autocast-cuda@2.11 autocast-cuda@2.12
-  hmpx diff torch.autocast policy.yaml -- train.py --steps 10"""
+  hmpx diff torch.autocast policy.yaml -- train.py --steps 10
+  hmpx diff before.json after.json"""
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the differences; status 1 if there are any."""
     names = options.before, options.after
-    before, after = [load_policy(**_arguments(name)) for name in names]
     program = [each for each in options.program if each != "--"] if options.program else []
-    if not program:
-        lines = [*_of_ops(before, after, names)]
+    if program:
+        lines = [*_of_calls(*[_recorded(name, program) for name in names])]
+    elif all(name.endswith(".json") for name in names):
+        lines = [*_of_calls(*map(read_json, names))]
     else:
-        reports = [_recorded(name, program) for name in names]
-        lines = [*_of_calls(*reports)]
+        before, after = [load_policy(**_arguments(name)) for name in names]
+        lines = [*_of_ops(before, after, names)]
     return output.show(lines or ["no difference"], status=1 if lines else 0)
 
 

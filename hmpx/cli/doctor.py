@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
                 device_type: _capabilities(device_type, low_type)
                 for device_type in sorted(active.device_types)
             },
+            "float8": [each for each in sorted(active.device_types) if _has_float8(each)],
             "kernels": {"path": kernels.path and str(kernels.path), "fault": kernels.fault},
             "nodes": {"path": nodes.path and str(nodes.path), "fault": nodes.fault},
             "modules": options.modules,
@@ -119,6 +120,11 @@ def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
     }
 
 
+def _has_float8(device_type: str) -> bool:
+    kernels = compute.kernels_on(torch.device(device_type))
+    return kernels is not None and kernels.is_hardware
+
+
 def _finite(ratio: float | None) -> float | str | None:
     return "no kernel" if ratio is not None and math.isinf(ratio) else ratio
 
@@ -153,6 +159,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     nodes = found["nodes"]
     why = f"{nodes['fault']}; {_REMEDY}" if nodes["fault"] else "HMPX_NODES=off"
     yield f"compiled nodes of linear: {nodes['path'] or f'none, torch has its own: {why}'}"
+    float8 = ", ".join(found["float8"])
+    yield f"products in float8: {f'in hardware on {float8}' if float8 else 'emulated, no device has them'}"
     for device_type, known in found["devices"].items():
         yield from _capability_lines(device_type, found["low_precision_type"], known)
     for each in found["uncast"]:

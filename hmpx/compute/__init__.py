@@ -75,12 +75,14 @@ from .watching import (
 
 if TYPE_CHECKING:
     from .emulation import Emulation, Formats
+    from .float8_products import has_float8, kernels_on, why_not
     from .lowering import Lowering, create_lower_func, lowerings, register_op, unregister
 else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,
         {
             "emulation": "Emulation Formats",
+            "float8_products": "has_float8 kernels_on why_not",
             "lowering": "Lowering create_lower_func lowerings register_op unregister",
         },
     )

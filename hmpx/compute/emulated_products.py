@@ -214,9 +214,19 @@ class EmulatedProduct:
 
     def compute(self, factors: Sequence[Tensor]) -> Tensor:
         """Returns the product of the rounded factors."""
-        if self.gradient is None or not may_learn(*factors):
-            return self.contraction.multiply(self.rounded(factors))
+        if self.gradient is None:
+            return self.multiplied(factors)
+        return self.applied(factors)
+
+    def applied(self, factors: Sequence[Tensor]) -> Tensor:
+        """Returns the product, whose gradients are those of `gradient_of`."""
+        if not may_learn(*factors):
+            return self.multiplied(factors)
         return _EmulatedMatmul.apply(self, *factors)  # type: ignore[no-any-return, no-untyped-call]
+
+    def multiplied(self, factors: Sequence[Tensor]) -> Tensor:
+        """Returns the product, by values."""
+        return self.contraction.multiply(self.rounded(factors))
 
     def rounded(self, factors: Sequence[Tensor], target: int | None = None) -> list[Tensor]:
         """Returns the factors rounded for the forward's product, or for that of a gradient."""
@@ -248,7 +258,7 @@ class _EmulatedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(product: EmulatedProduct, *factors: Tensor) -> Tensor:
-        return product.contraction.multiply(product.rounded(factors))
+        return product.multiplied(factors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -298,6 +308,7 @@ class Factored:
     contraction: Contraction  # how they are multiplied
     finish: Callable[[Tensor], Tensor]  # converts the product to the call's result
     with_factors: _WithFactors  # returns the call's arguments with other factors
+    is_result: bool = True  # the product is the call's result, in its shape
 
 
 def may_be_factored(op: str) -> bool:
@@ -345,6 +356,7 @@ def factored(
         Contraction(found.factors, found.result, call if is_bias else None),
         lambda result: _scaled_sum(result, given.get("alpha", 1), addend, given.get("beta", 1)),
         with_factors,
+        is_result=addend is None and given.get("alpha", 1) == 1,
     )
 
 

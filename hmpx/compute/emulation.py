@@ -29,6 +29,7 @@ from ..torch_state import without_casts
 from .amaxes import has_history
 from .composition import call_raised, is_onnx_made, is_traced, rounded, traced
 from .emulated_products import ByAxis, EmulatedProduct, factored, has_axis, may_be_factored
+from .float8_products import Float8Product, why_not
 from .lowering import Lowering
 from .overflow import may_overflow, warning_of_overflow
 from .watching import EMULATION_WATCHERS, note_data, note_rounding
@@ -68,9 +69,13 @@ class Emulation:
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
     line: str = field(default="", compare=False)  # the origin of the decision
     numbers: frozenset[int] = frozenset()  # the positions that may hold a tensor or a number
+    hardware: str = (
+        "never"  # or "auto", "require": whether kernels compute products, as in `convert`
+    )
 
     #: Factors are rounded separately for each product, in `compute`.
     rounds_late: bool = field(init=False, repr=False, compare=False)
+    _lowers: bool = field(init=False, repr=False, compare=False)
     _has_axes: bool = field(init=False, repr=False, compare=False)
     _has_history: bool = field(init=False, repr=False, compare=False)
     _tells_weights: bool = field(init=False, repr=False, compare=False)
@@ -87,8 +92,17 @@ class Emulation:
         needs_axes = any(map(has_axis, [*factors, *([] if gradients is None else [gradients])]))
         is_late = needs_axes or (gradients is not None and self.output_dtype is not None)
         is_wide = any(map(_is_wide, [*factors, formats.result]))
+        is_factored = self.is_product and may_be_factored(self.op)
+        why = "a registered function computes it" if self.lowerings else ""
+        why = why or why_not(self.op, formats, self.output_dtype, self.accumulate_dtype)
+        if why and self.hardware == "require":
+            raise OptionError(
+                f'{self.line}: hardware="require": {self.op} would be emulated: {why}'
+            )
+        lowers = self.hardware != "never" and not why
         vars(self).update(
-            rounds_late=is_late and self.is_product and may_be_factored(self.op),
+            _lowers=lowers,
+            rounds_late=is_factored and (is_late or lowers),
             _has_axes=needs_axes,
             _has_history=any(map(has_history, [*factors, formats.result, gradients])),
             _tells_weights=formats.weights != formats.activations
@@ -242,15 +256,21 @@ class Emulation:
             args, kwargs = self._mapped(self._with_rounded, args, kwargs)
             return function(*args, **kwargs), args, kwargs, incoming
         originals = {id(new): old for new, old in zip(args, given, strict=False)}
+        lowers = self._lowers and not EMULATION_WATCHERS
         factors: list[Tensor] = []
+        formats: list[Format] = []
         rounders: list[ByAxis | None] = []
         for i, (name, factor) in enumerate(zip(call.names, call.factors, strict=True)):
             role = name or f"factor {i}"
             kind = self._kind(name, originals.get(id(factor), factor))
             format = getattr(self.formats, kind)
+            formats.append(format)
             if has_axis(format):
                 factors.append(self._straight_through(factor, None, role))
                 rounders.append(functools.partial(self._rounder, format))
+            elif lowers:
+                factors.append(self._straight_through(factor, None, role))
+                rounders.append(_by_no_axis(self._rounder_for(role, kind)))
             else:
                 factors.append(self._rounded(role, factor, kind))
                 rounders.append(None)
@@ -258,8 +278,21 @@ class Emulation:
         if gradients is not None and has_axis(gradients):
             by_axis = functools.partial(self._rounder, gradients)
         elif incoming is not None:
-            by_axis = functools.partial(lambda found, axis: found, incoming)
+            by_axis = _by_no_axis(incoming)
         product = EmulatedProduct(call.contraction, tuple(rounders), by_axis)
+        if lowers:
+            product = Float8Product(
+                call.contraction,
+                tuple(rounders),
+                by_axis,
+                op=self.op,
+                formats=tuple(formats),
+                of_gradient=gradients,
+                output_dtype=self.output_dtype or torch.float32,
+                saturates=self.formats.overflow == "saturate",
+                is_required=self.hardware == "require",
+                is_added_to=not call.is_result,
+            )
         result = call.finish(product.compute(factors))
         if self.lowerings:
             args, kwargs = call.with_factors(product.rounded(factors))
@@ -325,6 +358,12 @@ class Emulation:
 
         new_args = (args[0], *map(value, args[1:])) if args else args
         return new_args, {name: value(given) for name, given in kwargs.items()}
+
+
+def _by_no_axis(round_: Rounder | None) -> ByAxis:
+    """Returns a rounder for any axis."""
+    assert round_ is not None
+    return lambda axis: round_
 
 
 def _is_wide(format: Format) -> bool:

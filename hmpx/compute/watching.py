@@ -94,9 +94,10 @@ def note_unrounded(op: str, inputs: list[Tensor]) -> None:
 
 
 class _LegalizedState(threading.local):
-    """Whether this thread has computed a low-precision call in fp32; readers reset it."""
+    """Whether this thread has computed a low-precision call in fp32, or a number format's by a kernel; readers reset it."""
 
     is_legalized = False
+    is_on_hardware = False
 
 
 COMPUTED: Final = _LegalizedState()

@@ -50,4 +50,5 @@ from .traits import (
     is_weight,
     kind,
     names_weights,
+    role,
 )

@@ -58,6 +58,17 @@ def kind(name: str) -> tuple[str, int | None]:
 
 
 @functools.cache
+def role(name: str) -> str:
+    """Returns ``"loss"``, ``"norm"`` or ``"sum"`` (of two tensors), parts that accuracy depends on; else ``""``."""
+    if name in facts("parameters"):
+        return "norm"
+    if name in {"add", "iadd", "radd"}:
+        return "sum"
+    sites = table()[name].sites if name in table() else ()
+    return "loss" if any("reduction" in parameters(site).names for site in sites) else ""
+
+
+@functools.cache
 def is_castable(name: str) -> bool:
     """Whether op ``name`` takes and returns tensors, so that casts have an effect."""
     if foreign.is_foreign(name):

@@ -33,6 +33,7 @@ from ..compute import (
 )
 from ..errors import CheckpointError, HmpxWarning
 from ..patching import Draft, Patch
+from ..places import is_installed
 from ..tensors import LOW_DTYPES, Args, Kwargs, tensors_of
 from ..torch_internals import (
     CHECKPOINT_GENERATOR,
@@ -47,6 +48,7 @@ from ..torch_internals import (
 from ..torch_state import (
     as_recomputation,
     as_training,
+    casts_any,
     conversion,
     has_casts,
     in_force,
@@ -89,20 +91,26 @@ def region_patches(
 def _optimizer_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
     for optimizer_class in subclasses(Optimizer):
         if has_hooked_step(optimizer_class):
-            yield _step_patch(optimizer_class, draft.attribute(optimizer_class, "step"))
+            yield from _step_patches(optimizer_class, draft)
 
     def prepare(patch_step_function: Callable[..., Any], self: Optimizer) -> None:
         had_hooked_step = has_hooked_step(type(self))
         patch_step_function(self)
         if not had_hooked_step and has_hooked_step(type(self)):
-            add(_step_patch(type(self), vars(type(self))["step"]))
+            for patch in _step_patches(type(self), Draft()):
+                add(patch)
 
     yield draft.around(Optimizer, PREPARE_STEP, prepare)
 
 
-def _step_patch(optimizer_class: type[Optimizer], step: Callable[..., Any]) -> Patch:
+def _step_patches(optimizer_class: type[Optimizer], draft: Draft) -> Iterator[Patch]:
     # torch.compile also patches the steps of some classes on its first use.
-    return Patch(optimizer_class, "step", _without_casts(step), stays_idle=True)
+    step = draft.attribute(optimizer_class, "step")
+    yield Patch(optimizer_class, "step", _without_casts(step), stays_idle=True)
+    # A scheduler of learning rates holds the hooked step of an optimizer that it was made for.
+    for cell in step.__closure__ or ():
+        computing = draft.read(Patch(cell, "cell_contents", None))
+        yield Patch(cell, "cell_contents", _without_casts(computing), stays_idle=True)
 
 
 def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -342,8 +350,10 @@ def _beneath_patches(
 
     def script_uncast(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal has_warned
-        is_by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
-        if not has_warned and not is_by_torch:
+        caller = sys._getframe(2)
+        is_by_torch = str(caller.f_globals.get("__name__")).startswith("torch.")
+        is_users = not (is_by_torch or is_installed(caller.f_code.co_filename))
+        if is_users and not has_warned and casts_any():
             has_warned = True
             warnings.warn(
                 "torch.jit.script takes only torch's own functions, so scripted code is not cast. "

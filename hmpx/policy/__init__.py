@@ -26,6 +26,7 @@ from .lists import directory, of_libraries, read_list, set_names
 from .loading import load_policy, made_policy, options_of_lists, reading_options
 from .op_lists import (
     FILE_NAMES,
+    HARDWARE_MODES,
     LEGALIZE_MODES,
     LIST_KINDS,
     OPTIONS_NAME,

@@ -17,6 +17,7 @@ from .decisions import LowType, parse_format, parse_low_type
 from .lists import from_lines, set_names, shipped_set
 from .op_lists import (
     DEFAULT_SET,
+    HARDWARE_MODES,
     KEYS,
     LEGALIZE_MODES,
     POLICY_SUFFIXES,
@@ -238,6 +239,7 @@ _OPTION_KEYS: Final[nodes.Readers] = {
     "low_precision_type": _PolicyReader.low_type,
     "device_types": nodes.Reader.devices,
     "legalize": lambda reader, key, node: reader.choice(key, node, LEGALIZE_MODES),
+    "hardware": lambda reader, key, node: reader.choice(key, node, HARDWARE_MODES),
     "keep_weight_casts": nodes.Reader.truth,
     **_FORMAT_KEYS,
 }

@@ -60,6 +60,9 @@ FILE_NAMES: Final[Mapping[str, str]] = {
 #: The values of ``legalize``.
 LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
 
+#: The values of ``hardware``, likewise.
+HARDWARE_MODES: Final = ("auto", "never", "require")
+
 #: In a directory of lists: the arguments of `convert` with which they were measured.
 OPTIONS_NAME: Final = "options.yaml"
 

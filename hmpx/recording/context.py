@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import weakref
 from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import arguments
 from ..errors import OptionError, said_by, to_the_end
 from ..observers import Attached, user_location
+from ..patches import SCALERS
 from ..reports import Memory, Report, Row, Views, Waste
 from ..session import about_run, restoring
+from ..tensors import long_name
 from ..torch_internals import uncompiled
 from .memory import Ledger
 from .recorder import Recorder
@@ -50,6 +56,8 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
         self._recorder = Recorder(is_timed=self._is_timed)
         self._block: contextlib.ExitStack | None = None
         self._about: dict[str, str] = {}
+        self._optimizers: dict[str, set[str]] = {}
+        self._stepped = weakref.WeakSet[torch.optim.Optimizer]()
         self._error: str | None = None
         self._error_location = ""
 
@@ -62,6 +70,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
             block.callback(self._recorder.stop)
             block.enter_context(uncompiled())
             block.enter_context(attached)
+            block.enter_context(register_optimizer_step_post_hook(self._note_optimizer))
             if self._ledger is not None:
                 block.enter_context(self._ledger.noting())
             self._block = block.pop_all()
@@ -70,11 +79,28 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self._about = about_run()
+            if self._optimizers:
+                is_scaled = any(scaler.is_enabled() for scaler in list(SCALERS))
+                self._about["loss scaler"] = "yes" if is_scaled else "none"
             if error is not None:
                 self._error, self._error_location = said_by(error), raised_at(error)
         finally:
             if self._block is not None:
                 to_the_end(self._block.close)
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Notes the dtypes of an optimizer's parameters and state after its first step."""
+        if optimizer in self._stepped:
+            return
+        self._stepped.add(optimizer)
+        named = [
+            ("parameters", each) for group in optimizer.param_groups for each in group["params"]
+        ]
+        named += [each for state in list(optimizer.state.values()) for each in state.items()]
+        for name, value in named:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
+                key = f"{type(optimizer).__name__}.{name}"
+                self._optimizers.setdefault(key, set()).add(long_name(value.dtype))
 
     def forget(self) -> None:
         """Drops all recorded calls. A forked process drops those of its parent."""
@@ -83,7 +109,9 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     def report(self) -> Report:
         """Returns the calls recorded so far, as data."""
         rows, waste = self._recorder.rows(), self._recorder.waste()
-        return Report(rows, waste, self._about or about_run(), self._error, self._error_location)
+        optimizers = {name: ", ".join(sorted(each)) for name, each in self._optimizers.items()}
+        about = self._about or about_run()
+        return Report(rows, waste, about, self._error, self._error_location, optimizers)
 
     @property
     def rows(self) -> tuple[Row, ...]:

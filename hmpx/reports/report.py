@@ -49,6 +49,7 @@ class Views(Written):
             "about": dict(report.about),
             "error": report.error,
             "error_location": report.error_location,
+            "optimizers": dict(report.optimizers),
             "rows": [asdict(each) for each in report.rows],
             "waste": [asdict(each) for each in report.waste],
         }
@@ -75,6 +76,7 @@ class Report(Views):
         about: Names and values that identify the run: versions, policy, device, rank.
         error: The exception that ended the run, if any.
         error_location: The program line that raised it, ``"train.py:12"``, if known.
+        optimizers: Name of an optimizer's parameters or state, ``"AdamW.exp_avg"`` -> the names of its dtypes.
 
     Example:
         >>> from hmpx.reports import Report
@@ -88,6 +90,7 @@ class Report(Views):
     about: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
     error_location: str = field(default="", repr=False)
+    optimizers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     __repr__ = brief
 
@@ -110,18 +113,23 @@ def merged(reports: Iterable[Report]) -> Report:
         {'rank': '0, 1'}
     """
     reports = list(reports)
-    about: dict[str, dict[str, None]] = {}
-    for report in reports:
-        for name, value in report.about.items():
-            about.setdefault(name, {}).update({value: None})
+
+    def joined(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
+        values: dict[str, dict[str, None]] = {}
+        for each in mappings:
+            for name, value in each.items():
+                values.setdefault(name, {}).update({value: None})
+        return {name: ", ".join(several) for name, several in values.items()}
+
     errors = [report.error for report in reports if report.error]
     locations = [report.error_location for report in reports if report.error_location]
     return Report(
         added(row for report in reports for row in report.rows),
         added_waste(each for report in reports for each in report.waste),
-        {name: ", ".join(values) for name, values in about.items()},
+        joined(report.about for report in reports),
         "; ".join(dict.fromkeys(errors)) or None,
         ", ".join(dict.fromkeys(locations)),
+        joined(report.optimizers for report in reports),
     )
 
 
@@ -142,7 +150,14 @@ def read_json(path: str | os.PathLike[str]) -> Report:
         content = files.shaped(found, _Content)
     except raised_here(ValueError) as error:
         raise files.damaged(name, files.REPORT, error) from None
-    return Report(content.rows, content.waste, content.about, content.error, content.error_location)
+    return Report(
+        content.rows,
+        content.waste,
+        content.about,
+        content.error,
+        content.error_location,
+        content.optimizers,
+    )
 
 
 @dataclass(frozen=True)
@@ -155,3 +170,4 @@ class _Content:
     about: Mapping[str, str]
     error: str | None
     error_location: str = ""
+    optimizers: Mapping[str, str] = field(default_factory=dict)

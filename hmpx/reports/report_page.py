@@ -14,7 +14,7 @@ from ..files import SOURCE, read
 from .cells import clean, count, dtypes, short_dtype, size
 from .pages import filled, page, page_file, paragraphs
 from .rows import Row, Totals, totals
-from .text import MOST_FIXES, ended_with, fixes, kept_wide, verdict
+from .text import MOST_FIXES, ended_with, fixes, kept_wide, sensitive, verdict
 
 if TYPE_CHECKING:
     from .report import Report
@@ -33,6 +33,7 @@ def report_page(report: Report) -> str:
     body = filled(
         page_file("report.html"),
         verdict=verdict(report),
+        sensitive=sensitive(report),
         error=ended_with(report) if report.error else "",
         fixes=found[:_MOST_FIXES],
         kept=kept_wide(report)[:_MOST_FIXES],
@@ -54,8 +55,7 @@ def report_page(report: Report) -> str:
 def notebook_part(report: Report) -> str:
     """Returns the verdict, fixes and the table by op, as HTML without scripts."""
     parts = [f"<p><strong>{html.escape(verdict(report))}</strong></p>"]
-    if report.error:
-        parts.append(paragraphs([ended_with(report)]))
+    parts.append(paragraphs([*sensitive(report), *[ended_with(report)] * bool(report.error)]))
     items = [
         f"<li><code>{html.escape(fix.line)}</code><br>{html.escape(fix.reason)}</li>"
         for fix in fixes(report.waste)[:MOST_FIXES]

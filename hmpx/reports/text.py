@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from .cells import clean, count, located, share, size, wrapped
-from .rows import Waste
+from .. import ops
+from .cells import clean, count, dtypes, located, share, short_dtype, size, wrapped
+from .rows import WIDE, Row, Waste
 
 if TYPE_CHECKING:
     from .report import Report
@@ -21,6 +22,8 @@ def lines(report: Report) -> Iterator[str]:
     yield from verdict(report).split("; ")
     if report.error:
         yield from wrapped(ended_with(report))
+    for said in sensitive(report):
+        yield from wrapped(said)
     found = fixes(report.waste)
     if found:
         yield from ("", "fixes, those that save most first:")
@@ -82,6 +85,45 @@ def _computed(report: Report) -> str:
         f"of these {name}, {share(native, low)} were computed natively, "
         f"{share(low - native, low)} in fp32 and rounded; "
     )
+
+
+#: Roles of ops that accuracy depends on most, as reports name them.
+_PARTS: Final = {"loss": "losses", "norm": "norms", "sum": "sums of tensors, as of residuals"}
+
+
+def sensitive(report: Report) -> list[str]:
+    """Says which parts that accuracy depends on are in low precision, which are not, and what float16 lacks."""
+    found: dict[str, list[tuple[Row, str]]] = {}
+    for row in report.rows:
+        role = "" if row.phase == "backward" else ops.role(row.op)
+        if role and (role != "sum" or len(row.input_dtypes) > 1):
+            found.setdefault(_PARTS[role], []).append((row, row.dtype))
+        # Wide ones may have been low, and upcast by the program.
+        if role == "loss" and not WIDE.issuperset(row.input_dtypes[:1]):
+            found.setdefault("inputs of losses", []).append((row, row.input_dtypes[0]))
+    low, wide = [], []
+    for part, calls in found.items():
+        hits = [(row, dtype) for row, dtype in calls if dtype not in WIDE]
+        if not hits:
+            wide.append(part)
+            continue
+        first, dtype = max(hits, key=lambda hit: hit[0].calls)
+        more = sum(row.calls for row, _ in hits) - 1
+        place = f"{short_dtype(dtype)} in {first.op} at {located(first.location)}"
+        low.append(f"{part} ({place}{f' and {count(more)} more' * (more > 0)})")
+    for name, several in sorted(report.optimizers.items()):
+        if WIDE.issuperset(several.split(", ")):
+            wide.append(name)
+        else:
+            low.append(f"{name} ({dtypes(several.split(', '))})")
+    said = [f"low, of what accuracy depends on most: {', '.join(low)}"] if low else []
+    said += [f"not low: {', '.join(wide)}"] if wide else []
+    halves = [
+        row for row in report.rows if row.phase == "backward" and "float16" in row.input_dtypes
+    ]
+    if halves and report.about.get("loss scaler") == "none":
+        said.append("gradients in fp16 without torch.amp.GradScaler: small ones may be lost")
+    return [clean(each) for each in said]
 
 
 def ended_with(report: Report) -> str:

@@ -228,7 +228,7 @@ def _device_note(
     """Returns how calls compute on a device; ``""`` if torch's kernels follow the decision exactly."""
     dtype = decision.dtype
     if isinstance(dtype, Format):
-        return _emulated(op, decision, dtype)
+        return _emulated(op, decision, dtype, device_type)
     said = [_lacking(op, device_type, decision)]
     if decision.cast_policy is CastPolicy.LOW and isinstance(dtype, torch.dtype):
         said.append(_legalized(op, dtype, device_type, legalize))
@@ -243,7 +243,7 @@ def _device_note(
     return "; ".join(filter(None, said))
 
 
-def _emulated(op: str, decision: Decision, number_format: Format) -> str:
+def _emulated(op: str, decision: Decision, number_format: Format, device_type: str) -> str:
     if compute.lowerings(op, number_format.name):
         return "computed by a function that formats.register_op registered"
     name = number_format.name
@@ -254,7 +254,15 @@ def _emulated(op: str, decision: Decision, number_format: Format) -> str:
     ]
     to = f" ({', '.join(roles)})" if roles else ""
     results = "are rounded" if decision.output_dtype is None else "are not"
-    return f"emulated: inputs are rounded to {name}{to}, fp32 computes, results {results}"
+    said = f"emulated: inputs are rounded to {name}{to}, fp32 computes, results {results}"
+    options = casting.Options() if (session := current()) is None else session.options
+    if not compute.has_float8(device_type, options.hardware):
+        return said
+    formats = casting.formats_of(decision, number_format, options)
+    why = compute.why_not(op, formats, decision.output_dtype, decision.accumulate_dtype)
+    if why:
+        return f"{said}; not by kernels for float8: {why}"
+    return f"computed by kernels for float8 where they take a call, else {said}"
 
 
 def _lacking(op: str, device_type: str, decision: Decision) -> str:

@@ -106,6 +106,7 @@ def convert(
     rounding: str = "nearest",
     overflow: str | None = None,
     round_gradients: bool | str | Format = False,
+    hardware: str = "auto",
     within: nn.Module | None = None,
     **_unknown: NoReturn,  # get an error with the nearest name
 ) -> Session:
@@ -148,6 +149,9 @@ def convert(
         overflow: The result for values beyond a number format's largest, as for `formats.quantize`.
         round_gradients: Whether gradients of ops in a number format are rounded to it; or a format
             for all of them, such as ``"float8_e5m2"``.
+        hardware: Which products in float8 formats the device's kernels compute. ``"auto"``: those that
+            they can, on GPUs with float8; ``"never"``: none, all are emulated; ``"require"``: all, else an
+            error, also by torch's kernels for CPUs, which are slow.
         within: A module: only calls inside of its forward are cast, also those that a checkpoint
             repeats. None: all calls.
 

@@ -205,7 +205,7 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
     draft.put(Patch(this, "_current", session), Patch(this, "_left", old if may_return else None))
     if replaced.wrappers and not is_quick:
         draft.put(*retirements(replaced.wrappers, installation.wrappers))
-    said = _said_of(covered) if covered else ""
+    said = _said_of(covered) if old is not None and old.device_types else ""
 
     def finish() -> None:
         _forget_caches(keeps_graphs=may_return or returns)

@@ -137,6 +137,8 @@ from .operators import (
     OpOverload,
     OpOverloadPacket,
     effectful_operator,
+    foreach_copy,
+    foreach_norm,
     has_kernel,
     own_operator,
     schemas_of,

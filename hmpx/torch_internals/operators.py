@@ -26,6 +26,9 @@ TOGGLE_DISPATCH: Final = "_enable_pyobj_dispatch"
 #: The module, and in it the name of the function called when an operator gets another overload.
 OPERATORS_MODULE, REFRESH_PACKET = sys.modules[torch.ops.__class__.__module__], "_refresh_packet"
 
+#: Copies, and norms, of lists of tensors in few kernels.
+foreach_copy, foreach_norm = rely_on("calls on lists of tensors")
+
 _library: Any = torch.library.Library
 _OWN: Final = _library("hmpx", "FRAGMENT")
 

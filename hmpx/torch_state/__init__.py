@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .conversions import (
+    casts_any,
     conversion,
     conversion_patches,
     decided,

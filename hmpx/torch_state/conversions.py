@@ -40,6 +40,11 @@ def is_covered(device_type: str) -> bool:
     return device_type in covered
 
 
+def casts_any() -> bool:
+    """Whether the current conversion casts tensors at all, rather than only letting observers see calls."""
+    return bool(covered)
+
+
 def in_force() -> object | None:
     """Returns an object that identifies the current conversion; None without one."""
     return epoch

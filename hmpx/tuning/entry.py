@@ -52,8 +52,8 @@ def tune(
         model: The model: a module, or a function that calls some.
         batches: An iterable of [inputs](#inputs), or of batches for ``forward_step``, also with
             ``measure``: they show which ops the model calls. A tensor, tuple or mapping is one
-            batch. With several, the error is a limit for 95 % of further batches, and the last
-            quarter only checks the set.
+            batch. Of several the last quarter only checks the set. If the others are five or more,
+            the error is a limit for 95 % of further batches, else the largest of theirs.
         loss_fn: As for ``compare``. Effects are then those on the loss, and ``metric="loss"``
             compares it.
         metric: The error of a batch: ``"relative_l2"`` of the outputs (the default); ``"loss"`` for

@@ -140,22 +140,34 @@ def _logits(output: Any) -> Tensor:
     return found[0]
 
 
-#: 95 % quantiles of Student's t by degrees of freedom, from 1 on; the last is the normal's. The first are
-#: one-sided, the others two-sided.
-_LIMIT: Final = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.645)
+#: Fewest batches for which `limit` looks beyond the worst of them.
+LEAST_BATCHES: Final = 5
+
+#: The 95 % quantile of the normal distribution.
+_QUANTILE: Final = 1.645
+
+#: Two-sided 95 % quantiles of Student's t by degrees of freedom, from 1 on; the last is the normal's.
 _MEAN: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 1.96)
 
 
 def limit(errors: list[float]) -> float:
-    """Returns the error that 95 % of similar batches stay below, at least the largest of these.
+    """Returns the error that 95 % of similar batches stay below, with 95 % confidence; at least the largest of these.
 
-    It is the upper end of the prediction interval of one more normal value; for one batch, its error.
+    It is the upper tolerance limit of normal errors or of lognormal ones, which are skewed, whichever is larger (Natrella,
+    Experimental Statistics, 1963, section 2-5). Of fewer than `LEAST_BATCHES` errors it is the largest.
     """
-    if len(errors) == 1 or not math.isfinite(max(errors)):
-        return max(errors)
-    quantile = _LIMIT[min(len(errors) - 1, len(_LIMIT)) - 1]
-    spread = statistics.stdev(errors) * math.sqrt(1 + 1 / len(errors))
-    return max(*errors, statistics.fmean(errors) + quantile * spread)
+    count, worst = len(errors), max(errors)
+    if count < LEAST_BATCHES or not math.isfinite(worst):
+        return worst
+    a = 1 - _QUANTILE**2 / (2 * (count - 1))
+    b = _QUANTILE**2 * (1 - 1 / count)
+    factor = (_QUANTILE + math.sqrt(_QUANTILE**2 - a * b)) / a
+
+    def upper(values: list[float]) -> float:
+        return statistics.fmean(values) + factor * statistics.stdev(values)
+
+    skewed = math.exp(upper([*map(math.log, errors)])) if min(errors) > 0 else 0.0
+    return max(worst, upper(errors), skewed)
 
 
 def sampled(difference: Callable[[int], float], tolerance: float, most: int) -> float:

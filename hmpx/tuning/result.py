@@ -31,6 +31,7 @@ from .candidates import (
     shares,
     types_of,
 )
+from .metrics import LEAST_BATCHES
 from .policies import FOLLOWS, policy_of, policy_source
 
 #: The metric of a command, which only passes or fails.
@@ -45,12 +46,14 @@ class Tuned(Written):
         kept: Ops that are not in ``low_precision_type``: by name, or ``"module:op"``.
             ``"add=follows"`` is in low precision only if all its inputs are. With ``by="module"`` a
             name alone stands for all modules that are not candidates themselves.
-        error: The error with these in fp32. With several batches, the limit for 95 % of further ones.
+        error: The error with these in fp32: the largest of ``batches``; from five batches on the limit
+            for 95 % of further ones.
         all_low_error: The error with nothing in fp32.
         fresh_error: The largest error on unseen batches; None without any.
         tolerance: The largest error allowed.
         noise: The error of fp32 against itself.
         metric: Name of the metric.
+        batches: Number of batches that ``error`` is of; 0 with ``measure`` and for a command.
         low_precision_type: Name of the type of all other ops.
         evaluations: Number of sets evaluated.
         is_complete: Whether no op can be removed from the set. If not, it is the best so far.
@@ -88,6 +91,7 @@ class Tuned(Written):
     path: tuple[Evaluation, ...] = field(repr=False)
     candidates: tuple[Candidate, ...] = field(repr=False)
     searched: float | None = None
+    batches: int = 0
     seen: Mapping[str, LowShares] = field(default_factory=dict, repr=False)
     conversion: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -238,6 +242,17 @@ def _verdict(tuned: Tuned) -> str:
     flops, bytes_ = tuned.low_precision_flops_share, tuned.low_precision_bytes_share
     work = f"In {low}: {flops:.1%} of FLOPs, {bytes_:.1%} of bytes."
     lines = [said, f"{work} {tuned.evaluations} evaluations."]
+    if tuned.batches >= LEAST_BATCHES:
+        lines.append(
+            f"The error is a limit for 95 % of further batches, from {tuned.batches} of them."
+        )
+    elif tuned.batches:
+        worst = (
+            "that of one batch" if tuned.batches == 1 else f"the worst of {tuned.batches} batches"
+        )
+        lines.append(
+            f"The error is {worst}; a limit for others needs {LEAST_BATCHES}, besides those that only check."
+        )
     if tuned.fresh_error is not None:
         lines.append(f"On inputs that the search has not seen: error {_shown(tuned.fresh_error)}.")
     if not tuned.is_complete:

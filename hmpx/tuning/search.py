@@ -82,6 +82,7 @@ class Evaluator:
     has_fresh: bool = False  # fresh inputs check the set at the end
     is_noisy: bool = False  # errors depend on the tolerance, which determines the number of samples
     noise: float = 0.0  # the error of fp32 against itself
+    batch_count: int = 0  # batches that errors are of
     metric_name: str
     low_type: str
     conversion: Mapping[str, Any] = {}  # arguments of `convert`
@@ -184,6 +185,7 @@ class Search:
             seen=outcome.seen,
             fresh_error=fresh_error,
             searched=searched,
+            batches=self._asked.batch_count,
             metric=self._asked.metric_name,
             low_precision_type=self._asked.low_type,
             conversion=dict(self._asked.conversion),

@@ -76,6 +76,7 @@ class Task(Evaluator):
         elif end := len(found) - max(1, len(found) // 4):  # the last quarter of several
             self.batches = {TUNING: found[:end], FRESH: found[end:]}
         self.has_fresh, self.is_noisy = FRESH in self.batches, self.measure is not None
+        self.batch_count = 0 if self.is_noisy else len(self.batches[TUNING])
         self._choose_conversion(given["device_types"], given["legalize"])
         self.samples = arguments.whole("samples", given["samples"], 1)
         self.tolerance = _tolerance(given["tolerance"])
@@ -134,8 +135,8 @@ class Task(Evaluator):
             "by": self.by,
             "low_precision_type": self.low_type,
             "device_types": sorted(self.device_types),
-            # As in journals from before that option, which a search never has.
-            "options": str(self.options).replace(", within=None", ""),
+            # As in journals from before these options.
+            "options": str(self.options).replace(", hardware='auto', within=None", ""),
             "seed": self.seed,
             "threads": torch.get_num_threads(),
             **({"forward_step": _name(step)} if (step := self.steps.forward_step) else {}),

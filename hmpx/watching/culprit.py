@@ -33,7 +33,7 @@ class Origin:
     context: tuple[OpCall, ...]
     node: str = ""  # name of the autograd node or function that made them, if not an op
     gradients: GradientRecord | None = None  # the gradients, if its backward made them
-    parameter: str = ""  # name of the non-finite parameter, if a module holds it
+    parameter: Leaf | None = None  # the non-finite one, for this source
     is_written: bool = False  # the program gave them as a number
     is_reported: bool = False
 
@@ -133,7 +133,7 @@ class OriginSearch:
             if not bits & _WORST:
                 return None
             origin = self._origin(record, "parameter", bits)
-            origin.parameter = cell.name
+            origin.parameter = cell
             return origin
         if cell.maker is None or not (cell.maker or bits & NAN):
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from ..forks import new_lock
 from ..observers import OpCall, Values
-from ..tensors import edges_of, is_captured, is_leaf, node_of, tensors_in, version_of
+from ..places import own_line
+from ..tensors import edges_of, is_captured, is_leaf, map_tensors, node_of, tensors_in, version_of
 from ..torch_internals import unseen
-from ..torch_state import running_module
+from ..torch_state import named_tensors, spot
+from .chains import Held, traced_back
 from .records import (
     CallRecord,
     Cell,
@@ -26,6 +29,7 @@ from .records import (
     Input,
     KnownTensors,
     Leaf,
+    Trial,
     is_measurable,
     is_off_limits,
     storage_of,
@@ -41,6 +45,9 @@ _CELLS: Final = "hmpx.watched"
 
 #: Ops whose results are uninitialized memory.
 _UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
+
+#: Most failures of one line that are traced back: a program may fail there on purpose.
+_MOST_TRACED: Final = 10
 
 #: More nodes than any op has: with more, inputs were not recognised.
 _MOST_NODES: Final = 200
@@ -62,6 +69,8 @@ class Notes:
         self._known = KnownTensors()
         self._leaves: dict[int, Leaf] = {}
         self._owners: dict[int, Leaf] | None = None  # of gradients
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of parameters
+        self._traced: Counter[str] = Counter()
         self._lock = new_lock()
 
     @property
@@ -104,7 +113,7 @@ class Notes:
             results = [each for each in tensors_in([written]) if is_measurable(each)]
         if not results or is_captured(results[0]):
             return
-        record = CallRecord(call, self.step)
+        record = CallRecord(call, self.step, own_line(call.location))
         record.is_intended = call.op in _UNSET or _has_non_finite(args)
         if kwargs and not record.is_intended:
             record.is_intended = _has_non_finite(kwargs.values())
@@ -112,6 +121,11 @@ class Notes:
             self._measure(record, inputs, results)
             self.records.append(record)
         arguments = None
+        if results[0].is_cpu or self.waits:
+            written = {storage_of(each)._cdata for each in results}
+            held = functools.partial(Held, written=written)
+            names = kwargs.items()
+            record.given = map_tensors(args, held), {n: map_tensors(v, held) for n, v in names}
         if not record.is_intended:
             arguments = kept(args, kwargs, inputs) if can_change(call) else None
             arguments = self._try(record, arguments, inputs, results)
@@ -164,9 +178,26 @@ class Notes:
         key, version = id(tensor), version_of(tensor)
         leaf = self._leaves.get(key)
         if leaf is None or leaf.version != version or leaf.reference() is not tensor:
-            leaf = Leaf(tensor, version, running_module(), record.call.module)
-            self._leaves[key] = leaf
+            leaf = self._leaves[key] = Leaf(tensor, version)
+        leaf.name = leaf.name or self.name_of(tensor)
         return leaf
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Returns a parameter's name in the outermost running module, or in an earlier one that held it.
+
+        It is known from then on, also once the module is gone.
+        """
+        found = self._names.get(id(parameter))
+        if found is None or found[0]() is not parameter:
+            root, _ = spot()
+            if root is None:
+                return ""
+            found = weakref.ref(parameter), ""
+            self._names |= {
+                id(each): (weakref.ref(each), name) for name, each in named_tensors(root)
+            }
+            found = self._names.setdefault(id(parameter), found)
+        return found[1]
 
     def _sources(self, record: CallRecord, node: Any) -> list[Cell]:
         """Returns the cells of the tensors from which unobserved functions made a tensor."""
@@ -205,11 +236,24 @@ class Notes:
                         given.cells[0].look()
                 if arguments is not None and not record.writes:
                     record.trial = tried_forward(record.call, arguments, results)
+                if record.trial is None or record.trial.bits:
+                    record.trial = self._trace_back(record, record.trial)
             if not record.writes:
                 return arguments
         if arguments is not None and len(record.inputs) == len(inputs):
             record.outline = arguments.outline()
         return None
+
+    def _trace_back(
+        self, record: CallRecord, trial: Trial | None, gradients: Mapping[int, Tensor] | None = None
+    ) -> Trial | None:
+        """Tries the calls that led to a failed one, a few times for each line of the program."""
+        self._traced[record.call.location] += 1
+        is_new = self._traced[record.call.location] <= _MOST_TRACED
+        if not is_new or not self._are_finite([c for each in record.inputs for c in each.cells]):
+            return trial
+        calls = [each for each in self.records if isinstance(each, CallRecord)]
+        return traced_back(record, calls, trial, gradients)
 
     def _are_finite(self, cells: list[Cell]) -> bool:
         with self._lock:
@@ -239,11 +283,14 @@ class Notes:
         return found
 
     def try_backward(
-        self, record: GradientRecord, arguments: Arguments, gradients: Mapping[int, Tensor]
+        self, record: GradientRecord, arguments: Arguments | None, gradients: Mapping[int, Tensor]
     ) -> None:
         """Tries a call's backward again, if it made finite gradients non-finite."""
         if gradients and self._are_finite(record.before) and not self._are_finite(record.after):
-            record.trial = tried(record.record.call, arguments, gradients)
+            if arguments is not None:
+                record.trial = tried(record.record.call, arguments, gradients)
+            if record.trial is None or record.trial.bits:
+                record.trial = self._trace_back(record.record, record.trial, gradients)
 
     def add(self, record: GradientRecord) -> None:
         """Adds gradients."""
@@ -330,7 +377,7 @@ class _Hooks:
 
     def _take(self, numbers: Mapping[int, int], gradients: Sequence[Tensor | None]) -> None:
         self._arrived = self._notes.gradients(gradients)
-        if self._arguments is not None:
+        if self._record.given is not None:
             for position, number in numbers.items():
                 if (gradient := gradients[position]) is not None:
                     self._gradients[number] = gradient
@@ -339,7 +386,7 @@ class _Hooks:
         notes, before = self._notes, self._arrived
         if before or after:
             record = GradientRecord(self._record, self._name, before, after)
-            if self._arguments is not None:
+            if self._record.given is not None:
                 notes.try_backward(record, self._arguments, self._gradients)
             notes.add(record)
 

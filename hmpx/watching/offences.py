@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
 from ..errors import brief, lined
+from ..observers import OpCall
 from ..places import located
 from ..tensors import short_name
 from ..torch_state import Phase
@@ -57,6 +59,11 @@ class EarlierCall(NamedTuple):
     input_dtypes: tuple[torch.dtype, ...]
     output_dtypes: tuple[torch.dtype, ...]
 
+    def __str__(self) -> str:
+        inputs = ", ".join(map(short_name, self.input_dtypes))
+        outputs = ", ".join(map(short_name, self.output_dtypes))
+        return f"{self.op}({inputs}) -> {outputs}  {self.location.rpartition('/')[2]}"
+
 
 @dataclass(frozen=True, slots=True)
 class Offence:
@@ -66,11 +73,11 @@ class Offence:
         op: Op name; for a function that is not one of torch's ops, the name of its autograd node.
         module: Qualified name of the module whose forward made the call; ``""`` for none.
         site: The call site: ``"torch.nn.functional.linear"``.
-        location: ``"train.py:12"``: the line of the program that made the call.
+        location: ``"train.py:12"``: the innermost line of the user's own files in the call.
         kind: ``"nan"``; ``"inf"``, which float32 also gives; ``"overflow"`` of a low-precision type or
             number format; ``"underflow"``: an input that rounding made zero; ``"scale"``: gradients
             overflow at every scale that a `torch.amp.GradScaler` tries.
-        phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
+        phase: ``"forward"``, ``"recompute"``, ``"backward"``, or ``"optimizer"`` for an op of `Optimizer.step`.
         step: Number of the step, from 0.
         source: ``"op"``; or where the values were non-finite before any observed op: in an
             ``"input"``, a ``"parameter"``, a ``"gradient"``.
@@ -79,8 +86,12 @@ class Offence:
             its extremes, including an infinity.
         remedy: A line for an op list that prevents it, ``"fp32.txt: exp"``, tried on the same values unless
             it says otherwise; or ``"none: ..."``, and the reason.
-        parameter: Qualified name of the non-finite parameter for the source ``"parameter"``; ``""`` if no
-            running module holds it.
+        parameter: Qualified name of the non-finite parameter for the source ``"parameter"`` and the phase
+            ``"optimizer"``; ``""`` if no running module holds it.
+        state: Name of the parameter's state in its optimizer that is not finite: ``"exp_avg_sq"``; ``""`` for
+            the parameter itself.
+        package_location: The line of an installed package that made the call there; ``""`` for none.
+        cause: The earlier call whose rounding led to it, if that is not its own; None for none.
 
     Example:
         >>> x = torch.full((2,), 300.0, dtype=torch.float16)
@@ -95,13 +106,16 @@ class Offence:
     site: str
     location: str
     kind: Kind
-    phase: Phase
+    phase: Phase | Literal["optimizer"]
     step: int
     source: Source = "op"
     context: tuple[EarlierCall, ...] = ()
     ranges: tuple[Range, ...] = ()
     remedy: str = ""
     parameter: str = ""
+    state: str = ""
+    package_location: str = ""
+    cause: EarlierCall | None = None
 
     __repr__ = brief
 
@@ -110,14 +124,13 @@ class Offence:
         if self.module:
             lines.append(f"  module   {self.module}")
         lines.append(f"  at       {located(self.location) or 'unknown'}")
+        if self.package_location:
+            lines.append(f"  in       {located(self.package_location)}")
         lines += [f"  {each.name:8} {each.min:.4g} .. {each.max:.4g}" for each in self.ranges]
         for position, each in enumerate(self.context):
-            inputs = ", ".join(map(short_name, each.input_dtypes))
-            outputs = ", ".join(map(short_name, each.output_dtypes))
-            where = each.location.rpartition("/")[2]
-            lines.append(
-                f"  {'before' if position == 0 else '':8} {each.op}({inputs}) -> {outputs}  {where}"
-            )
+            lines.append(f"  {'before' if position == 0 else '':8} {each}")
+        if self.cause is not None:
+            lines.append(f"  cause    {self.cause}")
         lines += textwrap.wrap(
             f"remedy   {self.remedy}", 80, initial_indent="  ", subsequent_indent=" " * 11
         )
@@ -125,8 +138,9 @@ class Offence:
 
     def _verdict(self) -> str:
         named = f"the parameter {self.parameter}" if self.parameter else "a parameter"
+        in_state = f" in {self.state} of {self.parameter}" if self.state else f" in {named}"
         where = {
-            "op": "",
+            "op": in_state if self.phase == "optimizer" else "",
             "parameter": f" in {named}",
             "input": " in an input",
             "gradient": " in the gradient of its result",
@@ -153,21 +167,27 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
         op=origin.node or call.op,
         module=call.module,
         site=call.site,
-        location=call.location,
+        location=origin.record.own_location,
         kind=kind or _kind_of(origin, trial),
         phase="backward" if origin.gradients else call.phase,
         step=origin.record.step,
         source=origin.source,
-        context=tuple(
-            [
-                EarlierCall(c.op, c.module, c.location, c.cast_dtypes, c.output_dtypes)
-                for c in origin.context
-            ]
-        ),
+        context=tuple(map(_earlier, origin.context)),
         ranges=_ranges(origin),
         remedy=_remedy_for(origin, trial),
-        parameter=origin.parameter,
+        package_location="" if call.location == origin.record.own_location else call.location,
+        cause=_cause_of(call, trial),
+        parameter="" if origin.parameter is None else origin.parameter.name,
     )
+
+
+def _earlier(call: OpCall) -> EarlierCall:
+    return EarlierCall(call.op, call.module, call.location, call.cast_dtypes, call.output_dtypes)
+
+
+def _cause_of(call: OpCall, trial: Trial | None) -> EarlierCall | None:
+    causes = () if trial is None else trial.causes
+    return _earlier(causes[0]) if causes and causes[0] is not call else None
 
 
 def _ranges(origin: Origin) -> tuple[Range, ...]:
@@ -216,7 +236,11 @@ def _trial_of(origin: Origin) -> Trial | None:
 def _kind_of(origin: Origin, trial: Trial | None) -> Kind:
     call = origin.record.call
     seen: Kind = "nan" if origin.bits & NAN else "inf"
-    if origin.source != "op" or origin.node or not is_low_call(call):
+    if origin.source != "op" or origin.node:
+        return seen
+    if trial is not None and trial.causes:
+        return "underflow" if trial.is_underflow else "overflow" if seen == "inf" else seen
+    if not is_low_call(call):
         return seen
     if trial is not None and trial.bits:
         return "nan" if trial.bits & NAN else "inf"
@@ -240,13 +264,12 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
         )
     if origin.node:
         return f"none: {origin.node} is not an op of torch"
-    made = (*call.output_dtypes, call.dtype)[0]
-    type_name = str(getattr(made, "name", made)).removeprefix("torch.")
-    if call.op in CONVERTING:
-        return (
-            f"none: {call.op} is the program's own conversion to {type_name}; leave "
-            "it out, or keep values in its range"
-        )
+    if call.op in CONVERTING and call.output_dtypes:
+        return _line_for(call, (call,))
+    if trial is not None and trial.causes:
+        return _line_for(call, trial.causes)
+    if trial is not None and trial.is_cast:
+        return f"none: the gradient of {call.op} is cast to low precision, as its input is"
     if not is_low_call(call):
         return f"none: {call.op} ran in float32 already; its inputs have to change"
     if trial is not None and trial.bits:
@@ -254,14 +277,31 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
         how = "is" if trial.is_sure else "may be"
         value = "NaN" if trial.bits & NAN else "infinite"
         where = f", where {trial.where}" if trial.where else ""
-        return f"none: {what} {how} {value} in float32, too{where}"
-    if origin.record.writes or call.cast_policy == "TARGET":
-        return f"none: {call.op} writes to a tensor of {type_name}, which keeps its dtype"
-    line = f"fp32.txt: {call.op}"
+        found = f"{what} {how} {value} in float32, too{where}"
+        if trial.is_known:
+            return f"none: {found}"
+        return f"unknown: {found}; calls before it that may have rounded could not be repeated"
+    line = _line_for(call, (call,), writes=origin.record.writes)
     if trial is None:
         line += " (not tried: the values that it was given are not known any more)"
     elif not trial.is_sure:
         line += " (tried on the extremes of its inputs only)"
-    if call.reason == "casts are switched off":
+    return line
+
+
+def _line_for(call: OpCall, causes: Sequence[OpCall], *, writes: bool = False) -> str:
+    """Returns the line that puts ``causes`` into float32, the calls that led to a failed one, or why there is none."""
+    for each in causes:
+        made = (*each.output_dtypes, each.dtype)[0]
+        type_name = str(getattr(made, "name", made)).removeprefix("torch.")
+        if each.op in CONVERTING:
+            return (
+                f"none: {each.op} is the program's own conversion to {type_name}; leave "
+                "it out, or keep values in its range"
+            )
+        if writes or each.cast_policy == "TARGET":
+            return f"none: {each.op} writes to a tensor of {type_name}, which keeps its dtype"
+    line = f"fp32.txt: {', '.join(dict.fromkeys([each.op for each in causes]))}"
+    if any(each.reason == "casts are switched off" for each in causes):
         return f"none: casts are switched off here; with them on, {line}"
     return line

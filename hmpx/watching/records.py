@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeGuard
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
@@ -58,14 +58,12 @@ class Cell:
 class Leaf(Cell):
     """A parameter or another leaf: its values are only read if something is wrong."""
 
-    __slots__ = ("holder", "path", "reference", "version")
+    __slots__ = ("name", "reference", "version")
 
-    def __init__(
-        self, tensor: Tensor, version: int, holder: nn.Module | None = None, path: str = ""
-    ) -> None:
+    def __init__(self, tensor: Tensor, version: int, name: str = "") -> None:
         super().__init__(None, "")
         self.extremes = None
-        self.holder, self.path = None if holder is None else weakref.ref(holder), path
+        self.name = name  # the parameter's qualified name; "" if no known module holds it
         self.reference, self.version = weakref.ref(tensor), version
 
     def look(self) -> None:
@@ -80,16 +78,6 @@ class Leaf(Cell):
         """Which non-finite values the parameter has; None if it was written to since."""
         self.look()
         return super().bits
-
-    @property
-    def name(self) -> str:
-        """The parameter's qualified name; ``""`` if no known module holds it."""
-        tensor = self.reference()
-        holder = None if self.holder is None else self.holder()
-        if tensor is None or holder is None:
-            return ""
-        found = next((name for name, each in holder.named_parameters() if each is tensor), "")
-        return f"{self.path}.{found}" if found and self.path else found
 
 
 class Input(NamedTuple):
@@ -106,6 +94,9 @@ class Trial(NamedTuple):
     where: str = ""  # the input values that caused it: "input 0 is -2"
     is_underflow: bool = False  # it is finite, but not on its rounded inputs, some of them zero
     is_sure: bool = True  # it ran on its inputs; otherwise on one element, for their extremes
+    is_known: bool = True  # the calls that led to it ran in float32, too, or were so before
+    causes: tuple[OpCall, ...] = ()  # finite if these earlier calls, or this one, run in float32
+    is_cast: bool = False  # the gradient is finite, but not in its input's dtype
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +105,7 @@ class CallRecord:
 
     call: OpCall
     step: int
+    own_location: str  # of the user's own files, if the call's is in an installed package
     inputs: list[Input] = field(default_factory=list)
     results: list[Cell] = field(default_factory=list)
     is_intended: bool = False  # takes NaN or infinity as a number, or leaves memory as it is
@@ -122,6 +114,7 @@ class CallRecord:
     is_blamed: bool = False  # its backward made gradients non-finite
     alive: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)  # with versions
     trial: Trial | None = None
+    given: Any = None  # its arguments, with `Held` in place of tensors, where it can run again
     outline: Any = None  # its arguments without values, if it may have to be tried on extremes
 
     def cells(self) -> list[Cell]:
@@ -187,7 +180,7 @@ class KnownTensors:
         self._found = {key: each for key, each in kept if not each[0].expired()}  # type: ignore[no-untyped-call]
 
 
-def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
+def alive(reference: Callable[[], Tensor | None]) -> Tensor | None:
     """Returns the tensor of a weak reference that is cheap to make; None if it is gone."""
     tensor = reference()
     return None if tensor is None else TensorWeakRef(tensor)()

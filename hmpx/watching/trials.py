@@ -62,7 +62,7 @@ class Arguments:
 
     def outline(self) -> Arguments:
         """Returns the arguments with each tensor replaced by one with one element and no memory."""
-        return self.replaced(lambda tensor: _element(tensor.ndim, tensor.requires_grad))
+        return self.replaced(lambda tensor: placeholder(tensor.ndim, tensor.requires_grad))
 
     def values(self) -> list[Any]:
         """Returns all arguments, including those in lists and tuples."""
@@ -98,22 +98,23 @@ def tried(call: OpCall, arguments: Arguments, gradients: Gradients | None = None
         isinstance(each, torch.Generator) for each in values
     ):
         return None
-    with _aside(values):
-        exact_inputs = [_upcast(each.detach()) for each in inputs]
-        given = None if gradients is None else {n: _upcast(g) for n, g in gradients.items()}
-        found = _outcome(call, arguments, exact_inputs, given)
-        bad = next((each for each in found if _bits([each])), None)
+    with aside(values):
+        exact_inputs = [upcast(each.detach()) for each in inputs]
+        given = None if gradients is None else {n: upcast(g) for n, g in gradients.items()}
+        dtypes = [each.dtype for each in inputs]
+        found = outcome(call, arguments, exact_inputs, given, dtypes)
+        bad = next((each for each in found if bits_in([each])), None)
         if bad is None:
             is_rounded = gradients is None and _fails_rounded(call, arguments, exact_inputs)
             return Trial(0, is_underflow=is_rounded)
-        return Trial(_bits(found), _where(call, arguments, exact_inputs, given, bad))
+        return Trial(bits_in(found), _where(call, arguments, exact_inputs, given, bad))
     return None
 
 
 def tried_forward(call: OpCall, arguments: Arguments, results: Sequence[Tensor]) -> Trial | None:
     """Like `tried`; None if the call only passes on its inputs' values."""
-    had = _bits(floating_in(arguments.values()))
-    if had & NAN or not _bits(results) & ~had:
+    had = bits_in(floating_in(arguments.values()))
+    if had & NAN or not bits_in(results) & ~had:
         return None
     return tried(call, arguments)
 
@@ -128,14 +129,14 @@ def tried_on_extremes(
     if not 0 < len(extremes) <= _MOST_INPUTS or len(extremes) != len(tensors_in(outline.values())):
         return None
     is_underflow = False
-    with _aside([]):
+    with aside([]):
         for values in itertools.product(*map(_points, extremes)):
             single = _single(outline, values)
             for last in [None] if gradient is None else _points(gradient):
                 given = None if last is None else {0: torch.tensor(last)}
-                bits = _bits(_outcome(call, outline, single, given))
+                bits = bits_in(outcome(call, outline, single, given))
                 if bits:
-                    return Trial(bits, _text(values, given), is_sure=False)
+                    return Trial(bits, text_of(values, given), is_sure=False)
                 is_underflow |= given is None and _fails_rounded(call, outline, single)
         return Trial(0, is_underflow=is_underflow, is_sure=False)
     return None
@@ -155,30 +156,41 @@ def _where(
         given = gradients and {
             number: each.expand_as(bad).flatten()[position] for number, each in gradients.items()
         }
-        if _bits(_outcome(call, arguments, _single(arguments, values), given)):
-            return _text(values, given)
+        if bits_in(outcome(call, arguments, _single(arguments, values), given)):
+            return text_of(values, given)
     return ""
 
 
-def _text(values: Sequence[float], gradients: Gradients | None) -> str:
+def text_of(values: Sequence[float], gradients: Gradients | None = None) -> str:
+    """Returns the values of inputs and gradients as text."""
     texts = [f"input {number} is {value + 0.0:.4g}" for number, value in enumerate(values)]
     texts += [f"the gradient is {each.item():.4g}" for each in (gradients or {}).values()]
     return " and ".join(texts)
 
 
-def _outcome(
-    call: OpCall, arguments: Arguments, inputs: Iterable[Tensor], gradients: Gradients | None
+def outcome(
+    call: OpCall,
+    arguments: Arguments,
+    inputs: Iterable[Tensor],
+    gradients: Gradients | None,
+    dtypes: Iterable[torch.dtype] = (),
 ) -> list[Tensor]:
-    """Returns a call's results, or its inputs' gradients, with ``inputs`` as its floating arguments."""
-    following, wanted = iter(inputs), []
+    """Returns a call's results, or its inputs' gradients, with ``inputs`` as its floating arguments.
+
+    Gradients are cast to ``dtypes``, those of the inputs before casts.
+    """
+    following, kinds, wanted = iter(inputs), iter(dtypes), []
 
     def replace(tensor: Tensor) -> Tensor:
         if not is_floating(tensor):
             return tensor.clone()
-        new = next(following).clone()
-        if gradients is not None and tensor.requires_grad:
-            wanted.append(new.requires_grad_())
-        return new
+        new = next(following)
+        leaf = new.to(next(kinds, new.dtype))
+        if gradients is None or not tensor.requires_grad:
+            return new.clone()
+        wanted.append(leaf.detach().requires_grad_())
+        with torch.enable_grad():
+            return wanted[-1].to(new.dtype, copy=True)
 
     given = arguments.replaced(replace)
     if gradients is None:
@@ -207,11 +219,11 @@ def _fails_rounded(call: OpCall, arguments: Arguments, inputs: Sequence[Tensor])
         bool(((new == 0) & (old != 0)).any()) for new, old in zip(rounded, inputs, strict=True)
     ):
         return False
-    return bool(_bits(_outcome(call, arguments, rounded, None)))
+    return bool(bits_in(outcome(call, arguments, rounded, None)))
 
 
 @contextlib.contextmanager
-def _aside(values: Iterable[Any]) -> Iterator[None]:
+def aside(values: Iterable[Any]) -> Iterator[None]:
     """Runs its block unseen by the program; an error of torch ends the block."""
     state = state_of_random_numbers(values)
     is_strict = torch.is_anomaly_enabled()
@@ -230,7 +242,8 @@ def _aside(values: Iterable[Any]) -> Iterator[None]:
         state.restore()
 
 
-def _upcast(tensor: Tensor) -> Tensor:
+def upcast(tensor: Tensor) -> Tensor:
+    """Returns a tensor in float32, if it has low precision."""
     return CAST[torch.float32](tensor) if tensor.dtype in LOW_DTYPES else tensor
 
 
@@ -241,7 +254,8 @@ def _single(arguments: Arguments, values: Iterable[float]) -> list[Tensor]:
 
 
 @functools.cache
-def _element(dimensions: int, requires_grad: bool) -> Tensor:
+def placeholder(dimensions: int, requires_grad: bool) -> Tensor:
+    """Returns a tensor with one element and no memory."""
     with disable_modes(), torch.inference_mode(False):
         return torch.empty([1] * dimensions, device="meta", requires_grad=requires_grad)
 
@@ -252,7 +266,8 @@ def _points(extremes: Extremes) -> list[float]:
     return sorted({low, high, 0.0} if low < 0 < high else {low, high})
 
 
-def _bits(tensors: Iterable[Tensor]) -> int:
+def bits_in(tensors: Iterable[Tensor]) -> int:
+    """Returns which non-finite values there are in any of these tensors."""
     found = 0
     for each in tensors:
         found |= bits_of(exact(each))

@@ -16,8 +16,9 @@ from torch.optim.optimizer import (
 
 from .. import arguments, session
 from ..errors import NonFiniteError, OptionError, noted, shown, to_the_end
-from ..observers import LOGGER, Attached, OpCall, Values
+from ..observers import LOGGER, Attached, OpCall, Values, user_location
 from ..patches import SCALERS
+from ..places import own_line
 from ..renames import old_window
 from ..tensors import floating_in, node_of
 from ..torch_internals import uncompiled, unseen
@@ -25,6 +26,7 @@ from ..torch_state import state_of_random_numbers
 from .culprit import OriginSearch
 from .notes import Notes, sources_of
 from .offences import Offence, offence_of
+from .optimizers import OptimizerSteps
 from .records import is_measurable
 from .slots import Slots
 from .underflow import Underflow, UnderflowCounts
@@ -68,6 +70,7 @@ class Watch:
         self.offences: list[Offence] = []
         self._mode, self._closure, self._chosen = mode, step, chosen
         self._notes, self._judge = Notes(), OriginSearch()
+        self._optimizers = OptimizerSteps(self._notes.name_of)
         self._scaling, self._underflow = _LossScaling(), UnderflowCounts(underflow)
         self._block: Generator[None, None, None] | None = None
         self._attached: Attached | None = None
@@ -111,7 +114,7 @@ class Watch:
                 session.observable(),
                 Attached(self._observe, every_op=True, values=True) as self._attached,
                 register_optimizer_step_pre_hook(self._before_optimizer),
-                register_optimizer_step_post_hook(self._pause_or_resume),
+                register_optimizer_step_post_hook(self._after_optimizer),
                 uncompiled(),
             ):
                 self._notes.is_open = True
@@ -190,8 +193,8 @@ class Watch:
                 self._number = number
                 self._pause_or_resume()
 
-    def _pause_or_resume(self, *_: Any) -> None:
-        """Observes calls only in watched steps; also a hook after an optimizer's step."""
+    def _pause_or_resume(self) -> None:
+        """Observes calls only in watched steps."""
         is_watched = self._chosen(self._number)
         if self._attached is None:
             return
@@ -207,16 +210,27 @@ class Watch:
         """Ends the step. If the optimizer gets a closure, that ends one, since it runs the step."""
         self._has_optimizer = self._has_optimizer or not self._steps_by_hand
         closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
+        number = self._number
         if not closures and not self._steps_by_hand:
             self._close_step()
         if self._attached is None:
             return None
         self._attached.pause()  # its arithmetic is not observed: this is the fastest way
+        if self._chosen(number):
+            self._optimizers.begin(optimizer, number)
         if not closures:
             return None
         watched = {id(closure): self._ending_a_step(closure) for closure in closures}
         new_kwargs = {name: watched.get(id(value), value) for name, value in kwargs.items()}
         return tuple(watched.get(id(value), value) for value in args), new_kwargs
+
+    def _after_optimizer(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._pause_or_resume()
+        found = self._optimizers.end(optimizer, args, kwargs, own_line(user_location()))
+        if found is not None:
+            self._report([found], may_raise=True)
 
     def _ending_a_step(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Returns an optimizer's closure that observes calls and then ends the step."""
@@ -225,6 +239,7 @@ class Watch:
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._pause_or_resume()
             result = closure(*args, **kwargs)
+            self._optimizers.add_closure(result)
             if not self._steps_by_hand:
                 self._close_step()
             if self._attached is not None:
@@ -274,10 +289,16 @@ class Watch:
         reported = []
         for origin in origins:
             is_scaled = origin.gradients is not None and self._scaling.is_used()
-            if not is_scaled or self._scaling.is_lost():
+            leaf = None if origin.parameter is None else origin.parameter.reference()
+            is_known = (id(leaf), "") in self._optimizers.spoiled
+            if not is_known and (not is_scaled or self._scaling.is_lost()):
                 reported.append(offence_of(origin, "scale" if is_scaled else None))
         if ends_step:
             self._scaling.end_step()
+        self._report(reported, may_raise=may_raise)
+        return bool(origins)
+
+    def _report(self, reported: list[Offence], *, may_raise: bool) -> None:
         for offence in reported:
             if len(self.offences) < _MOST_OFFENCES:
                 self.offences.append(offence)
@@ -285,7 +306,6 @@ class Watch:
                 self._log(offence)
         if reported and self._mode == "raise" and may_raise:
             raise NonFiniteError(reported[0])
-        return bool(origins)
 
     def _log(self, offence: Offence) -> None:
         key = (offence.op, offence.module, offence.location, offence.kind, offence.phase)

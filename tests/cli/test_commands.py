@@ -568,9 +568,10 @@ def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     """What torch reports of each device's hardware, and each kind of op as measured."""
     actual = finish_hmpx("doctor", "--low-precision-type", "float16", directory=tmp_path)
     assert (actual.status, actual.err) == (0, "")
-    kernels, nodes, said, what, head, *rows = actual.out.splitlines()[3:]
+    kernels, nodes, float8, said, what, head, *rows = actual.out.splitlines()[3:]
     assert kernels.startswith("compiled kernels of number formats: ")
     assert nodes.startswith("compiled nodes of linear: ")
+    assert float8 == "products in float8: emulated, no device has them"
     assert re.fullmatch(r"float16 on cpu: torch reports that the hardware (has|lacks) it", said)
     assert (
         what

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from hmpx.cli import main
+from hmpx.reports import Report
+
+from ..reports.samples import row
 
 #: Queries and keys are normalized, values are not.
 ATTENTION = """
@@ -62,6 +65,26 @@ def test_a_program_whose_attention_gets_two_dtypes(
     (sizes,) = re.findall("bytes read and written by ops: (.*) before, (.*) after", shown)
     before, after = (int(each.replace(",", "")) for each in sizes)
     assert after > before
+
+
+def test_two_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = row(op="mm")
+    Report((common, row(), row(op="relu"))).to_json("before.json")
+    Report((common, row(dtype="float32"), row(op="gelu"))).to_json("after.json")
+    assert main(["diff", "before.json", "after.json"]) == 1
+    assert [each.split() for each in capsys.readouterr().out.splitlines()[1:]] == [
+        *(["linear", "blocks.0.fc1", "train.py:12", "bf16", "->", "bf16", "fp32", "->", "bf16"],),
+        *(["2", "calls", "at", "1", "place", "compute", "otherwise"],),
+        *(["only", "under", "A:", "relu", "in", "blocks.0.fc1", "at", "train.py:12"],),
+        *(["only", "under", "B:", "gelu", "in", "blocks.0.fc1", "at", "train.py:12"],),
+    ]
+    assert main(["diff", "before.json", "before.json"]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    assert main(["diff", "before.json", "none.json"]) == 2
+    assert "none.json" in capsys.readouterr().err
 
 
 def test_a_program_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

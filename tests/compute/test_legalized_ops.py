@@ -1075,10 +1075,12 @@ def test_subclasses() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("is_parameter", [False, True])
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors(layout: torch.layout) -> None:
+def test_nested_tensors(layout: torch.layout, is_parameter: bool) -> None:
     """Each part is computed as if it were alone."""
     parts, weight = [normal(3, 16), normal(5, 16, seed=1)], normal(8, 16, seed=2)
+    weight = torch.nn.Parameter(weight) if is_parameter else weight
     function = composed(lambda a, w: F.linear(a, w), BF16)
     expected = torch.cat([function(part, weight) for part in parts])
     with low("linear"):

@@ -63,7 +63,7 @@ class Plain(torch.optim.Optimizer):
     """An optimizer of the user's own: records what a product gives inside step."""
 
     def __init__(self, params: list[Tensor], fails: bool = False) -> None:
-        super().__init__(params, {})
+        super().__init__(params, {"lr": 0.1})
         self.seen: list[torch.dtype] = []
         self.fails = fails
 
@@ -73,6 +73,21 @@ class Plain(torch.optim.Optimizer):
             self.seen.append(closure().dtype)
         if self.fails:
             raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_the_step_that_a_scheduler_holds(is_early: bool) -> None:
+    """A scheduler of learning rates keeps the step of its optimizer as it was."""
+    optimizer = Plain([nn.Parameter(torch.ones(2, 2))])
+    if is_early:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with hmpx.convert(policy=POLICY):
+        if not is_early:
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.step(lambda: torch.ones(2, 2) @ torch.ones(2, 2))
+    assert optimizer.seen == [FP32, BF16]
+    optimizer.step(lambda: torch.ones(2, 2) @ torch.ones(2, 2))
+    assert optimizer.seen[2:] == [FP32, FP32]
 
 
 def test_a_users_optimizer_defined_before_or_after_convert() -> None:

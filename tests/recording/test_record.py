@@ -315,3 +315,30 @@ def test_a_record_shows_how_much_it_has() -> None:
         for _ in range(3):
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     assert repr(rec) == "<hmpx.record: 3 calls in 1 rows>"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+def test_dtypes_of_optimizers(make: Any, dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(WEIGHT.to(dtype))
+    optimizer = make([parameter], lr=0.1)
+    with hmpx.record() as rec:
+        for _ in range(2):
+            (X.to(dtype) @ parameter).sum().backward()
+            optimizer.step()
+    states = {name for name, value in optimizer.state[parameter].items() if value.dim()}
+    assert rec.report().optimizers == {
+        f"{make.__name__}.{name}": str(dtype).removeprefix("torch.")
+        for name in ("parameters", *states)
+    }
+    assert rec.report().about["loss scaler"] == "none"
+
+
+def test_a_loss_scaler_is_seen() -> None:
+    parameter, scaler = nn.Parameter(WEIGHT.clone()), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with hmpx.record() as rec:
+        scaler.scale((X @ parameter).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert rec.report().about["loss scaler"] == "yes"

@@ -74,6 +74,37 @@ def test_what_was_not_counted_is_not_shown() -> None:
     ]
 
 
+def test_what_accuracy_depends_on_is_named_first() -> None:
+    sum_of_two = {"op": "add", "input_dtypes": ("bfloat16", "bfloat16"), "location": "gpt.py:8"}
+    loss = {"op": "cross_entropy", "dtype": "float32", "input_dtypes": ("bfloat16",)}
+    rows = [
+        row(**sum_of_two, calls=24),
+        row(**sum_of_two, phase="backward"),
+        row(op="add", input_dtypes=("bfloat16",)),  # of a number
+        row(**loss, location="train.py:7", calls=1),
+        row(op="layer_norm", dtype="float32"),
+        row(op="mul"),
+    ]
+    states = {"Adam.exp_avg": "float32", "Adam.exp_avg_sq": "bfloat16, float32"}
+    said = " ".join(str(Report(tuple(rows), optimizers=states)).split())
+    assert (
+        "low, of what accuracy depends on most: sums of tensors, as of residuals (bf16 in add at gpt.py:8 and 23 more), "
+        "inputs of losses (bf16 in cross_entropy at train.py:7), Adam.exp_avg_sq (bf16+fp32) "
+        "not low: losses, norms, Adam.exp_avg "
+    ) in said
+    assert "low, of what" not in str(Report((row(),)))
+
+
+@pytest.mark.parametrize("scaler", ["none", "yes"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_in_float16_without_a_scaler(scaler: str, dtype: str) -> None:
+    rows = (row(), row(phase="backward", input_dtypes=(dtype,)))
+    is_named = "fp16 without torch.amp.GradScaler" in str(
+        Report(rows, about={"loss scaler": scaler})
+    )
+    assert is_named == (scaler == "none" and dtype == "float16")
+
+
 def test_times_are_shown_where_they_were_measured() -> None:
     report = Report((row(seconds=0.0123), row(op="mm")))
     assert str(report).splitlines()[-2:] == [

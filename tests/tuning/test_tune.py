@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -247,20 +248,36 @@ def test_integer_outputs_without_gradients() -> None:
     assert "not known" in str(best)
 
 
-def test_a_limit_for_further_batches() -> None:
-    """Of several batches; those that the search has not seen count by themselves."""
-    errors = {1.0: 0.001, 2.0: 0.002}
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 6, 20])
+@pytest.mark.parametrize("spread", [0.1, 1.0])
+def test_a_limit_for_further_batches(count: int, spread: float) -> None:
+    """By published factors of one-sided tolerance limits for 0.95 with confidence 0.95; fewer than five batches have none."""
+    published = {5: 4.203, 6: 3.708, 20: 2.396}
+    logs = numpy.random.default_rng(count).normal(math.log(0.01), spread, count)
+    errors = dict(enumerate(numpy.exp(logs).tolist(), 1))
 
     def metric(low: Tensor, fp32: Tensor) -> float:
-        return 0.0 if torch.equal(low, fp32) else errors[round(float(fp32.max().atanh()), 1)]
+        return 0.0 if torch.equal(low, fp32) else errors[round(float(fp32.max().sinh()))]
 
-    model, batches = (
-        Fixed(lambda x: torch.tanh(x)),
-        [torch.full((4, 4), each) for each in (1.0, 2.0)],
+    batches = [torch.full((4, 4), float(each)) for each in errors]
+    model = Fixed(lambda x: torch.asinh(x))
+    best = tune(model, batches, fresh_batches=batches, metric=metric, tolerance=100.0)
+    found = numpy.array([*errors.values()])
+    assert best.fresh_error == found.max()
+    assert best.batches == count
+    if count < 5:
+        assert best.error == found.max()
+        assert "a limit for others needs 5, besides those that only check" in str(best)
+        return
+    normal, lognormal = (
+        each.mean() + published[count] * each.std(ddof=1) for each in (found, logs)
     )
-    best = tune(model, batches, fresh_batches=batches, metric=metric, tolerance=0.01)
-    assert 0.002 <= best.error <= 0.01
-    assert best.fresh_error == 0.002
-    assert tune(model, batches, fresh_batches=batches, metric=metric, tolerance=0.003).kept == {
-        "tanh"
-    }
+    expected = max(found.max(), normal, math.exp(lognormal))
+    assert math.log(best.error) == pytest.approx(
+        math.log(expected), abs=0.02 * published[count] * logs.std(ddof=1)
+    )
+    assert f"a limit for 95 % of further batches, from {count} of them" in str(best)
+    kept = tune(
+        model, batches, fresh_batches=batches, metric=metric, tolerance=0.99 * best.error
+    ).kept
+    assert kept == {"asinh"}

@@ -239,3 +239,14 @@ def test_nothing_is_reported_of_transformers(name: str, low: torch.dtype, attent
         with torch.no_grad():  # weights, too, in low precision
             model.to(low)(**batch)
     assert w.first is None, str(w.first)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.usefixtures("no_search_for_early_names")
+def test_nested_tensors_are_passed_over() -> None:
+    layer = nn.Linear(6, 3)
+    given = torch.nested.nested_tensor([x(2, 6), x(3, 6)])
+    with hmpx.convert(device_types={"cpu"}), hmpx.watch(underflow=True) as w:
+        padded = layer(given).to_padded_tensor(0.0)
+        assert (padded.float() + 1).isfinite().all()
+    assert w.first is None

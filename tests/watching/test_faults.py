@@ -108,7 +108,7 @@ def tiny_weights_then_division() -> Tensor:
     return torch.div(torch.ones(4), weight)  # here
 
 
-@Fault("div", kind="inf", remedy="none: div ran in float32 already")
+@Fault("div", kind="underflow", remedy="fp32.txt: mul")
 def division_by_an_underflowed_sum() -> Tensor:
     small = torch.full((4,), 1e-4, dtype=FP16)
     total = (small * small).sum()
@@ -135,7 +135,7 @@ def variance_of_one_element() -> Tensor:
         return (x(1) + 0).var()  # here
 
 
-@Fault("rsqrt", kind="inf")
+@Fault("rsqrt", kind="underflow", remedy="fp32.txt: add")
 def eps_that_half_has_not() -> Tensor:
     variance = torch.zeros(4).add(1e-8).half()
     return (variance + 1e-8).rsqrt()  # here

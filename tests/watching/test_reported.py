@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +74,20 @@ def test_a_program_that_stops_at_its_own_nan(caplog: pytest.LogCaptureFixture) -
     assert note.startswith("hmpx.watch: truediv: NaN")
     assert "truediv: NaN" in caplog.text
     assert raised.traceback[-1].path.name == "test_reported.py"
+
+
+def test_the_users_own_line_comes_before_that_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "some_package_of_layers.py"
+    package.parent.mkdir()
+    package.write_text("def divided(h):\n    return h / (h * 0)\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    layers = importlib.import_module("some_package_of_layers")
+    with hmpx.watch("collect") as w:
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        layers.divided(torch.ones(2))
+    assert w.first is not None
+    assert w.first.location == f"{__file__}:{line}"
+    assert w.first.package_location == f"{package}:2"
+    assert f"test_reported.py:{line}\n  in       some_package_of_layers.py:2\n" in str(w.first)

@@ -31,7 +31,9 @@ def is_read_once(x: Any, weight: Any, dtype: torch.dtype) -> bool:
     """Whether `compute` rounds a layer's weight while it multiplies it by `FEW_ROWS` or fewer."""
     if type(weight) is not nn.Parameter or weight.dtype is not torch.float32:
         return False
-    if not isinstance(x, Tensor) or x.dim() < 2 or not 0 < _numel(x) <= FEW_ROWS * x.shape[-1]:
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.is_nested:
+        return False
+    if not 0 < _numel(x) <= FEW_ROWS * x.shape[-1]:
         return False
     return _numel(weight) >= LEAST and kernels_for(weight, dtype) is not None
 

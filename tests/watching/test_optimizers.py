@@ -1,0 +1,243 @@
+"""Faults made in `Optimizer.step`: the parameter, its state, the op, and the line that called ``step``."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import hmpx
+
+pytestmark = pytest.mark.usefixtures("no_search_for_early_names")
+
+FP16, FP32 = torch.float16, torch.float32
+
+
+class Scaled(nn.Module):
+    """A model of one weight, whose gradient is its input."""
+
+    def __init__(self, value: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 4), value, dtype=dtype))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return (self.weight * given).sum()
+
+
+def trained(
+    make: Callable[[Any], optim.Optimizer],
+    gradient: float,
+    dtype: torch.dtype = FP32,
+    value: float = 0.5,
+    steps: int = 1,
+) -> hmpx.Watch:
+    """Returns a watch of steps with this gradient in each element."""
+    with hmpx.watch("collect") as w:
+        model = nn.ModuleDict({"inner": Scaled(value, dtype)})
+        optimizer = make(model.parameters())
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model["inner"](torch.full((3, 4), gradient, dtype=dtype)).backward()
+            optimizer.step()  # here
+    return w
+
+
+LINES, FIRST = inspect.getsourcelines(trained)
+HERE = f"{__file__}:{FIRST + next(n for n, line in enumerate(LINES) if '# here' in line)}"
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "Adamax", "Adagrad", "RMSprop"])
+def test_an_eps_that_half_has_not(name: str, foreach: bool) -> None:
+    """0 / 0 where gradients are zero: the division is named, the addition of eps, and what helps."""
+    w = trained(lambda p: getattr(optim, name)(p, foreach=foreach), 0.0, FP16, steps=3)
+    assert len(w.offences) == 1 and w.first is not None
+    found = w.first
+    assert (found.op, found.kind, found.phase, found.step) == (
+        "addcdiv",
+        "underflow",
+        "optimizer",
+        0,
+    )
+    assert (found.parameter, found.state, found.location) == ("weight", "", HERE)
+    assert found.cause is not None and found.cause.op == "add"
+    assert "weight and its state in float32, or eps=6.104e-05" in found.remedy
+    healthy = trained(lambda p: getattr(optim, name)(p, foreach=foreach, eps=6.104e-5), 0.0, FP16)
+    assert healthy.first is None
+
+
+STATES = {
+    "Adam": "exp_avg_sq", "Adagrad": "sum", "Adadelta": "square_avg",
+    "RMSprop": "square_avg",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", STATES)
+def test_a_square_that_overflows_in_a_state(name: str, foreach: bool) -> None:
+    """The parameter stays finite: the update is divided by infinity."""
+    w = trained(lambda p: getattr(optim, name)(p, foreach=foreach), 1e25, steps=2)
+    assert len(w.offences) == 1 and w.first is not None
+    assert (w.first.op, w.first.kind, w.first.state) == ("addcmul", "inf", STATES[name])
+    assert "input 1 is 1e+25" in w.first.remedy and "ran in float32 already" in w.first.remedy
+    assert f"infinity in {STATES[name]} of weight in step 0, optimizer" in str(w.first)
+
+
+class Halving(optim.Optimizer):
+    """Divides by the root of what it subtracts by mistake."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                state = self.state[each]
+                if not state:
+                    state["moment"], state["calls"] = torch.zeros_like(each), 0
+                state["calls"] += 1
+                if state["calls"] == 2:
+                    state["moment"].sub_(each.grad.square())
+                each.sub_(group["lr"] * (state["moment"] + 1).sqrt())
+
+
+CASES: dict[str, tuple[Callable[[Any], optim.Optimizer], dict[str, Any], tuple[Any, ...], str]] = {
+    "custom": (Halving, {"gradient": 3.0, "steps": 2}, ("sqrt", "nan", ""), "none: sqrt ran in float32"),
+    "rate": (
+        lambda p: optim.SGD(p, lr=math.inf), {"gradient": 1.0}, ("add", "inf", ""), "none: lr is inf",
+    ),
+    "fused": (
+        lambda p: optim.SGD(p, lr=1e30, fused=True), {"gradient": 1e20}, ("fused_sgd", "inf", ""), "none: fused_sgd",
+    ),
+    "low": (
+        lambda p: optim.SGD(p, lr=65e3), {"gradient": -0.088, "value": 6e4, "dtype": FP16},
+        ("add", "overflow", ""), "none in op lists, which optimizers don't read; tried: weight and its state",
+    ),
+    "no eps": (
+        lambda p: optim.Adam(p, eps=0.0), {"gradient": 0.0}, ("addcdiv", "nan", ""),
+        "none in op lists, which optimizers don't read; tried: eps=1e-08",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_faults(name: str) -> None:
+    make, options, expected, remedy = CASES[name]
+    w = trained(make, **options)
+    assert len(w.offences) == 1 and w.first is not None, w.offences
+    assert (w.first.op, w.first.kind, w.first.state) == expected
+    assert w.first.remedy.startswith(remedy) and w.first.location == HERE
+    assert w.first.step == options.get("steps", 1) - 1
+
+
+def test_optimizers_too_large_to_copy() -> None:
+    """The step is repeated on the values after it."""
+    with hmpx.watch("collect") as w:
+        layer = nn.Linear(2048, 1024, bias=False).half()
+        optimizer = optim.Adam(layer.parameters())
+        given = torch.ones(1, 2048, dtype=FP16)
+        given[:, 2] = 0
+        layer(given).sum().backward()
+        optimizer.step()
+    assert w.first is not None
+    assert (w.first.op, w.first.kind, w.first.parameter) == ("addcdiv", "underflow", "weight")
+
+
+def test_a_closure_that_is_called_several_times() -> None:
+    model = Scaled(0.5, FP32)
+    optimizer = optim.LBFGS(model.parameters(), lr=1e40, max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.full((3, 4), 1e20))
+        loss.backward()
+        return loss
+
+    with hmpx.watch("collect") as w:
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert not model.weight.isfinite().all()
+    assert w.first is not None
+    assert (w.first.phase, w.first.parameter, w.first.source) == ("optimizer", "weight", "op")
+
+
+def test_an_error_is_raised_from_the_step() -> None:
+    model = Scaled(0.5, FP32)
+    optimizer = optim.SGD(model.parameters(), lr=math.inf)
+    with hmpx.watch():
+        model(torch.ones(3, 4)).backward()
+        with pytest.raises(hmpx.NonFiniteError, match="add: infinity in the parameter weight"):
+            optimizer.step()
+
+
+def test_gradients_that_are_not_finite_are_reported_where_they_come_from() -> None:
+    with hmpx.watch("collect") as w:
+        model = Scaled(0.0, FP32)
+        optimizer = optim.Adam(model.parameters())
+        (model.weight * 1).sqrt().sum().backward()
+        optimizer.step()
+    assert [(each.op, each.phase) for each in w.offences] == [("sqrt", "backward")]
+
+
+class Least(optim.Optimizer):
+    """Keeps the least weight so far, which starts at infinity."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            state = self.state[each]
+            if not state:
+                state["least"], state["bound"] = torch.full_like(each, math.inf), each * 0
+                state["bound"].fill_(math.inf)
+            state["least"] = torch.minimum(state["least"], each)
+
+
+HEALTHY: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "zero gradients": optim.Adam,
+    "infinite state": Least,
+    "asgd": optim.ASGD,
+    "rprop": optim.Rprop,
+    "adafactor": optim.Adafactor,
+    "muon": optim.Muon,
+    "amsgrad": lambda p: optim.AdamW(p, amsgrad=True, maximize=True),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_steps_are_not_reported(name: str) -> None:
+    assert trained(HEALTHY[name], 0.0, steps=3).first is None
+    assert trained(HEALTHY[name], 1.0, steps=3).first is None
+
+
+@pytest.mark.parametrize("make", [optim.Adam, optim.SGD, Halving], ids=["adam", "sgd", "custom"])
+def test_a_step_that_fails_is_what_it_was(make: Callable[[Any], optim.Optimizer]) -> None:
+    """Parameters, states, versions and random numbers are those of a step that is not watched."""
+
+    def outcome() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Scaled(0.5, FP32)
+        optimizer = make(model.parameters())
+        calls: list[int] = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((3, 4), 1e25)).backward()
+            optimizer.step()
+        state = [each for each in optimizer.state[model.weight].values() if torch.is_tensor(each)]
+        versions = [each._version for each in (model.weight, *state)]
+        return [model.weight, *state, torch.tensor([*versions, len(calls)]), torch.rand(1)]
+
+    plain = outcome()
+    with hmpx.watch("collect") as w:
+        watched = outcome()
+    assert w.first is not None or make is optim.SGD
+    for expected, found in zip(plain, watched, strict=True):
+        assert torch.equal(expected.nan_to_num(), found.nan_to_num())
