@@ -5,6 +5,7 @@ Calls run in the wrapper from `making`, with any observers. Their descriptions c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -100,6 +101,7 @@ class _ObservedCalls:
         self._told = attached if is_listed else self._of_every_op
         self._may_be_nested = "A" in plan.site.parameters.kinds.values()
         self._with_tensors = any(each.tensors for each in attached)
+        self._with_casts = any(each.tensors and not each.graphs for each in attached)
         self._in_graphs = any(each.graphs for each in attached)
         self._is_timed = any(each.times for each in attached)
         self._reads_kernels = any(each.kernels for each in attached)
@@ -181,7 +183,8 @@ class _ObservedCalls:
         plan, tensors, seconds = self._plan, None, None
         kernels, cast_bytes = (), alike.cast_bytes
         if self._with_tensors and not (is_graph_made() or has_fake_tensors()):
-            tensors = _tensors(plan, self._complete, self._inner, args, kwargs)
+            functions = self._complete, self._inner
+            tensors = _tensors(plan, *functions, args, kwargs, casts=self._with_casts)
         is_kept = self._in_graphs and tensors is None and is_put_in_graph()
         given = _given(plan, args, kwargs) if is_kept else None
         began = _now(found.device_type) if self._is_timed else 0.0
@@ -345,16 +348,18 @@ def _tensors(
     inner: Callable[..., Any],
     args: Args,
     kwargs: Kwargs,
+    *,
+    casts: bool,
 ) -> CallTensors:
-    """Returns the tensors of a call before it runs, without its result."""
+    """Returns the tensors of a call before it runs, without its result; without ``casts`` those after casts neither."""
     state = (
         state_of_random_numbers([*args, *kwargs.values()])
         if draws(plan.site.op) or plan.emulation is not None
         else None
     )
-    with apart():
+    with apart() if casts or _writes(plan, args, kwargs) else contextlib.nullcontext():
         args, kwargs, writes = _given(plan, args, kwargs)
-        cast, cast_kwargs = cast_args(plan, args, kwargs)
+        cast, cast_kwargs = cast_args(plan, args, kwargs) if casts else (args, kwargs)
     if state is not None:
         state.restore()  # stochastic rounding may have drawn numbers
 
@@ -381,8 +386,12 @@ def _tensors(
 
 def _given(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
     """Returns the arguments, copied if the call writes to any, and whether it does."""
-    writes = bool(plan.site.writes) or written(plan, args, kwargs) is not None
+    writes = _writes(plan, args, kwargs)
     return (*(_copied(args, kwargs) if writes else (args, kwargs)), writes)
+
+
+def _writes(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
+    return bool(plan.site.writes) or written(plan, args, kwargs) is not None
 
 
 def _own(tensors: CallTensors) -> CallTensors:
