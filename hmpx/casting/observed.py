@@ -100,6 +100,7 @@ class _ObservedCalls:
         is_listed = plan.decision.cast_policy is not CastPolicy.PASS
         self._told = attached if is_listed else self._of_every_op
         self._may_be_nested = "A" in plan.site.parameters.kinds.values()
+        self._with_others = any(not each.values for each in attached)
         self._with_tensors = any(each.tensors for each in attached)
         self._with_casts = any(each.tensors and not each.graphs for each in attached)
         self._in_graphs = any(each.graphs for each in attached)
@@ -136,7 +137,8 @@ class _ObservedCalls:
             return override(self._original, plan.site.name, self._cast, args, kwargs)
         if is_below_dispatcher() or not (is_on or (self._of_every_op and is_off_by_program())):
             return self._inner(*args, **kwargs)
-        if is_on and self._narrowed is not None and (others := self._narrowed()) is not None:
+        narrowed = self._narrowed if open_regions and is_on else None
+        if narrowed is not None and (others := narrowed()) is not None:
             return others(*args, **kwargs)
         if is_traced:
             return self._run_traced(args, kwargs, is_on=is_on)
@@ -204,7 +206,7 @@ class _ObservedCalls:
             is_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, was_legalized
             is_format = not isinstance(found.dtype, (torch.dtype, type(None)))
             is_legalized = is_legalized or (is_format and not COMPUTED.is_on_hardware)
-        if plan.selects and cast_bytes:
+        if cast_bytes and plan.selects:
             cast_bytes = result.nbytes  # without the table
         if is_on and is_any_autocast_enabled():
             found = self._descriptions.as_run(found, args, kwargs, result)
@@ -277,19 +279,22 @@ class _ObservedCalls:
     ) -> None:
         """Passes a call on to the observers that get it."""
         present = self._told if is_on else self._of_every_op
+        if PAUSED:
+            present = tuple([each for each in present if not each.values or each not in PAUSED])
         if values is not None:
-            _tell_values([o for o in present if o.values and o not in PAUSED], call, values)
-        others = [each for each in present if not each.values]
-        if others:
+            _tell_values(present, call, values)
+        if self._with_others:
             with apart():
-                for each in others:
-                    each.tell(call, tensors if tensors is None else _own(tensors))
+                for each in present:
+                    if not each.values:
+                        each.tell(call, tensors if tensors is None else _own(tensors))
 
 
 @unseen
-def _tell_values(present: list[Attached], call: OpCall, values: tuple[Any, ...]) -> None:
+def _tell_values(present: tuple[Attached, ...], call: OpCall, values: tuple[Any, ...]) -> None:
     for each in present:
-        each.observer(call, *values)
+        if each.values:
+            each.observer(call, *values)
 
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
