@@ -134,6 +134,7 @@ class Recorder:
         key = (
             call.site, call.cast_policy, call.reason, call.dtype, call.input_dtypes,
             call.cast_dtypes, call.device_type, call.legalized, found, given, outputs,
+            *map(type, inputs),
         )  # fmt: skip
         try:
             costs = self._costs.get(key)
