@@ -45,7 +45,8 @@ class _Made(NamedTuple):
     """The call that last wrote to some memory."""
 
     memory: Any  # a weak reference: while it is held, the address is not reused
-    call: OpCall
+    op: str
+    casts: CallCasts
     before: str  # the op whose result that call took
 
 
@@ -66,10 +67,11 @@ class CallCasts:
     Attributes:
         learns: Whether an input requires gradients.
         inputs: The dtype of each input that is cast or promoted, and whether it is cast.
+        round_trips: Whether a cast of the result is low -> the fix of the round trip that it makes.
         kept: Positions of weights whose casts autograd keeps, with their sizes; None where it has not been seen.
     """
 
-    __slots__ = ("inputs", "kept", "learns")
+    __slots__ = ("inputs", "kept", "learns", "round_trips")
 
     def __init__(self, call: OpCall, shapes: tuple[Shape, ...]) -> None:
         self.learns = any(shape.learns for shape in shapes)
@@ -82,6 +84,17 @@ class CallCasts:
             else None
             for given, cast in zip(call.input_dtypes, call.cast_dtypes, strict=True)
         ]
+        self.round_trips: dict[bool, _Fix] = {}
+        dtypes = list(zip(call.input_dtypes, call.cast_dtypes, strict=True))
+        was_upcast = any(a in LOW_DTYPES and b is torch.float32 for a, b in dtypes)
+        if was_upcast and call.cast_policy == CastPolicy.FP32.name:
+            fix = f"bf16.txt: {call.op}", "less accurate: compare before you keep it"
+            self.round_trips[True] = fix
+        if _is_cheap(call.op) and call.cast_policy == CastPolicy.LOW.name:
+            given, cast = dtypes[0]
+            if given is torch.float32 and cast in LOW_DTYPES:
+                fix = f"bf16.txt: -{call.op}", "it then computes in the type of its input"
+                self.round_trips[False] = fix
 
 
 class Casts:
@@ -116,20 +129,22 @@ class Casts:
             else:
                 made = self._made.get(_memory(tensor))
             if made is not None:
-                before = before or made.call.op
+                before = before or made.op
             if cast is None:
                 continue
             dtype, is_cast = cast
             if is_cast:
                 self._note_again(call, casts, tensor, dtype)
-            if made is not None and not is_weight:
-                self._note_round_trip(call, made, tensor, dtype)
+            fix = None if made is None else made.casts.round_trips.get(dtype in LOW_DTYPES)
+            if fix is not None and made is not None and not is_weight:
+                chain = " -> ".join(filter(None, (made.before, made.op, call.op)))
+                self._add("round trip", chain, call, fix, tensor.numel() * dtype.itemsize)
         for tensor in [result] if type(result) in PLAIN_TENSORS else tensors_in([result]):
-            self._note_made(tensor, call, before)
+            self._note_made(tensor, call.op, casts, before)
         if node is not None:
             self._note_kept(call, casts, inputs, node)
 
-    def _note_made(self, tensor: Tensor, call: OpCall, before: str) -> None:
+    def _note_made(self, tensor: Tensor, op: str, casts: CallCasts, before: str) -> None:
         address = _memory(tensor)
         if not address:
             return
@@ -139,7 +154,7 @@ class Casts:
             if len(self._made) >= _MOST:
                 self._made.clear()
         memory = known.memory if known else StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._made[address] = _Made(memory, call, before)
+        self._made[address] = _Made(memory, op, casts, before)
 
     def _note_again(
         self, call: OpCall, casts: CallCasts, tensor: Tensor, dtype: torch.dtype
@@ -160,24 +175,6 @@ class Casts:
                 fix = _once("weight", dtype) if casts.learns else _FREEZE
                 self._add("parameter cast again", _name(tensor, seen), call, fix, size_bytes)
         seen.dtypes.add(dtype)
-
-    def _note_round_trip(
-        self, call: OpCall, made: _Made, tensor: Tensor, dtype: torch.dtype
-    ) -> None:
-        earlier = made.call
-        casts = list(zip(earlier.input_dtypes, earlier.cast_dtypes, strict=True))
-        fix = None
-        if dtype in LOW_DTYPES:
-            was_upcast = any(a in LOW_DTYPES and b is torch.float32 for a, b in casts)
-            if was_upcast and earlier.cast_policy == CastPolicy.FP32.name:
-                fix = (f"bf16.txt: {earlier.op}", "less accurate: compare before you keep it")
-        elif _is_cheap(earlier.op) and earlier.cast_policy == CastPolicy.LOW.name:
-            given, cast = casts[0]
-            if given is torch.float32 and cast in LOW_DTYPES:
-                fix = (f"bf16.txt: -{earlier.op}", "it then computes in the type of its input")
-        if fix is not None:
-            chain = " -> ".join(filter(None, (made.before, earlier.op, call.op)))
-            self._add("round trip", chain, call, fix, tensor.numel() * dtype.itemsize)
 
     def _note_kept(self, call: OpCall, casts: CallCasts, inputs: list[Tensor], node: Any) -> None:
         """Records casts of weights that autograd keeps for the backward."""
