@@ -35,7 +35,6 @@ from .inputs import (
     counted,
     dtypes_after_casts,
     floating_inputs,
-    floating_positions,
     given_out,
     is_emulated,
     is_on_device,
@@ -119,25 +118,24 @@ class Descriptions:
         before = floating_inputs(plan, *decoded(plan, args, kwargs))
         if known is not None:
             return known, before
-        with disable_modes() if is_plain else contextlib.nullcontext():
-            known = self._alike(before, args, kwargs, is_on=is_on)
+        if not before:
+            known = Alike(None, (), 0)
+        else:
+            with disable_modes() if is_plain else contextlib.nullcontext():
+                found = describe(plan, before, args, kwargs, is_on=is_on)
+            cast_bytes = 0
+            dtypes = zip(before, found.input_dtypes, found.cast_dtypes, strict=True)
+            for tensor, given, dtype in dtypes:
+                if dtype is not given and type(count := tensor.numel()) is int:  # else a symbol
+                    cast_bytes += count * dtype.itemsize
+            positions = [p for p, each in enumerate(args) if any([each is t for t in before])]  # noqa: C419
+            are_all = [*map(id, before)] == [id(args[position]) for position in positions]
+            known = Alike(found, tuple(positions) if are_all else None, cast_bytes)
         if is_plain:
             if len(self._known) >= _MOST_KINDS:
                 self._known.clear()
             self._known[key] = known
         return known, before
-
-    def _alike(self, before: list[Tensor], args: Args, kwargs: Kwargs, *, is_on: bool) -> Alike:
-        plan = self._plan
-        if not before:
-            return Alike(None, (), 0)
-        found = describe(plan, before, args, kwargs, is_on=is_on)
-        cast_bytes = 0
-        for tensor, given, dtype in zip(before, found.input_dtypes, found.cast_dtypes, strict=True):
-            if dtype is not given and type(count := tensor.numel()) is int:  # else a symbol
-                cast_bytes += count * dtype.itemsize
-        positions = floating_positions(plan, args)
-        return Alike(found, positions if len(positions) == len(before) else None, cast_bytes)
 
     def as_run(self, found: Description, args: Args, kwargs: Kwargs, result: Any) -> Description:
         """Returns the description of a call made in a region of torch.autocast.

@@ -53,13 +53,6 @@ def floating_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
     return floating_in([value for _, value in _named_inputs(plan, args, kwargs)])
 
 
-def floating_positions(plan: CallPlan, args: Args) -> tuple[int, ...]:
-    """Returns the positions of the `floating_inputs` that are arguments themselves."""
-    named = enumerate(zip(_names(plan, args), args, strict=False))
-    is_input = [isinstance(v, Tensor) and n not in plan.never_cast for _, (n, v) in named]
-    return tuple([p for p, is_one in enumerate(is_input) if is_one and is_floating(args[p])])
-
-
 def _named_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[tuple[str, Any]]:
     """Returns the arguments that are inputs, and their names, in the parameters' order."""
     names, given = plan.site.parameters.names, zip(_names(plan, args), args, strict=False)

@@ -5,7 +5,6 @@ Calls run in the wrapper from `making`, with any observers. Their descriptions c
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -167,7 +166,8 @@ class _ObservedCalls:
 
     @run_when_traced
     def _tell_traced(self, fields: tuple[Any, ...], outputs: tuple[Any, ...], is_on: bool) -> int:
-        call = self._call({}, Description(*fields), _spot(), outputs)
+        here = (place().path, *user_line(sys._getframe(1)), phase())
+        call = self._call({}, Description(*fields), here, outputs)
         self._tell(call, is_on=is_on)
         return number_in_graphs(call, self._attached) if self._in_graphs else -1
 
@@ -210,7 +210,8 @@ class _ObservedCalls:
             cast_bytes = result.nbytes  # without the table
         if is_on and is_any_autocast_enabled():
             found = self._descriptions.as_run(found, args, kwargs, result)
-        here, outputs = _spot(), _outputs_of(result)
+        here = (place().path, *user_line(sys._getframe(2)), phase())
+        outputs = _outputs_of(result)
         if self._is_timed:
             seconds = _now(found.device_type) - began
         rest = cast_bytes, is_legalized, kernels, seconds
@@ -325,11 +326,6 @@ def _amid_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 _Spot = tuple[str, str, int, Phase]
 
 
-def _spot() -> _Spot:
-    """Returns where the current call is made."""
-    return (place().path, *user_line(sys._getframe(3)), phase())
-
-
 def _outputs_of(result: Any) -> tuple[Any, ...]:
     """Returns the dtype and the shape of each tensor that a call returned."""
     if type(result) in PLAIN_TENSORS and not result.is_nested:
@@ -362,7 +358,7 @@ def _tensors(
         if draws(plan.site.op) or plan.emulation is not None
         else None
     )
-    with apart() if casts or _writes(plan, args, kwargs) else contextlib.nullcontext():
+    with apart():
         args, kwargs, writes = _given(plan, args, kwargs)
         cast, cast_kwargs = cast_args(plan, args, kwargs) if casts else (args, kwargs)
     if state is not None:
@@ -391,12 +387,8 @@ def _tensors(
 
 def _given(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
     """Returns the arguments, copied if the call writes to any, and whether it does."""
-    writes = _writes(plan, args, kwargs)
+    writes = bool(plan.site.writes) or written(plan, args, kwargs) is not None
     return (*(_copied(args, kwargs) if writes else (args, kwargs)), writes)
-
-
-def _writes(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
-    return bool(plan.site.writes) or written(plan, args, kwargs) is not None
 
 
 def _own(tensors: CallTensors) -> CallTensors:

@@ -90,7 +90,8 @@ class CallCasts:
         if was_upcast and call.cast_policy == CastPolicy.FP32.name:
             fix = f"bf16.txt: {call.op}", "less accurate: compare before you keep it"
             self.round_trips[True] = fix
-        if _is_cheap(call.op) and call.cast_policy == CastPolicy.LOW.name:
+        is_cheap = kind(call.op)[0] in ("elementwise", "norm")  # limited by memory
+        if is_cheap and call.cast_policy == CastPolicy.LOW.name:
             given, cast = dtypes[0]
             if given is torch.float32 and cast in LOW_DTYPES:
                 fix = f"bf16.txt: -{call.op}", "it then computes in the type of its input"
@@ -233,11 +234,6 @@ def _memory(tensor: Tensor) -> int:
     if not is_plain or is_of_transform(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)
-
-
-def _is_cheap(op: str) -> bool:
-    """Whether an op gains little from low precision because it is limited by memory."""
-    return kind(op)[0] in ("elementwise", "norm")
 
 
 def _name_of(parameter: Tensor) -> str:

@@ -84,6 +84,8 @@ class Recorder:
         self._forget_entries()
 
     def _forget_entries(self) -> None:
+        # A deep model has many rows, and as many entries.
+        self._most = _MOST_ENTRIES + 2 * len(self._sums)
         self._entries = {}
         self._costs: dict[object, Costs] = {}
         self._known: dict[int, RecordedCalls] = {}  # by the ids of calls
@@ -112,12 +114,8 @@ class Recorder:
             self._casts.note(entry.call, entry.costs.casts, inputs, result, node)
         if node is not None:
             node.register_prehook(entry.note_backward)
-        if len(self._entries) > self._most():
+        if len(self._entries) > self._most:
             self._fold()
-
-    def _most(self) -> int:
-        """Returns how many entries may wait to be folded: a deep model has as many rows."""
-        return _MOST_ENTRIES + 2 * len(self._sums)
 
     def _entry_of(self, call: OpCall, values: Values, *, learns: bool) -> RecordedCalls | None:
         """Returns the entry of a call that is not known; None for a call to leave out."""
@@ -149,7 +147,7 @@ class Recorder:
             entry = self._entries[here] = RecordedCalls(call, costs)
             entry.note_backward = functools.partial(self._note_backward, entry)
         if call.seconds is None:
-            if len(self._known) > self._most():
+            if len(self._known) > self._most:
                 self._known, self._held = {}, []
             self._known[id(first)] = entry
             self._held.append(first)
@@ -164,7 +162,7 @@ class Recorder:
             if entry.backward > 1:
                 return
             self._gradients[id(entry)] = entry
-        if len(self._gradients) > self._most():
+        if len(self._gradients) > self._most:
             self._fold()
 
     def _fold(self) -> None:
@@ -189,6 +187,7 @@ class Recorder:
             found = rows()
         with self._lock:
             add_up(self._sums, found)
+            self._most = _MOST_ENTRIES + 2 * len(self._sums)
 
     # --- results -------------------------------------------------------------------------------------
 
