@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +81,14 @@ def test_work_grows_with_the_model(tool: Callable[[nn.Module, int], None]) -> No
             calls_of(lambda blocks=blocks: tool(model_of(blocks), blocks)) for blocks in (2, 4, 8)
         ]
     assert (most - more) / (more - few) < 2.5  # 2 where it grows as the model, 4 with its square
+
+
+def test_calls_like_earlier_ones_cost_little(tmp_path: Path) -> None:
+    """Functions that run in a call of a converted layer: what equal calls share is found once."""
+    layer = nn.Linear(4, 4)
+    with hmpx.convert(device_types={"cpu"}, legalize="never"):
+        for block, most in ((hmpx.record(), 260), (hmpx.trace(tmp_path / "a.hmpx"), 640)):
+            with block:
+                for _ in range(3):
+                    layer(X)
+                assert calls_of(lambda: layer(X)) <= most

@@ -1,13 +1,15 @@
 """Descriptions of calls without their place: dtypes before and after casting, and the reason.
 
-They are equal for all calls of a site with the same kinds of arguments, so they are cached.
+They are made once for all calls of a site whose arguments are alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -57,6 +59,12 @@ _OF_ANY_DTYPE: Final = frozenset({CastPolicy.FIRST, CastPolicy.WIDEST, CastPolic
 #: The most kinds of calls cached per site.
 _MOST_KINDS: Final = 256
 
+#: Arguments of these classes are alike if they are equal. Floats always are: no dtype or shape depends on them.
+_BY_VALUE: Final = frozenset(
+    {bool, int, complex, str, bytes, type(None)}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
@@ -70,31 +78,64 @@ class Description:
     reason: str
 
 
+@dataclass(slots=True, eq=False)
+class Alike:
+    """Calls of a site whose arguments are alike: equal, but for the values of tensors and floats.
+
+    Attributes:
+        found: Their description; None without a floating input.
+        positions: Those of the floating inputs; None if lists or keywords hold some.
+        cast_bytes: Bytes written by the casts of a call.
+        calls: What is known of single calls, by their places and results.
+    """
+
+    found: Description | None
+    positions: tuple[int, ...] | None
+    cast_bytes: int
+    calls: dict[Any, Any] = field(default_factory=dict)
+
+
 class Descriptions:
     """The descriptions of a call site's calls."""
 
     def __init__(self, plan: CallPlan) -> None:
         self._plan = plan
-        self._known: dict[Any, Description] = {}
+        self._known: dict[Any, Alike] = {}
 
-    def find(
-        self, args: Args, kwargs: Kwargs, *, is_on: bool
-    ) -> tuple[Description, list[Tensor]] | None:
-        """Returns the description of a call, and its floating inputs; None if it has none."""
-        plan, kinds = self._plan, list[Any]([is_on, *kwargs])
+    def find(self, args: Args, kwargs: Kwargs, *, is_on: bool) -> tuple[Alike, list[Tensor]]:
+        """Returns the calls that are alike, and the floating inputs of this one."""
+        plan, kinds = self._plan, list[Any]((is_on, torch.is_grad_enabled(), tuple(kwargs)))
+        values = (*args, *kwargs.values()) if kwargs else args
+        is_plain = plan.emulation is None and _note_kinds(values, kinds) and transforms() is None
+        key, known = tuple(kinds) if is_plain else None, None
+        if is_plain:
+            try:
+                known = self._known.get(key)
+            except TypeError:  # sizes are symbols
+                is_plain = False
+        if known is not None and known.positions is not None:
+            return known, [args[position] for position in known.positions]
         before = floating_inputs(plan, *decoded(plan, args, kwargs))
+        if known is not None:
+            return known, before
         if not before:
-            return None
-        is_plain = plan.emulation is None and _note_kinds((*args, *kwargs.values()), kinds)
-        if not is_plain or transforms() is not None:
-            return describe(plan, before, args, kwargs, is_on=is_on), before
-        key = tuple(kinds)
-        if key not in self._known:
+            known = Alike(None, (), 0)
+        else:
+            with disable_modes() if is_plain else contextlib.nullcontext():
+                found = describe(plan, before, args, kwargs, is_on=is_on)
+            cast_bytes = 0
+            dtypes = zip(before, found.input_dtypes, found.cast_dtypes, strict=True)
+            for tensor, given, dtype in dtypes:
+                if dtype is not given and type(count := tensor.numel()) is int:  # else a symbol
+                    cast_bytes += count * dtype.itemsize
+            positions = [p for p, each in enumerate(args) if any([each is t for t in before])]  # noqa: C419
+            are_all = [*map(id, before)] == [id(args[position]) for position in positions]
+            known = Alike(found, tuple(positions) if are_all else None, cast_bytes)
+        if is_plain:
             if len(self._known) >= _MOST_KINDS:
                 self._known.clear()
-            with disable_modes():
-                self._known[key] = describe(plan, before, args, kwargs, is_on=is_on)
-        return self._known[key], before
+            self._known[key] = known
+        return known, before
 
     def as_run(self, found: Description, args: Args, kwargs: Kwargs, result: Any) -> Description:
         """Returns the description of a call made in a region of torch.autocast.
@@ -175,21 +216,32 @@ def _dtype(plan: CallPlan, inputs: list[Tensor], args: Args, kwargs: Kwargs) -> 
 
 
 def _note_kinds(values: Any, kinds: list[Any]) -> bool:
-    """Collects the properties of values that a description depends on; False if unknown."""
+    """Collects by what values are alike; False if unknown."""
     for value in values:
         cls = type(value)
         if cls in PLAIN_TENSORS:
             if value.is_nested:
                 return False
-            kinds += (value.dtype, value.layout, value.device, value.dim() > 0)
+            kinds += (
+                cls,
+                value.dtype,
+                value.shape,
+                value.device,
+                value.layout,
+                value.requires_grad,
+            )
+        elif cls in _BY_VALUE:
+            kinds.append(value)
         elif isinstance(value, SEQUENCES):
             kinds += (cls, len(value))
             if not _note_kinds(value, kinds):
                 return False
+        elif cls is slice:
+            kinds.append(cls)
+            if not _note_kinds((value.start, value.stop, value.step), kinds):
+                return False
         elif isinstance(value, Tensor):
             return False
-        elif cls is bool or cls is int:  # a flag, such as inplace
-            kinds.append(bool(value))
         else:
-            kinds.append(value if cls is torch.dtype else cls)
+            kinds.append(value if isinstance(value, enum.Enum) else cls)
     return True

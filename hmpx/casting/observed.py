@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
+from torch.overrides import has_torch_function
 
 from ..compute import COMPUTED
 from ..observers import (
@@ -24,7 +26,7 @@ from ..observers import (
     is_put_in_graph,
     number_in_graphs,
     put_in_graph,
-    user_location,
+    user_line,
 )
 from ..ops import draws, facts
 from ..policy import CastPolicy
@@ -39,26 +41,28 @@ from ..torch_internals import (
     unseen,
 )
 from ..torch_state import (
+    Phase,
     apart,
     is_below_dispatcher,
     is_off,
     is_off_by_program,
-    is_unobserved,
     open_regions,
     phase,
     place,
     state_of_random_numbers,
+    unobserved_by,
     unobserved_casts,
+    without_casts,
 )
 from .calls import cast_where_on, is_overridden, narrower, override
-from .descriptions import Description, Descriptions, decoded, describe
+from .descriptions import Alike, Description, Descriptions, decoded, describe
 from .inputs import cast_args, floating_inputs, written
 from .making import completed, make_wrapper
 from .plan import CallPlan
 from .retiring import Control, named_after
 
-#: The most distinct calls cached per site.
-_MOST_CALLS: Final = 256
+#: The most distinct calls cached per site and kind of arguments.
+_MOST_CALLS: Final = 1 << 14
 
 
 def make_observed_wrapper(
@@ -94,13 +98,15 @@ class _ObservedCalls:
         self._of_every_op = tuple([each for each in attached if each.every_op])
         is_listed = plan.decision.cast_policy is not CastPolicy.PASS
         self._told = attached if is_listed else self._of_every_op
+        self._may_be_nested = "A" in plan.site.parameters.kinds.values()
+        self._with_others = any(not each.values for each in attached)
         self._with_tensors = any(each.tensors for each in attached)
+        self._with_casts = any(each.tensors and not each.graphs for each in attached)
         self._in_graphs = any(each.graphs for each in attached)
         self._is_timed = any(each.times for each in attached)
         self._reads_kernels = any(each.kernels for each in attached)
         self._is_conversion = plan.site.op in facts("converting")
         self._descriptions = Descriptions(plan)
-        self._known: dict[Any, OpCall] = {}
         self._complete = completed(original, plan)
         # Observers know torch's nodes.
         self._inner = make_wrapper(original, plan, fuses=False) or self._complete
@@ -112,28 +118,34 @@ class _ObservedCalls:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Makes any call of the wrapper, and reports it unless it is a part of another one."""
         plan, is_traced, is_on = self._plan, is_dynamo_compiling(), True
-        may_be_kept = self._in_graphs and (is_traced or tracing_context() is not None)
-        if PAUSED and self._observers <= PAUSED and not may_be_kept:
-            return self._inner(*args, **kwargs)
-        if is_traced or open_regions:
-            if is_unobserved():
+        if PAUSED and self._observers <= PAUSED:
+            may_be_kept = self._in_graphs and (is_traced or tracing_context() is not None)
+            if not may_be_kept:
                 return self._inner(*args, **kwargs)
+        if is_traced or open_regions:
+            if (kind := unobserved_by()) is not None:
+                is_uncast = kind is without_casts and not has_torch_function(args)
+                return (self._complete if is_uncast else self._inner)(*args, **kwargs)
             is_on = not is_off()
             if not (is_on or is_traced) and _here.is_in_call:
                 return self._inner(*args, **kwargs)  # a part of a call that is reported
-        if plan.site.is_overridable and is_overridden(args, kwargs):
+        if (
+            has_torch_function(args)
+            or ((kwargs or self._may_be_nested) and is_overridden(args, kwargs))
+        ) and plan.site.is_overridable:
             return override(self._original, plan.site.name, self._cast, args, kwargs)
         if is_below_dispatcher() or not (is_on or (self._of_every_op and is_off_by_program())):
             return self._inner(*args, **kwargs)
-        if is_on and self._narrowed is not None and (others := self._narrowed()) is not None:
+        narrowed = self._narrowed if open_regions and is_on else None
+        if narrowed is not None and (others := narrowed()) is not None:
             return others(*args, **kwargs)
         if is_traced:
             return self._run_traced(args, kwargs, is_on=is_on)
-        known = self._descriptions.find(args, kwargs, is_on=is_on)
+        alike, before = self._descriptions.find(args, kwargs, is_on=is_on)
         # Conversions during a call are hmpx's own, which a mode passes to their names.
-        if known is None or (self._is_conversion and _here.is_in_call):
+        if alike.found is None or (self._is_conversion and _here.is_in_call):
             return self._inner(*args, **kwargs)
-        return self._run_eager(*known, args, kwargs, is_on=is_on)
+        return self._run_eager(alike, alike.found, before, args, kwargs, is_on=is_on)
 
     def _run_traced(self, args: Args, kwargs: Kwargs, *, is_on: bool) -> Any:
         """Makes a call that torch.compile traces, whose sizes may be symbols."""
@@ -146,21 +158,22 @@ class _ObservedCalls:
         result = self._inner(*args, **kwargs)
         types = found.input_dtypes, found.cast_dtypes, found.device_type, found.dtype
         fields = (*types, found.cast_policy, found.reason)  # as constants
-        number = self._tell_traced(fields, _dtypes_of(result), is_on)
+        dtypes = [each for tensor in tensors_in([result]) for each in (tensor.dtype, None)]
+        number = self._tell_traced(fields, tuple(dtypes), is_on)
         if given:
             put_in_graph(number, *given, result)
         return result
 
     @run_when_traced
-    def _tell_traced(
-        self, fields: tuple[Any, ...], outputs: tuple[torch.dtype, ...], is_on: bool
-    ) -> int:
-        call = self._call(Description(*fields), outputs)
+    def _tell_traced(self, fields: tuple[Any, ...], outputs: tuple[Any, ...], is_on: bool) -> int:
+        here = (place().path, *user_line(sys._getframe(1)), phase())
+        call = self._call({}, Description(*fields), here, outputs)
         self._tell(call, is_on=is_on)
         return number_in_graphs(call, self._attached) if self._in_graphs else -1
 
-    def _run_eager(
+    def _run_eager(  # all there is to one call
         self,
+        alike: Alike,
         found: Description,
         before: list[torch.Tensor],
         args: Args,
@@ -170,14 +183,10 @@ class _ObservedCalls:
     ) -> Any:
         """Makes a call that ``found`` describes, with the floating inputs ``before``."""
         plan, tensors, seconds = self._plan, None, None
-        cast_bytes, kernels = 0, ()
-        for tensor, given_dtype, dtype in zip(
-            before, found.input_dtypes, found.cast_dtypes, strict=True
-        ):
-            if dtype is not given_dtype and type(count := tensor.numel()) is int:  # else a symbol
-                cast_bytes += count * dtype.itemsize
+        kernels, cast_bytes = (), alike.cast_bytes
         if self._with_tensors and not (is_graph_made() or has_fake_tensors()):
-            tensors = _tensors(plan, self._complete, self._inner, args, kwargs)
+            functions = self._complete, self._inner
+            tensors = _tensors(plan, *functions, args, kwargs, casts=self._with_casts)
         is_kept = self._in_graphs and tensors is None and is_put_in_graph()
         given = _given(plan, args, kwargs) if is_kept else None
         began = _now(found.device_type) if self._is_timed else 0.0
@@ -197,38 +206,45 @@ class _ObservedCalls:
             is_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, was_legalized
             is_format = not isinstance(found.dtype, (torch.dtype, type(None)))
             is_legalized = is_legalized or (is_format and not COMPUTED.is_on_hardware)
-        if plan.selects and cast_bytes:
+        if cast_bytes and plan.selects:
             cast_bytes = result.nbytes  # without the table
         if is_on and is_any_autocast_enabled():
             found = self._descriptions.as_run(found, args, kwargs, result)
+        here = (place().path, *user_line(sys._getframe(2)), phase())
+        outputs = _outputs_of(result)
         if self._is_timed:
             seconds = _now(found.device_type) - began
+        rest = cast_bytes, is_legalized, kernels, seconds
+        call = self._call(alike.calls, found, here, outputs, *rest)
         if tensors is not None:
             tensors = dataclasses.replace(tensors, result=result)
         values = (before, args, kwargs, result) if self._of_every_op else None
-        outputs = _dtypes_of(result)
-        call = self._call(found, outputs, cast_bytes, seconds, is_legalized, kernels)
         self._tell(call, tensors, values, is_on=is_on)
         if given:
-            number = number_in_graphs(self._call(found, outputs), self._attached)
-            put_in_graph(number, *given, result)
+            call = self._call({}, found, here, outputs)
+            put_in_graph(number_in_graphs(call, self._attached), *given, result)
         return result
 
     def _call(  # noqa: PLR0917  # all there is to one call
         self,
+        calls: dict[Any, OpCall],
         found: Description,
-        output_dtypes: tuple[torch.dtype, ...],
+        here: _Spot,
+        outputs: tuple[Any, ...],
         cast_bytes: int = 0,
-        seconds: float | None = None,
         is_legalized: bool = False,
         kernels: tuple[torch.dtype, ...] = (),
+        seconds: float | None = None,
     ) -> OpCall:
-        """Returns the record of a call made here and now, for observers."""
-        path, location, here = place().path, user_location(), phase()
-        # In a loop all is the same; a cached call takes a third of the time.
-        key = found, output_dtypes, cast_bytes, path, location, here, is_legalized, kernels
-        if seconds is None and key in self._known:
-            return self._known[key]
+        """Returns the record of a call, for observers: the same object for each call like it, unless it is timed."""
+        key = found, *here, outputs, cast_bytes, is_legalized, kernels
+        may_be_known = seconds is None
+        try:
+            if may_be_known and (known := calls.get(key)) is not None:
+                return known
+        except TypeError:  # sizes are symbols
+            may_be_known = False
+        module, path, line, phase_here = here
         call = OpCall(
             op=self._plan.site.op,
             site=self._plan.site.name,
@@ -238,20 +254,20 @@ class _ObservedCalls:
             dtype=found.dtype,
             input_dtypes=found.input_dtypes,
             cast_dtypes=found.cast_dtypes,
-            output_dtypes=output_dtypes,
+            output_dtypes=outputs[::2],
             device_type=found.device_type,
             cast_bytes=cast_bytes,
-            module=path,
-            location=location,
-            phase=here,
+            module=module,
+            location=f"{path}:{line}" if path else "",
+            phase=phase_here,
             seconds=seconds,
             legalized=is_legalized,
             kernels=kernels,
         )
-        if seconds is None:
-            if len(self._known) >= _MOST_CALLS:
-                self._known.clear()
-            self._known[key] = call
+        if may_be_known:
+            if len(calls) >= _MOST_CALLS:
+                calls.clear()
+            calls[key] = call
         return call
 
     def _tell(
@@ -264,19 +280,22 @@ class _ObservedCalls:
     ) -> None:
         """Passes a call on to the observers that get it."""
         present = self._told if is_on else self._of_every_op
+        if PAUSED:
+            present = tuple([each for each in present if not each.values or each not in PAUSED])
         if values is not None:
-            _tell_values([o for o in present if o.values and o not in PAUSED], call, values)
-        others = [each for each in present if not each.values]
-        if others:
+            _tell_values(present, call, values)
+        if self._with_others:
             with apart():
-                for each in others:
-                    each.tell(call, tensors if tensors is None else _own(tensors))
+                for each in present:
+                    if not each.values:
+                        each.tell(call, tensors if tensors is None else _own(tensors))
 
 
 @unseen
-def _tell_values(present: list[Attached], call: OpCall, values: tuple[Any, ...]) -> None:
+def _tell_values(present: tuple[Attached, ...], call: OpCall, values: tuple[Any, ...]) -> None:
     for each in present:
-        each.observer(call, *values)
+        if each.values:
+            each.observer(call, *values)
 
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -303,11 +322,18 @@ def _amid_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
         _here.is_in_call = was_in_call
 
 
-def _dtypes_of(result: Any) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes of the tensors that a call returned."""
-    if type(result) in PLAIN_TENSORS:
-        return (result.dtype,)
-    return tuple([tensor.dtype for tensor in tensors_in([result])])
+#: The module that makes a call, the file and the line of the program, and the phase.
+_Spot = tuple[str, str, int, Phase]
+
+
+def _outputs_of(result: Any) -> tuple[Any, ...]:
+    """Returns the dtype and the shape of each tensor that a call returned."""
+    if type(result) in PLAIN_TENSORS and not result.is_nested:
+        return result.dtype, result.shape
+    found = list[Any]()
+    for each in tensors_in([result]):
+        found += (each.dtype, None if each.is_nested else each.shape)
+    return tuple(found)
 
 
 def _now(device_type: str) -> float:
@@ -323,8 +349,10 @@ def _tensors(
     inner: Callable[..., Any],
     args: Args,
     kwargs: Kwargs,
+    *,
+    casts: bool,
 ) -> CallTensors:
-    """Returns the tensors of a call before it runs, without its result."""
+    """Returns the tensors of a call before it runs, without its result; without ``casts`` those after casts neither."""
     state = (
         state_of_random_numbers([*args, *kwargs.values()])
         if draws(plan.site.op) or plan.emulation is not None
@@ -332,7 +360,7 @@ def _tensors(
     )
     with apart():
         args, kwargs, writes = _given(plan, args, kwargs)
-        cast, cast_kwargs = cast_args(plan, args, kwargs)
+        cast, cast_kwargs = cast_args(plan, args, kwargs) if casts else (args, kwargs)
     if state is not None:
         state.restore()  # stochastic rounding may have drawn numbers
 

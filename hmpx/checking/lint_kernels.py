@@ -213,6 +213,8 @@ class LintedKernels(DispatchMode):
         results = tensors_in(args[:1] if traits.writes else [result])
         if all(map(is_readable, results)):
             for number, each in enumerate(results):
+                if each.dtype not in LOW_DTYPES and traits.name not in COPIES:
+                    continue
                 own: Any = args
                 if traits.writes and isinstance(args[0], (list, tuple)):
                     own = [[of[number]] if isinstance(of, (list, tuple)) else of for of in args]

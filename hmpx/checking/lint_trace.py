@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -19,6 +20,7 @@ from ..observers import OpCall
 from ..ops import draws, facts, kind
 from ..places import located
 from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, version_of
+from ..torch_internals import DisableAutocast, is_any_autocast_enabled
 from ..torch_state import without_casts
 
 CONVERTING: Final = frozenset(facts("converting"))
@@ -194,7 +196,8 @@ class LintedCall:
 
         kwargs = {name: given(value) for name, value in self.kwargs.items()}
         try:
-            with without_casts(), torch.autocast(self.call.device_type or "cpu", enabled=False):
+            is_cast = is_any_autocast_enabled()
+            with without_casts(), DisableAutocast() if is_cast else contextlib.nullcontext():
                 args = [*map(given, self.args)]
                 if self.written:
                     args[0] = args[0].clone()

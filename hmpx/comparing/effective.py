@@ -6,6 +6,8 @@ its contents.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Final
 
 import torch
@@ -21,6 +23,9 @@ _ROW: Final = 1 << 15
 #: The same on a device, where each row costs several kernels.
 _DEVICE_ROW: Final = 1 << 24
 
+#: So few values are faster as Python's numbers.
+_FEW: Final = 256
+
 #: Values of the sample that tells rounded values from integers and small sets.
 _SAMPLE: Final = 512
 
@@ -33,7 +38,7 @@ _LEAST_ODD: Final = 1 / 8
 
 #: The bits of an fp32 value that are zero if it was bf16, and if it was fp16.
 _BELOW_BF16: Final = (1 << 16) - 1
-_BELOW_FP16: Final = (1 << 13) - 1
+BELOW_FP16: Final = (1 << 13) - 1
 
 
 def contents(tensor: Tensor) -> torch.dtype | None:
@@ -71,9 +76,9 @@ def contents(tensor: Tensor) -> torch.dtype | None:
             if not (_is_fp32(sample) and _is_fp32(values)):
                 return torch.float64
             sample, values = sample.float(), values.float()
-        if (sample.view(torch.int32) & _BELOW_FP16).any() or (
+        if (sample.view(torch.int32) & BELOW_FP16).any() or (
             bits := _any_bits(values)
-        ) & _BELOW_FP16:
+        ) & BELOW_FP16:
             return torch.float32
         if not bits & _BELOW_BF16:
             return torch.bfloat16 if _is_evidence(sample, torch.bfloat16) else None
@@ -123,11 +128,11 @@ def _any_bits(values: Tensor) -> int:
         for each in rows[1:]:
             total |= each
         bits = torch.cat([total, bits[rows.numel() :]])
-    while len(bits) > 1:
+    while len(bits) > _FEW:
         half = bits[: (len(bits) + 1) // 2].clone()
         half[: len(bits) // 2] |= bits[len(half) :]
         bits = half
-    return int(bits) if len(bits) else 0
+    return functools.reduce(operator.or_, bits.tolist(), 0)
 
 
 def _row(values: Tensor) -> int:

@@ -144,13 +144,18 @@ def user_location(frame: FrameType | None = None) -> str:
 
     Typed code has a name instead of a path: ``"<stdin>:3"``.
     """
-    candidate: FrameType | None = frame or sys._getframe(1)
-    while candidate is not None:
-        path = candidate.f_code.co_filename
-        if is_users(path) or (path[:1] == "<" and _is_typed(candidate)):
-            return f"{path}:{candidate.f_lineno}"
-        candidate = candidate.f_back
-    return ""
+    path, line = user_line(frame or sys._getframe(1))
+    return f"{path}:{line}" if path else ""
+
+
+def user_line(frame: FrameType | None) -> tuple[str, int]:
+    """Returns the path and the number of the line of `user_location`."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_users(path) or (path[:1] == "<" and _is_typed(frame)):
+            return path, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -5,15 +5,14 @@ Follows tensors by their memory, which views share, and keeps none of them alive
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compute import saved_by
 from ..observers import OpCall
@@ -21,7 +20,7 @@ from ..ops import kind
 from ..policy import CastPolicy
 from ..reports import Waste
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, edges_of, tensors_in, version_of
-from ..torch_internals import is_of_transform
+from ..torch_internals import is_of_transform, top_hooks
 from ..torch_state import place, running_module
 from .signatures import Shape
 
@@ -46,18 +45,57 @@ class _Made(NamedTuple):
     """The call that last wrote to some memory."""
 
     memory: Any  # a weak reference: while it is held, the address is not reused
-    call: OpCall
+    op: str
+    casts: CallCasts
     before: str  # the op whose result that call took
 
 
 class _CastTensor:
     """A cast tensor: its version counter then, and the dtypes that it was cast to since."""
 
-    __slots__ = ("dtypes", "tensor", "version")
+    __slots__ = ("dtypes", "name", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = weakref.ref(tensor), version_of(tensor)
         self.dtypes: set[torch.dtype] = set()
+        self.name = ""  # of a parameter, once it was asked for
+
+
+class CallCasts:
+    """The casts of equal calls, wherever they are made.
+
+    Attributes:
+        learns: Whether an input requires gradients.
+        inputs: The dtype of each input that is cast or promoted, and whether it is cast.
+        round_trips: Whether a cast of the result is low -> the fix of the round trip that it makes.
+        kept: Positions of weights whose casts autograd keeps, with their sizes; None where it has not been seen.
+    """
+
+    __slots__ = ("inputs", "kept", "learns", "round_trips")
+
+    def __init__(self, call: OpCall, shapes: tuple[Shape, ...]) -> None:
+        self.learns = any(shape.learns for shape in shapes)
+        self.kept: list[tuple[int, int]] | None = None
+        self.inputs: list[tuple[torch.dtype, bool] | None] = [
+            (cast, True)
+            if given is not cast
+            else (torch.float32, False)
+            if given in LOW_DTYPES and call.dtype is torch.float32
+            else None
+            for given, cast in zip(call.input_dtypes, call.cast_dtypes, strict=True)
+        ]
+        self.round_trips: dict[bool, _Fix] = {}
+        dtypes = list(zip(call.input_dtypes, call.cast_dtypes, strict=True))
+        was_upcast = any(a in LOW_DTYPES and b is torch.float32 for a, b in dtypes)
+        if was_upcast and call.cast_policy == CastPolicy.FP32.name:
+            fix = f"bf16.txt: {call.op}", "less accurate: compare before you keep it"
+            self.round_trips[True] = fix
+        is_cheap = kind(call.op)[0] in ("elementwise", "norm")  # limited by memory
+        if is_cheap and call.cast_policy == CastPolicy.LOW.name:
+            given, cast = dtypes[0]
+            if given is torch.float32 and cast in LOW_DTYPES:
+                fix = f"bf16.txt: -{call.op}", "it then computes in the type of its input"
+                self.round_trips[False] = fix
 
 
 class Casts:
@@ -68,44 +106,46 @@ class Casts:
         self._made: dict[int, _Made] = {}
         self._seen: dict[int, _CastTensor] = {}
         self._most_seen = _MOST  # twice the number alive at the last check, so that checks are rare
-        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._found: dict[Waste, list[int]] = {}
+        self._found: dict[tuple[str, str, str, str, _Fix], list[int]] = {}
 
     def waste(self) -> list[Waste]:
         """Returns the needless casts."""
-        found = self._found.items()
-        return [replace(each, times=times, bytes=count) for each, (times, count) in found]
+        return [
+            Waste(kind_, what, module, location, times, size_bytes, *fix)
+            for (kind_, what, module, location, fix), (times, size_bytes) in self._found.items()
+        ]
 
     def note(
-        self,
-        call: OpCall,
-        shapes: tuple[Shape, ...],
-        inputs: list[Tensor],
-        result: Any,
-        node: Any,
+        self, call: OpCall, casts: CallCasts, inputs: list[Tensor], result: Any, node: Any
     ) -> None:
         """Records the casts of one call, ``call`` or one like it.
 
         ``inputs`` are its floating inputs before casting, ``node`` its node in autograd's graph, or None.
         """
         before = ""
-        for tensor, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True):
-            made = self._made.get(_memory(tensor))
-            before = before or ("" if made is None else made.call.op)
-            if given is cast:
-                is_promoted = given in LOW_DTYPES and call.dtype is torch.float32
-                if made is not None and is_promoted:
-                    self._note_round_trip(call, made, tensor, torch.float32)
+        for tensor, cast in zip(inputs, casts.inputs, strict=True):
+            is_weight = cast is not None and cast[1] and isinstance(tensor, nn.Parameter)
+            if before and (cast is None or is_weight):
+                made = None
+            else:
+                made = self._made.get(_memory(tensor))
+            if made is not None:
+                before = before or made.op
+            if cast is None:
                 continue
-            self._note_again(call, shapes, tensor, cast)
-            if made is not None and not isinstance(tensor, nn.Parameter):
-                self._note_round_trip(call, made, tensor, cast)
-        for tensor in tensors_in([result]):
-            self._note_made(tensor, call, before)
+            dtype, is_cast = cast
+            if is_cast:
+                self._note_again(call, casts, tensor, dtype)
+            fix = None if made is None else made.casts.round_trips.get(dtype in LOW_DTYPES)
+            if fix is not None and made is not None and not is_weight:
+                chain = " -> ".join(filter(None, (made.before, made.op, call.op)))
+                self._add("round trip", chain, call, fix, tensor.numel() * dtype.itemsize)
+        for tensor in [result] if type(result) in PLAIN_TENSORS else tensors_in([result]):
+            self._note_made(tensor, call.op, casts, before)
         if node is not None:
-            self._note_kept(call, inputs, node)
+            self._note_kept(call, casts, inputs, node)
 
-    def _note_made(self, tensor: Tensor, call: OpCall, before: str) -> None:
+    def _note_made(self, tensor: Tensor, op: str, casts: CallCasts, before: str) -> None:
         address = _memory(tensor)
         if not address:
             return
@@ -115,79 +155,83 @@ class Casts:
             if len(self._made) >= _MOST:
                 self._made.clear()
         memory = known.memory if known else StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._made[address] = _Made(memory, call, before)
+        self._made[address] = _Made(memory, op, casts, before)
 
     def _note_again(
-        self, call: OpCall, shapes: tuple[Shape, ...], tensor: Tensor, dtype: torch.dtype
+        self, call: OpCall, casts: CallCasts, tensor: Tensor, dtype: torch.dtype
     ) -> None:
-        seen = self._seen.get(id(tensor))
-        method, size_bytes = _METHODS.get(dtype, "to(...)"), tensor.numel() * dtype.itemsize
-        if seen is None or seen.tensor() is not tensor or seen.version != version_of(tensor):
+        seen, version = self._seen.get(id(tensor)), version_of(tensor)
+        if seen is None or seen.tensor() is not tensor:
             if len(self._seen) >= self._most_seen:
                 self._seen = {k: s for k, s in self._seen.items() if s.tensor() is not None}
                 self._most_seen = max(_MOST, 2 * len(self._seen))
             seen = self._seen[id(tensor)] = _CastTensor(tensor)
-        elif dtype in seen.dtypes and isinstance(tensor, nn.Parameter):
-            fix, name = _FREEZE, self._name(tensor)
-            if any([shape.learns for shape in shapes]):  # noqa: C419  # twice as fast
-                fix = (
-                    f"weight = weight.{method}",
-                    "once, before it is used; sums its gradients low",
-                )
-            self._add("parameter cast again", name, call, fix, size_bytes)
+        elif seen.version != version:
+            seen.version, seen.dtypes = version, set()
         elif dtype in seen.dtypes:
-            fix = (f"low = x.{method}", "once, for these calls; in place of x it is less accurate")
-            self._add("tensor cast again", call.op, call, fix, size_bytes)
+            size_bytes = tensor.numel() * dtype.itemsize
+            if not isinstance(tensor, nn.Parameter):
+                self._add("tensor cast again", call.op, call, _beside(dtype), size_bytes)
+            else:
+                fix = _once(dtype) if casts.learns else _FREEZE
+                self._add("parameter cast again", _name(tensor, seen), call, fix, size_bytes)
         seen.dtypes.add(dtype)
 
-    def _note_round_trip(
-        self, call: OpCall, made: _Made, tensor: Tensor, dtype: torch.dtype
-    ) -> None:
-        earlier = made.call
-        casts = list(zip(earlier.input_dtypes, earlier.cast_dtypes, strict=True))
-        fix = None
-        if dtype in LOW_DTYPES:
-            was_upcast = any(a in LOW_DTYPES and b is torch.float32 for a, b in casts)
-            if was_upcast and earlier.cast_policy == CastPolicy.FP32.name:
-                fix = (f"bf16.txt: {earlier.op}", "less accurate: compare before you keep it")
-        elif _is_cheap(earlier.op) and earlier.cast_policy == CastPolicy.LOW.name:
-            given, cast = casts[0]
-            if given is torch.float32 and cast in LOW_DTYPES:
-                fix = (f"bf16.txt: -{earlier.op}", "it then computes in the type of its input")
-        if fix is not None:
-            chain = " -> ".join(filter(None, (made.before, earlier.op, call.op)))
-            self._add("round trip", chain, call, fix, tensor.numel() * dtype.itemsize)
-
-    def _note_kept(self, call: OpCall, inputs: list[Tensor], node: Any) -> None:
+    def _note_kept(self, call: OpCall, casts: CallCasts, inputs: list[Tensor], node: Any) -> None:
         """Records casts of weights that autograd keeps for the backward."""
-        weights = [
-            tensor
-            for tensor, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True)
-            if given is not cast and isinstance(tensor, nn.Parameter) and tensor.dim() > 1
-        ]
-        if not weights:
-            return
-        saved = [each for each in _held_for(node) if each.dtype in LOW_DTYPES]
-        for weight in weights:
-            for each in saved:
-                if each.numel() == weight.numel() and each.dim() == weight.dim():
-                    name = self._name(weight)
-                    self._add(
-                        "weight casts kept", name, call, _KEEP_NONE, weight.numel() * each.itemsize
-                    )
-                    break
+        kept = casts.kept
+        if kept is None or top_hooks() is not None:
+            kept = _kept_by(node, casts, inputs)
+            if top_hooks() is None:
+                casts.kept = kept
+        for position, size_bytes in kept:
+            weight = inputs[position]
+            name = _name(weight, self._seen[id(weight)])
+            self._add("weight casts kept", name, call, _KEEP_NONE, size_bytes)
 
     def _add(self, kind_: str, what: str, call: OpCall, fix: _Fix, size_bytes: int) -> None:
-        waste = Waste(kind_, what, call.module, call.location, 0, 0, *fix)
-        counts = self._found.setdefault(waste, [0, 0])
+        key = kind_, what, call.module, call.location, fix
+        counts = self._found.get(key)
+        if counts is None:
+            counts = self._found[key] = [0, 0]
         counts[0] += 1
         counts[1] += size_bytes
 
-    def _name(self, parameter: Tensor) -> str:
-        name: str | None = self._names.get(parameter)  # type: ignore[no-untyped-call]
-        if name is None:
-            name = self._names[parameter] = _name_of(parameter)
-        return name
+
+def _kept_by(node: Any, casts: CallCasts, inputs: list[Tensor]) -> list[tuple[int, int]]:
+    """Returns the positions of weights whose casts autograd keeps for a call, and the sizes of these."""
+    weights = [
+        (position, tensor)
+        for position, (tensor, cast) in enumerate(zip(inputs, casts.inputs, strict=True))
+        if cast and cast[1] and isinstance(tensor, nn.Parameter) and tensor.dim() > 1
+    ]
+    saved = [each for each in _held_for(node) if each.dtype in LOW_DTYPES] if weights else []
+    found = []
+    for position, weight in weights:
+        for each in saved:
+            if each.numel() == weight.numel() and each.dim() == weight.dim():
+                found.append((position, weight.numel() * each.itemsize))
+                break
+    return found
+
+
+@functools.cache
+def _once(dtype: torch.dtype) -> _Fix:
+    """Returns the fix of casting a weight that learns once."""
+    fix = f"weight = weight.{_METHODS.get(dtype, 'to(...)')}"
+    return fix, "once, before it is used; sums its gradients low"
+
+
+def _beside(dtype: torch.dtype) -> _Fix:
+    """Returns the fix of casting another tensor once."""
+    fix = f"low = x.{_METHODS.get(dtype, 'to(...)')}"
+    return fix, "once, for these calls; in place of x it is less accurate"
+
+
+def _name(parameter: Tensor, seen: _CastTensor) -> str:
+    if not seen.name:
+        seen.name = _name_of(parameter)
+    return seen.name
 
 
 def _memory(tensor: Tensor) -> int:
@@ -196,11 +240,6 @@ def _memory(tensor: Tensor) -> int:
     if not is_plain or is_of_transform(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)
-
-
-def _is_cheap(op: str) -> bool:
-    """Whether an op gains little from low precision because it is limited by memory."""
-    return kind(op)[0] in ("elementwise", "norm")
 
 
 def _name_of(parameter: Tensor) -> str:

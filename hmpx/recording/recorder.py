@@ -15,11 +15,11 @@ from ..errors import raised_here
 from ..forks import in_own_thread, new_lock
 from ..number_formats import is_format
 from ..observers import OpCall, Values
-from ..reports import Row, Waste, add_up, added, added_waste
+from ..reports import Row, Waste, add_up, added_waste, by_cost
 from ..tensors import LOW_DTYPES, floating_in, node_of, promoted, tensors_in
 from ..torch_internals import DispatchMode, disable_modes, is_jit_tracing, is_noted_in_graph
 from ..torch_state import without_casts
-from .casts import Casts
+from .casts import CallCasts, Casts
 from .signatures import Shape, Signature, rebuilt, shapes, shapes_in, signature
 
 if TYPE_CHECKING:
@@ -27,31 +27,42 @@ if TYPE_CHECKING:
 
 _CONVERTING: Final = ops.facts("converting").keys()
 
-#: Most entries before their counts are folded. An entry takes some 5 kB.
+#: Most entries before their counts are folded, beyond twice the number of rows.
 _MOST_ENTRIES: Final = 2_000
 
 
-@dataclass(slots=True)
-class RecordedCalls:
-    """Equal calls: the first of them, their shapes, and their number.
-
-    ``backward`` is the number of times that gradients of calls were computed.
-    """
+@dataclass(slots=True, eq=False)
+class Costs:
+    """What equal calls cost, wherever they are made: the first of them, and its shapes."""
 
     call: OpCall
     signature: Signature | None
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
+    casts: CallCasts
+    rows: tuple[Row, Row] | None = None  # of one call, and of its gradients
+
+
+@dataclass(slots=True, eq=False)
+class RecordedCalls:
+    """Equal calls of one place: the first of them, and their number.
+
+    ``backward`` is the number of times that gradients of calls were computed.
+    """
+
+    call: OpCall
+    costs: Costs
     calls: int = 0
     seconds: float = 0.0
     backward: int = 0
+    note_backward: Callable[[Any], None] | None = None  # the hook of nodes
 
 
 class Recorder:
     """Counts equal calls.
 
     Each shape of inputs has its own entry, and a model that generates text has new shapes at each token. So
-    once there are many entries, they are folded: only their sums are kept.
+    once there are many more entries than rows, they are folded: only their sums are kept.
     """
 
     def __init__(self, *, is_timed: bool = False) -> None:
@@ -67,10 +78,18 @@ class Recorder:
         """Drops all calls."""
         for entry in [*self._entries.values(), *self._gradients.values()]:
             entry.backward = 0  # gradients may be computed later
-        self._entries = {}
         self._gradients = {}  # those with gradients computed, in order
         self._sums: dict[Row, Row] = {}
         self._casts = Casts()
+        self._forget_entries()
+
+    def _forget_entries(self) -> None:
+        # A deep model has many rows, and as many entries.
+        self._most = _MOST_ENTRIES + 2 * len(self._sums)
+        self._entries = {}
+        self._costs: dict[object, Costs] = {}
+        self._known: dict[int, RecordedCalls] = {}  # by the ids of calls
+        self._held = list[OpCall]()  # these calls, so that their ids are not reused
 
     def stop(self) -> None:
         """Ends the counting of backwards."""
@@ -80,38 +99,59 @@ class Recorder:
 
     def __call__(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         """Counts one call, unless it becomes part of a graph and says nothing about the program."""
-        inputs, args, kwargs, result = values
+        inputs, _, _, result = values
         if torch.compiler.is_compiling() or is_noted_in_graph() or is_jit_tracing():
             return
+        learns = torch.is_grad_enabled()
+        node = _node_of(inputs, result) if learns else None
+        with self._lock:
+            entry = self._known.get(id(call)) or self._entry_of(call, values, learns=learns)
+            if entry is None:
+                return
+            entry.calls += 1
+            if call.seconds is not None:
+                entry.seconds += call.seconds
+            self._casts.note(entry.call, entry.costs.casts, inputs, result, node)
+        if node is not None:
+            node.register_prehook(entry.note_backward)
+        if len(self._entries) > self._most:
+            self._fold()
+
+    def _entry_of(self, call: OpCall, values: Values, *, learns: bool) -> RecordedCalls | None:
+        """Returns the entry of a call that is not known; None for a call to leave out."""
+        inputs, args, kwargs, result = values
+        first = call
         if call.op in _CONVERTING:
             if call.output_dtypes == call.input_dtypes[:1]:
-                return  # it has converted nothing
+                return None  # it has converted nothing
             call = replace(call, reason=OWN_CAST, cast_bytes=_bytes_of(result))
-        learns = torch.is_grad_enabled()
         found = signature(args, kwargs, learns=learns)
         given, outputs = shapes(inputs, learns=learns), shapes(result)
         if any([shape.times > 1 for shape in given]) and call.reason != OWN_CAST:  # noqa: C419
             call = replace(call, cast_bytes=_bytes_cast(given, call))
         key = (
             call.site, call.cast_policy, call.reason, call.dtype, call.input_dtypes,
-            call.cast_dtypes, call.device_type, call.module, call.location, call.phase,
-            call.legalized, found, given, outputs,
+            call.cast_dtypes, call.device_type, call.legalized, found, given, outputs,
+            *map(type, inputs),
         )  # fmt: skip
-        node = _node_of(inputs, result) if learns else None
-        with self._lock:
-            try:
-                entry = self._entries.get(key)
-            except TypeError:  # sizes are symbols: a graph is being traced, and nothing computed
-                return
-            if entry is None:
-                entry = self._entries[key] = RecordedCalls(call, found, given, outputs)
-            entry.calls += 1
-            entry.seconds += call.seconds or 0.0
-            self._casts.note(entry.call, given, inputs, result, node)
-        if node is not None:
-            node.register_prehook(functools.partial(self._note_backward, entry))
-        if len(self._entries) > _MOST_ENTRIES:
-            self._fold()
+        try:
+            costs = self._costs.get(key)
+        except TypeError:  # sizes are symbols: a graph is being traced, and nothing computed
+            return None
+        if costs is None:
+            costs = Costs(call, found, given, outputs, CallCasts(call, given))
+            self._costs[key] = costs
+        here = costs, call.module, call.location, call.phase
+        entry = self._entries.get(here)
+        if entry is None:
+            entry = self._entries[here] = RecordedCalls(call, costs)
+            entry.note_backward = functools.partial(self._note_backward, entry)
+        if call.seconds is None:
+            if len(self._known) > self._most:
+                self._known, self._held = {}, []
+            self._known[id(first)] = entry
+            self._held.append(first)
+        return entry
 
     def _note_backward(self, entry: RecordedCalls, _: Any) -> None:
         """A hook that counts a computation of gradients of one of the entry's calls."""
@@ -119,8 +159,10 @@ class Recorder:
             return
         with self._lock:
             entry.backward += 1
+            if entry.backward > 1:
+                return
             self._gradients[id(entry)] = entry
-        if len(self._gradients) > _MOST_ENTRIES:
+        if len(self._gradients) > self._most:
             self._fold()
 
     def _fold(self) -> None:
@@ -132,11 +174,12 @@ class Recorder:
             )
             for entry in (*self._entries.values(), *self._gradients.values()):
                 entry.backward = 0
-            self._entries, self._gradients = {}, {}
+            self._gradients = {}
+            self._forget_entries()
 
         def rows() -> list[Row]:
-            calls = [forward_row(entry, is_timed=self._is_timed) for entry in forward]
-            return [*calls, *map(backward_row, backward)]
+            calls = [_forward_row(entry, is_timed=self._is_timed) for entry in forward]
+            return [*calls, *map(_backward_row, backward)]
 
         try:
             found = in_own_thread(rows, "hmpx-report")
@@ -144,6 +187,7 @@ class Recorder:
             found = rows()
         with self._lock:
             add_up(self._sums, found)
+            self._most = _MOST_ENTRIES + 2 * len(self._sums)
 
     # --- results -------------------------------------------------------------------------------------
 
@@ -151,7 +195,7 @@ class Recorder:
         """Returns the counts, the most expensive first."""
         self._fold()
         with self._lock:
-            return added(self._sums.values())
+            return by_cost(self._sums.values())
 
     def waste(self) -> tuple[Waste, ...]:
         """Returns unnecessary casts."""
@@ -177,7 +221,7 @@ def _node_of(inputs: list[Tensor], result: Any) -> Any:
     for output in [result] if isinstance(result, Tensor) else tensors_in([result]):
         node = node_of(output)
         if node is not None:
-            return None if node in map(node_of, inputs) else node
+            return None if any([output is each for each in inputs]) else node  # noqa: C419  # twice as fast
     return None
 
 
@@ -187,28 +231,51 @@ def _node_of(inputs: list[Tensor], result: Any) -> Any:
 OWN_CAST: Final = "the program's own cast"
 
 
-def forward_row(entry: RecordedCalls, *, is_timed: bool) -> Row:
+def _forward_row(entry: RecordedCalls, *, is_timed: bool) -> Row:
     """Returns the row of the calls."""
-    call, times = entry.call, entry.calls
+    seconds = entry.seconds if is_timed else None
+    row = _rows(entry.costs)[0]
+    return _times(row, entry.call, entry.calls, phase=entry.call.phase, seconds=seconds)
+
+
+def _backward_row(entry: RecordedCalls) -> Row:
+    """Returns the row of the gradients."""
+    return _times(_rows(entry.costs)[1], entry.call, entry.backward)
+
+
+def _times(row: Row, call: OpCall, times: int, **values: Any) -> Row:
+    """Returns the row of as many calls, at the place of ``call``."""
+    names = "casts", "cast_bytes", "flops", "bytes"
+    sums = {name: times * getattr(row, name) for name in names}
+    return replace(row, module=call.module, location=call.location, calls=times, **sums, **values)
+
+
+def _rows(costs: Costs) -> tuple[Row, Row]:
+    """Returns the rows of one call and of its gradients."""
+    if costs.rows is None:
+        costs.rows = _row_of_call(costs), _row_of_gradients(costs)
+    return costs.rows
+
+
+def _row_of_call(costs: Costs) -> Row:
+    call = costs.call
     return _row(
-        entry,
+        call,
         phase=call.phase,
-        calls=times,
         input_dtypes=_names(call.input_dtypes),
         cast_dtypes=_names(call.cast_dtypes),
         output_dtypes=_names(call.output_dtypes),
-        casts=times * _casts(call),
-        cast_bytes=times * call.cast_bytes,
-        flops=times * _flops(entry).forward,
-        bytes=times * (_input_bytes(entry) + _bytes(entry.outputs)),
-        seconds=entry.seconds if is_timed else None,
+        casts=_casts(call),
+        cast_bytes=call.cast_bytes,
+        flops=_flops(costs).forward,
+        bytes=_input_bytes(costs) + _bytes(costs.outputs),
     )
 
 
-def backward_row(entry: RecordedCalls) -> Row:
-    """Returns the row of the gradients: of results as input, and of inputs as output, in their own dtypes."""
-    call, times = entry.call, entry.backward
-    inputs = list(zip(entry.inputs, call.input_dtypes, call.cast_dtypes, strict=True))
+def _row_of_gradients(costs: Costs) -> Row:
+    """Returns a row with gradients of results as input, and of inputs as output, in their own dtypes."""
+    call = costs.call
+    inputs = list(zip(costs.inputs, call.input_dtypes, call.cast_dtypes, strict=True))
     if call.reason == OWN_CAST:
         inputs = [(shape, given, call.output_dtypes[0]) for shape, given, _ in inputs]
     learning = [each for each in inputs if each[0].learns]
@@ -219,21 +286,19 @@ def backward_row(entry: RecordedCalls) -> Row:
     ]
     gradients = sum(shape.bytes // given.itemsize * run.itemsize for shape, given, run in learning)
     return _row(
-        entry,
+        call,
         phase="backward",
-        calls=times,
         input_dtypes=_names(call.output_dtypes),
         cast_dtypes=_names(call.output_dtypes),
         output_dtypes=_names([given for _, given, _ in learning]),
-        casts=times * len(cast),
-        cast_bytes=times * _bytes(cast),
-        flops=times * _flops(entry).backward,
-        bytes=times * (_bytes(entry.outputs) + _input_bytes(entry) + gradients),
+        casts=len(cast),
+        cast_bytes=_bytes(cast),
+        flops=_flops(costs).backward,
+        bytes=_bytes(costs.outputs) + _input_bytes(costs) + gradients,
     )
 
 
-def _row(entry: RecordedCalls, **values: Any) -> Row:
-    call = entry.call
+def _row(call: OpCall, **values: Any) -> Row:
     return Row(
         op=call.op,
         site=call.site,
@@ -243,6 +308,7 @@ def _row(entry: RecordedCalls, **values: Any) -> Row:
         cast_policy=call.cast_policy,
         reason=call.reason,
         dtype=_computed_in(call),
+        calls=1,
         legalized=call.legalized,
         **values,
     )
@@ -274,10 +340,10 @@ def _computed_in(call: OpCall) -> str:
     return _name(dtype)
 
 
-def _input_bytes(entry: RecordedCalls) -> int:
+def _input_bytes(costs: Costs) -> int:
     """Returns the bytes of all inputs, the floating ones as cast."""
-    given = _bytes(entry.inputs if entry.signature is None else shapes_in(entry.signature))
-    for shape, run in zip(entry.inputs, entry.call.cast_dtypes, strict=True):
+    given = _bytes(costs.inputs if costs.signature is None else shapes_in(costs.signature))
+    for shape, run in zip(costs.inputs, costs.call.cast_dtypes, strict=True):
         given += shape.bytes // shape.dtype.itemsize * (run.itemsize - shape.dtype.itemsize)
     return given
 
@@ -304,12 +370,12 @@ class Flops(NamedTuple):
     backward: int = 0
 
 
-def _flops(entry: RecordedCalls) -> Flops:
+def _flops(costs: Costs) -> Flops:
     """Returns the operations of one call; under `torch.func.vmap`, of the whole batch."""
-    if entry.signature is None:
+    if costs.signature is None:
         return Flops()
-    found = _flops_of(entry.call.function, entry.signature)
-    times = max([shape.times for shape in entry.outputs], default=1)
+    found = _flops_of(costs.call.function, costs.signature)
+    times = max([shape.times for shape in costs.outputs], default=1)
     return Flops(found.forward * times, found.backward * times)
 
 

@@ -32,5 +32,17 @@ from .pages import (
     written,
 )
 from .report import Report, Views, merged, read_json
-from .rows import KINDS, Memory, Moment, Row, Totals, Waste, add_up, added, added_waste, totals
+from .rows import (
+    KINDS,
+    Memory,
+    Moment,
+    Row,
+    Totals,
+    Waste,
+    add_up,
+    added,
+    added_waste,
+    by_cost,
+    totals,
+)
 from .table import Column, ReportTable

@@ -130,7 +130,12 @@ def added(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Adds up rows that differ only in their sums; the most expensive first."""
     sums: dict[Row, Row] = {}
     add_up(sums, rows)
-    return tuple(sorted(sums.values(), key=lambda row: (-row.flops, -row.bytes)))
+    return by_cost(sums.values())
+
+
+def by_cost(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Returns rows in the order of reports."""
+    return tuple(sorted(rows, key=lambda row: (-row.flops, -row.bytes)))
 
 
 def add_up(sums: dict[Row, Row], rows: Iterable[Row]) -> None:

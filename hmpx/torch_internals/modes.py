@@ -140,11 +140,11 @@ def is_graph_made() -> bool:
 
 
 def unseen(function: _F) -> _F:
-    """Makes a function of an observer run where no mode of the program sees its calls."""
+    """Makes a function of an observer run where no mode sees its calls, of the program or of another observer."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        is_dispatched = any(not isinstance(each, DispatchMode) for each in mode_stack())
+        is_dispatched = dispatch_modes() > 0
         if (
             not (is_dispatched or _has_function_modes())
             or torch.compiler.is_dynamo_compiling()

@@ -124,9 +124,15 @@ class without_casts(disable_casts):  # noqa: N801
     """`disable_casts` for code of hmpx and of torch's optimizers, hidden from observers."""
 
 
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
+def apart() -> contextlib.AbstractContextManager[None]:
     """Isolates hmpx's own code: not cast, observed, recorded, or seen by the program's modes."""
+    is_uncast = unobserved_by() is without_casts and not is_any_autocast_enabled()
+    is_apart = is_uncast and not (torch.is_grad_enabled() or dispatch_modes())
+    return contextlib.nullcontext() if is_apart else _apart()
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
     is_autocast_on = is_any_autocast_enabled()
     # Outermost, since its end also restores the switch's marks.
     without_autocast = DisableAutocast() if is_autocast_on else contextlib.nullcontext()
@@ -135,12 +141,11 @@ def apart() -> Iterator[None]:
         yield
 
 
-def is_unobserved() -> bool:
-    """Whether the call is hmpx's own; only the innermost region counts."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    region = innermost()
-    return region is not None and region.kind in (without_casts, unobserved_casts)
+def unobserved_by() -> type | None:
+    """Returns the class of the innermost region if that makes a call hmpx's own; None for others."""
+    region = None if torch.compiler.is_dynamo_compiling() else innermost()
+    is_own = region is not None and region.kind in (without_casts, unobserved_casts)
+    return region.kind if region is not None and is_own else None
 
 
 def is_off_by_program() -> bool:

@@ -12,14 +12,15 @@ import functools
 import hashlib
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from ..comparing import contents, has_values
+from ..comparing import BELOW_FP16, contents, has_values
 from ..tensors import long_name
 
 #: Projections of a tensor. The standard deviation of an estimate is a ninth of it.
@@ -114,12 +115,21 @@ def difference(a: Sketch, b: Sketch) -> Estimate:
     return Estimate(math.sqrt(square) / a.norm, error / a.norm)
 
 
-def sketch(tensor: Tensor) -> Sketch:
-    """Returns the sketch of a tensor that `has_values`. Reads it twice."""
+def values_of(tensor: Tensor) -> Tensor:
+    """Returns the values of a tensor that `has_values` in the order of its shape; may share its memory."""
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
         values = torch.view_as_real(values)
-    values = values.contiguous().view(-1)
+    return values.contiguous().view(-1)
+
+
+def are_few(values: Tensor) -> bool:
+    """Whether `sketches` takes these `values_of` a tensor."""
+    return 0 < len(values) <= _COLUMNS and values.device.type == "cpu"
+
+
+def sketch(values: Tensor) -> Sketch:
+    """Returns the sketch of the `values_of` a tensor. Reads them twice."""
     digest = _digest(values)
     if not values.is_floating_point() or not len(values):
         return Sketch(digest)
@@ -136,6 +146,38 @@ def sketch(tensor: Tensor) -> Sketch:
         found = _numbers(values.where(is_finite, 0), wide)
     norm, least, largest, *projections = found
     return Sketch(digest, nonfinite, norm, least, largest, tuple(projections), places)
+
+
+def sketches(values: Sequence[Tensor]) -> list[tuple[Sketch, str]]:
+    """Returns the sketch and the `low_contents` of each of these: `are_few`, of one dtype."""
+    lengths, dtype = torch.tensor([len(each) for each in values]), values[0].dtype
+    bits = pad_sequence([_bits(each) for each in values], batch_first=True)
+    weighted = (_mixed(bits) * _weights("cpu")[: bits.shape[1]]).sum(1).tolist()
+    counts = [len(each) * dtype.itemsize // bits.dtype.itemsize for each in values]
+    digests = [(n * _MULTIPLIER + w) % _MODULUS for n, w in zip(counts, weighted, strict=True)]
+    if not dtype.is_floating_point:
+        return [(Sketch(each), "") for each in digests]
+    given = bits.view(dtype).double()
+    _, columns, signs = _signs("cpu", torch.float64)
+    found = given * signs[: given.shape[1]]
+    is_pad = torch.arange(given.shape[1]) >= lengths[:, None]
+    least = given.masked_fill(is_pad, math.inf).amin(1)
+    largest = given.masked_fill(is_pad, -math.inf).amax(1)
+    ends = torch.stack([(found * found).sum(1).sqrt(), least, largest], 1)
+    sums = found @ columns[:, : given.shape[1]].T
+    is_wide = [dtype not in (torch.float32, torch.float64)] * len(values)
+    if dtype is torch.float32:
+        is_wide = ((bits & BELOW_FP16) != 0).any(1).tolist()
+    found_numbers = torch.cat([ends, sums], 1).tolist()
+    made = list[tuple[Sketch, str]]()
+    for each, digest, numbers, is_plain in zip(
+        values, digests, found_numbers, is_wide, strict=True
+    ):
+        norm, least_, largest_, *projections = numbers
+        one = Sketch(digest, 0, norm, least_, largest_, tuple(projections))
+        one = one if math.isfinite(norm) else sketch(each)
+        made.append((one, "" if is_plain else low_contents(each)))
+    return made
 
 
 def low_contents(tensor: Tensor) -> str:
@@ -173,14 +215,21 @@ def _numbers(values: Tensor, dtype: torch.dtype) -> list[float]:
 
 def _digest(values: Tensor) -> int:
     """Returns a hash that any change of one value changes, and others with a probability of 1 - 2**-32."""
-    bits = values.view({1: torch.uint8, 2: torch.int16}.get(values.element_size(), torch.int32))
+    bits = _bits(values)
     total, weights = len(bits), _weights(str(bits.device))
     for part in _parts(bits):
-        # Times an odd number, the highest bit is the same but for its sign: flips of signs would cancel.
-        mixed = part ^ (part >> 15) if part.dtype is torch.int32 else part
-        for weighted in (mixed * weights[: part.shape[1]]).sum(1).tolist():
+        for weighted in (_mixed(part) * weights[: part.shape[1]]).sum(1).tolist():
             total = (total * _MULTIPLIER + weighted) % _MODULUS
     return total
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view({1: torch.uint8, 2: torch.int16}.get(values.element_size(), torch.int32))
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    # Times an odd number, the highest bit is the same but for its sign: flips of signs would cancel.
+    return bits ^ (bits >> 15) if bits.dtype is torch.int32 else bits
 
 
 def _parts(values: Tensor) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from ..errors import OptionError, raised_here, short, to_the_end, warn
 from ..files import unwritable
 from ..observers import Attached, CallTensors, OpCall
 from ..policy import load_policy, matches
-from ..torch_state import spot, without_casts
+from ..torch_state import spot
 from .writing import Writer
 
 
@@ -126,8 +126,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
             self._writer.name(model)
         # Unpickled tensors come in the order of the workers that sent them.
         if tensors is not None and is_wanted and may_read() and call.op != "set":
-            with without_casts():
-                self._writer.call(call, tensors)
+            self._writer.call(call, tensors)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_dynamo_compiling() and self._is_traced():

@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Final, TextIO
 
 import torch
@@ -27,7 +27,7 @@ from ..torch_internals import unseen
 from ..torch_state import named_tensors, without_casts
 from ..version import __version__
 from .reading import FORMAT, Header
-from .sketches import low_contents, sketch
+from .sketches import Sketch, are_few, low_contents, sketch, sketches, values_of
 
 #: By so much the inputs of a call are moved, relatively, to see how much it amplifies rounding: that of bfloat16.
 #: Half of the values by twice as much and half not at all: at random, and on average. Of tensors with fewer values
@@ -40,8 +40,26 @@ _FACTORS: Final = 1 << 20
 #: Lines that wait for the end of their step.
 _MOST_LINES: Final = 1 << 12
 
+#: Tensors with few values that wait to be read together.
+_MOST_WAITING: Final = 1 << 8
+
 #: Tensors of a step whose values are known by their digest.
 _MOST_KNOWN: Final = 1 << 14
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """A tensor of the trace. Its values may be read later, with those of others; its number is that of its line."""
+
+    shape: list[int]
+    dtype: str
+    name: str
+    of: _Seen | None  # whose view it is
+    is_copy: bool
+    found: Sketch | None = None
+    low: str = ""
+    values: Tensor | None = None  # those that are to be read
+    number: int = -1
 
 
 class Writer:
@@ -54,9 +72,10 @@ class Writer:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._pid, self._lines = os.getpid(), list[str]()
+        self._pid, self._lines = os.getpid(), list[tuple[str, Any]]()
+        self._waiting = list[_Seen]()
         self._sites: dict[tuple[Any, ...], int] = {}
-        self._ids: Any = WeakTensorKeyDictionary()  # tensor -> its version, and its number
+        self._ids: Any = WeakTensorKeyDictionary()  # tensor -> its version, and what is known of it
         self._contents: dict[tuple[Any, ...], int] = {}  # what was written of this step's tensors
         self._names: Any = WeakTensorKeyDictionary()
         self._tensors = self.calls = 0
@@ -68,15 +87,52 @@ class Writer:
         """Writes a line; a full disk ends the trace, not the program."""
         if not self.is_open or os.getpid() != self._pid:  # a fork has its parent's lines
             return
-        self._lines.append(json.dumps({kind: values}, separators=(",", ":")) + "\n")
-        if flushes or len(self._lines) == _MOST_LINES:
+        self._lines.append((kind, values))
+        if flushes or len(self._lines) >= _MOST_LINES:
+            self._read()
+            lines = [self._line(*each) for each in self._lines]
             try:
-                self._file.writelines(self._lines)
+                self._file.writelines(lines)
                 self._file.flush()
             except raised_here(OSError) as error:
                 self.is_open = False
                 warn(f"{unwritable(self._file.name, error)}; the trace ends, the program goes on")
             self._lines.clear()
+
+    def _line(self, kind: str, values: Any) -> str:
+        """Returns a line; "" for a copy of a tensor that was written."""
+        if kind == "tensor":
+            values = self._numbered(values)
+        return "" if values is None else _ENCODER.encode({kind: values}) + "\n"
+
+    def _numbered(self, seen: _Seen) -> list[Any] | None:
+        """Gives a tensor its number, and returns what is written about it; None if its values were written."""
+        found = seen.found
+        key = (*seen.shape, seen.dtype, found and found.digest)
+        number = self._contents.get(key) if seen.is_copy and found else None
+        if number is not None:
+            seen.number = number
+            return None
+        seen.number, self._tensors = self._tensors, self._tensors + 1
+        if len(self._contents) >= _MOST_KNOWN:  # a program without steps
+            self._contents.clear()
+        self._contents[key] = seen.number
+        of = -1 if seen.of is None else seen.of.number
+        return [seen.shape, seen.dtype, seen.low, of, seen.name, found.encoded() if found else ""]
+
+    @unseen
+    def _read(self) -> None:
+        """Reads the values that wait, those of a dtype at once."""
+        by_dtype = dict[torch.dtype, list[_Seen]]()
+        for each in self._waiting:
+            assert each.values is not None
+            by_dtype.setdefault(each.values.dtype, []).append(each)
+        self._waiting.clear()
+        with without_casts(), torch.no_grad():
+            for alike in by_dtype.values():
+                found = sketches([each.values for each in alike if each.values is not None])
+                for each, (each.found, low) in zip(alike, found, strict=True):
+                    each.low, each.values = "" if "complex" in each.dtype else low, None
 
     def end(self) -> None:
         """Writes the last line and closes the file; gradients that come later are not written."""
@@ -154,39 +210,34 @@ class Writer:
             ]
         self._write("optimizer", [type(optimizer).__name__, groups])
 
-    def _tensor(self, tensor: Tensor, *, is_copy: bool = False) -> int:
-        """Writes a tensor, unless its values were written, and returns its number."""
+    def _tensor(self, tensor: Tensor, *, is_copy: bool = False) -> _Seen:
+        """Writes a tensor, unless its values were written, and returns what is known of it."""
         version = version_of(tensor)
         is_copy &= tensor not in self._names
         known = None if is_copy else self._ids.get(tensor)
         if known is not None and known[0] == version >= 0:
-            return int(known[1])
+            return known[1]  # type: ignore[no-any-return]
         base = tensor._base if tensor._is_view() else None
-        found = sketch(tensor) if has_values(tensor) else None
+        of = None if base is None else self._ids.get(base)
+        if of is not None and of[0] != version:
+            of = None  # the base was written to, perhaps through another view
         shape, dtype = [] if tensor.is_nested else [*tensor.shape], long_name(tensor.dtype)
-        key = (*shape, dtype, found and found.digest)
-        number = self._contents.get(key) if is_copy and found else None
-        if number is None:
-            of = None if base is None else self._ids.get(base)
-            if of is not None and of[0] != version:
-                of = None  # the base was written to, perhaps through another view
-            number, self._tensors = self._tensors, self._tensors + 1
-            about = [
-                shape,
-                dtype,
-                low_contents(tensor),
-                -1 if of is None else of[1],
-                self._names.get(tensor, ""),
-            ]
-            self._write("tensor", [*about, found.encoded() if found else ""])
-            if len(self._contents) >= _MOST_KNOWN:  # a program without steps
-                self._contents.clear()
-            self._contents[key] = number
+        name = self._names.get(tensor, "")
+        seen = _Seen(shape, dtype, name, None if of is None else of[1], is_copy)
+        values = values_of(tensor) if has_values(tensor) else None
+        if values is not None and are_few(values):
+            seen.values = values.clone()
+            self._waiting.append(seen)
+            if len(self._waiting) >= _MOST_WAITING:
+                self._read()
+        elif values is not None:
+            seen.found, seen.low = sketch(values), low_contents(tensor)
+        self._write("tensor", seen)
         if not is_copy:
-            self._ids[tensor] = version, number
+            self._ids[tensor] = version, seen
             if base is not None and base not in self._ids and base.numel() == tensor.numel():
-                self._ids[base] = version, number  # of a result that torch returns as a view
-        return number
+                self._ids[base] = version, seen  # of a result that torch returns as a view
+        return seen
 
     def _gain(self, tensors: CallTensors, results: list[Tensor]) -> float:
         """Returns the relative change of the results by a relative change of the inputs; 0 if unknown."""
@@ -219,6 +270,10 @@ class Writer:
         if (count := first + tensor.numel()) > _FACTORS:
             factors = factors.repeat(-(-count // _FACTORS))
         return factors[first:count].view(tensor.shape)
+
+
+#: Writes numbers for tensors.
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"), default=lambda seen: seen.number)
 
 
 @functools.lru_cache(maxsize=8)

@@ -342,3 +342,24 @@ def test_a_loss_scaler_is_seen() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert rec.report().about["loss scaler"] == "yes"
+
+
+def test_equal_calls_with_a_parameter_and_with_a_tensor_are_told_apart() -> None:
+    x, weight = torch.ones(2, 8, requires_grad=True), nn.Parameter(torch.ones(8, 8))
+    with hmpx.convert(device_types={"cpu"}, legalize="never"), hmpx.record() as rec:
+        for each in (weight, weight.detach().clone().requires_grad_(), weight):
+            F.linear(x, each)
+    kept = [each for each in rec.waste() if each.kind == "weight casts kept"]
+    assert [(each.times, each.what) for each in kept] == [(2, "a parameter of shape (8, 8)")]
+
+
+def test_shapes_of_results_and_arguments_keep_calls_apart() -> None:
+    """Of calls on one line, in one record."""
+    x = torch.arange(12.0).view(3, 4)
+    calls = [lambda n=n: torch.masked_select(x, x < n).sum() for n in (2, 5)]
+    calls += [lambda dim=dim: x.sum(dim) for dim in (0, 1, 0)]
+    with hmpx.convert(device_types={"cpu"}), hmpx.record() as rec:
+        for call in calls:
+            call()
+    found = {(row.calls, row.bytes) for row in rec.rows if row.op == "sum"}
+    assert found == {(2, 4 * (2 + 5 + 2)), (3, 4 * (3 * 12 + 4 + 3 + 4))}

@@ -725,3 +725,52 @@ def test_two_processes_give_the_gradients_of_one(tmp_path: Path) -> None:
     assert len(gradients) == 12
     assert {row.verdict for row in gradients} <= {"equal", "rounding", "inherited"}
     assert "different processes 1 and 2" in str(found)
+
+
+def test_values_are_those_at_the_time_of_the_call(tmp_path: Path) -> None:
+    """Though they are read later, and the memory has other values then."""
+    path, expected = tmp_path / "a.hmpx", tmp_path / "b.hmpx"
+    for each, changes in ((path, True), (expected, False)):
+        with hmpx.trace(each):
+            x = torch.linspace(-1, 1, 6)
+            y = torch.tanh(x)
+            if changes:
+                x.data.zero_()
+                y.data.zero_()
+    first, second = (
+        [json.loads(line) for line in p.read_text().splitlines()] for p in (path, expected)
+    )
+    tensors = [[line for line in lines if "tensor" in line] for lines in (first, second)]
+    assert tensors[0] == tensors[1]
+    assert len(tensors[0]) == 2
+
+
+def test_few_values_have_the_sketches_of_many() -> None:
+    """Read together: integers, low and wide dtypes, NaN and infinities, views that are not contiguous."""
+    from hmpx.tracing.sketches import sketch, sketches, values_of
+
+    x = torch.linspace(-3, 3, 40).view(5, 8)
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.int64,
+        torch.bool,
+    ):
+        given = [
+            values_of(each)
+            for each in (x.to(dtype), x.T.to(dtype), x[1].to(dtype), x[:, 2].to(dtype))
+        ]
+        if dtype is torch.float32:
+            given += [values_of(torch.tensor([1.0, math.nan, -math.inf]))]
+        for each, (found, _) in zip(given, sketches(given), strict=True):
+            alone = sketch(each)
+            assert (found.digest, found.nonfinite, found.places) == (
+                alone.digest,
+                alone.nonfinite,
+                alone.places,
+            )
+            assert (found.least, found.largest) == (alone.least, alone.largest)
+            assert found.norm == pytest.approx(alone.norm, rel=1e-14)
+            assert found.projections == pytest.approx(alone.projections, rel=1e-12, abs=1e-12)
