@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -51,11 +52,15 @@ def _error(found: list[Tensor] | None, reference: list[Tensor] | None) -> float 
         return None
     errors = []
     for low, exact in zip(found, reference, strict=False):
+        if low.shape != exact.shape:
+            continue
         one, right = low.detach().double(), exact.detach().double()
-        is_finite = one.isfinite() & right.isfinite()
-        norm = right[is_finite].norm().item()
-        if one.shape == right.shape and norm:
-            errors.append((one - right)[is_finite].norm().item() / norm)
+        lost, norm = (one - right).norm().item(), right.norm().item()
+        if not math.isfinite(lost + norm):
+            is_finite = one.isfinite() & right.isfinite()
+            lost, norm = (one - right)[is_finite].norm().item(), right[is_finite].norm().item()
+        if norm:
+            errors.append(lost / norm)
     return max(errors, default=None)
 
 
@@ -124,18 +129,22 @@ def _lost_before(
     least = _UNITS * max(units, default=0.0) if where is None else _LEAST_CANCELLED
     ways = [("exact", "kept")] + ([("deep", "wide")] if is_whole else [])
     for reference, remedy in ways:
-        exact, kept = (
-            {id(each): trace.values(each, way) for each in lows} for way in (reference, remedy)
-        )
-        if not units or any(each is None for each in (*exact.values(), *kept.values())):
+        exact = {id(each): trace.values(each, reference) for each in lows}
+        if not units or any(each is None for each in exact.values()):
             return None
         right = results(exact)  # type: ignore[arg-type]
-        error, remedied = _error(results(given), right), _error(results(kept), right)  # type: ignore[arg-type]
-        if error is None or remedied is None:
+        error = _error(results(given), right)
+        if error is None or error <= least:
+            continue
+        kept = {id(each): trace.values(each, remedy) for each in lows}
+        if any(each is None for each in kept.values()):
+            return None
+        remedied = _error(results(kept), right)  # type: ignore[arg-type]
+        if remedied is None:
             continue
         before = _error(lows, [each for each in exact.values() if each is not None]) or 0.0
         is_grown = where is not None or error > _GROWS * before  # else it was lost before
-        if error > least and is_grown and error > _TIMES * remedied:
+        if is_grown and error > _TIMES * remedied:
             return (
                 error,
                 remedied,
