@@ -137,7 +137,8 @@ def _traits(func: Any) -> _KernelTraits:
     writes = torch.Tag.inplace in func.tags and written == [0] and not is_random
     adds = torch.Tag.pointwise in func.tags or "add" in name or name.startswith("_foreach")
     is_named = name in _RANGES | _CASTS | _COUNTS | _SCALES | COPIES
-    return _KernelTraits(name, writes, is_random, writes or is_named, adds)
+    is_checked = writes or (is_named and not written)  # to run it again would write to an `out=`
+    return _KernelTraits(name, writes, is_random, is_checked, adds)
 
 
 class _Sum(NamedTuple):

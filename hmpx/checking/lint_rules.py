@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from .. import ops
 from ..comparing import Origins, is_readable
@@ -64,6 +65,10 @@ def _error(found: list[Tensor] | None, reference: list[Tensor] | None) -> float 
     return max(errors, default=None)
 
 
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _with_gradients(seen: LintedCall, values: Mapping[int, Tensor]) -> list[Tensor] | None:
     """Returns the call's results in float64, and the gradients of the inputs that are replaced.
 
@@ -75,22 +80,24 @@ def _with_gradients(seen: LintedCall, values: Mapping[int, Tensor]) -> list[Tens
         key: each.detach().double().requires_grad_(torch.is_grad_enabled())
         for key, each in values.items()
     }
-    found = seen.run(lambda each: inputs.get(id(each), each.detach().double()))
-    if found is None:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    pulled = [
-        (
-            each * torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each.device)
-        ).sum()
-        for each in found
-        if each.requires_grad
-    ]
-    if not pulled:
-        return found
-    gradients = torch.autograd.grad(
-        torch.stack(pulled).sum(), [*inputs.values()], allow_unused=True
-    )
+    with saved_tensors_hooks(_as_is, _as_is):  # not the program's
+        found = seen.run(lambda each: inputs.get(id(each), each.detach().double()))
+        if found is None:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        pulled = [
+            (
+                each
+                * torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each.device)
+            ).sum()
+            for each in found
+            if each.requires_grad
+        ]
+        if not pulled:
+            return found
+        gradients = torch.autograd.grad(
+            torch.stack(pulled).sum(), [*inputs.values()], allow_unused=True
+        )
     return [*found, *[each for each in gradients if each is not None]]
 
 

@@ -189,10 +189,14 @@ class LintedCall:
         if self.call.op in CONVERTING:
             return [replace(self.inputs[0])]
 
+        def apart(each: Tensor) -> Tensor:  # the call may write to it: running statistics
+            new = replace(each)
+            return new.clone() if new.data_ptr() == each.data_ptr() else new
+
         def given(value: Any) -> Any:
             if isinstance(value, torch.dtype) and value.is_floating_point:
                 return torch.float64
-            return map_tensors(value, lambda each: replace(each) if _is_real(each) else each)
+            return map_tensors(value, lambda each: apart(each) if _is_real(each) else each)
 
         kwargs = {name: given(value) for name, value in self.kwargs.items()}
         try:

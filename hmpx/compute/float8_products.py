@@ -158,6 +158,8 @@ class Float8Product(EmulatedProduct):
         kernels = kernels_on(device)
         if not self.is_required and (kernels is None or not kernels.is_hardware):
             return None
+        if not matrices.fit:
+            return None  # torch's own error says so
         why = f"{device} has no float8 kernels" if kernels is None else matrices.refused_by(kernels)
         if not why and kernels is not None:
             return matrices.multiplied(kernels, saturates=self.saturates)
@@ -180,6 +182,18 @@ class _Matrices:
     formats: tuple[Format, ...]
     dtype: torch.dtype  # of the result
 
+    @property
+    def fit(self) -> bool:
+        """Whether the factors have the same sizes where they share letters."""
+        sizes: dict[str, int] = {}
+        for letters, factor in zip(self.letters, self.factors, strict=True):
+            if any(
+                sizes.setdefault(n, size) != size
+                for n, size in zip(letters, factor.shape, strict=True)
+            ):
+                return False
+        return True
+
     def refused_by(self, kernels: Float8Kernels) -> str:
         """Returns why kernels can't compute it, or ``""``."""
         (first, second), result = self.letters, set(self.result)
@@ -188,8 +202,8 @@ class _Matrices:
         is_by_row = any(map(_is_by_row, self.formats))
         if transforms() is not None or has_tangents():
             return "kernels have neither tangents nor rules for transforms of torch.func"
-        if WINDOW in first + second or free != result or not shared:
-            return "kernels multiply two matrices, not batches or windows, or single numbers"
+        if WINDOW in first + second or free != result:
+            return "kernels multiply two matrices, not batches or windows"
         if dtypes in kernels.refused:
             return f"there is no kernel for both in {dtypes[0]}"
         if is_by_row and self.dtype not in kernels.row_outputs:
@@ -210,13 +224,13 @@ class _Matrices:
                 moved = x.permute([letters.index(letter) for letter in (*free, *summed)])
                 shape += moved.shape[: len(free)]
                 order += "".join(free)
-                matrix = moved.flatten(len(free)) if summed else moved
-                matrix = matrix.reshape(math.prod(moved.shape[: len(free)]), matrix.shape[-1])
+                rows, columns = moved.shape[: len(free)], moved.shape[len(free) :]
+                matrix = moved.reshape(math.prod(rows), math.prod(columns))
                 code, scale = _coded(matrix, format, saturates=saturates)
                 codes.append(code)
                 scales.append(scale)
             product = _matmul(kernels, codes, scales, self.dtype).reshape(shape)
-            return product.permute([order.index(letter) for letter in self.result])
+            return product.permute([order.index(letter) for letter in self.result]).contiguous()
 
 
 def _is_by_row(format: Format) -> bool:

@@ -119,7 +119,9 @@ def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple(
-            keeps_state(each) if callable(each) and not isinstance(each, Optimizer) else each
+            keeps_state(each)
+            if callable(each) and not isinstance(each, (Optimizer, torch.nn.Module))
+            else each
             for each in args
         )
         if callable(kwargs.get("closure")):

@@ -57,6 +57,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
         self._block: contextlib.ExitStack | None = None
         self._about: dict[str, str] = {}
         self._optimizers: dict[str, set[str]] = {}
+        self._is_scaled = False  # while an optimizer stepped
         self._stepped = weakref.WeakSet[torch.optim.Optimizer]()
         self._error: str | None = None
         self._error_location = ""
@@ -80,8 +81,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
         try:
             self._about = about_run()
             if self._optimizers:
-                is_scaled = any(scaler.is_enabled() for scaler in list(SCALERS))
-                self._about["loss scaler"] = "yes" if is_scaled else "none"
+                self._about["loss scaler"] = "yes" if self._is_scaled else "none"
             if error is not None:
                 self._error, self._error_location = said_by(error), raised_at(error)
         finally:
@@ -90,6 +90,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
 
     def _note_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Notes the dtypes of an optimizer's parameters and state after its first step."""
+        self._is_scaled |= any(scaler.is_enabled() for scaler in list(SCALERS))
         if optimizer in self._stepped:
             return
         self._stepped.add(optimizer)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import passing_over
@@ -35,7 +35,15 @@ _MOST_BYTES: Final = 1 << 22
 _CONTEXT: Final = 5
 
 #: Ops that write a number that the program has chosen.
-_WRITING: Final = ("fill", "full", "new_full", "masked_fill", "scalar_tensor", "lift_fresh")
+_WRITING: Final = (
+    "fill",
+    "full",
+    "full_like",
+    "new_full",
+    "masked_fill",
+    "scalar_tensor",
+    "lift_fresh",
+)
 
 #: A common eps, tried in place of a smaller one.
 _EPS: Final = 1e-8
@@ -92,12 +100,18 @@ def _tensors(optimizer: Optimizer, left_out: str = "") -> list[Tensor]:
     return list(filter(is_measurable, found))
 
 
+def is_closure(value: Any) -> bool:
+    """Whether an argument of a step is the program's forward and backward."""
+    return callable(value) and not isinstance(value, (nn.Module, Optimizer))
+
+
 class OptimizerSteps:
     """Looks at the steps of optimizers."""
 
     def __init__(self, name_of: Callable[[Tensor], str], counts: UnderflowCounts) -> None:
         self._counts = counts
         self._spoiled: dict[_Key, weakref.ref[Tensor]] = {}
+        self._reported: set[_Key] = set()  # of these
         self._name_of = name_of
         self._slots = Slots()
         self._buffers: weakref.WeakKeyDictionary[Optimizer, dict[int, Tensor]]
@@ -133,23 +147,28 @@ class OptimizerSteps:
         self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any], location: str
     ) -> Offence | None:
         """Returns the fault of the step that has ended; None if its result is finite."""
-        start = None
-        while self._starts and (start is None or start.optimizer is not optimizer):
-            start = self._starts.pop()
-        if start is None or start.optimizer is not optimizer:
+        start = next((each for each in self._starts if each.optimizer is optimizer), None)
+        if start is None:
             return None
+        self._starts.remove(start)
         tensors = _tensors(optimizer, "step")
         fresh = self._add_known(optimizer, tensors)
         given = [each.parameter.grad for each in fresh]
         if not fresh:
-            if self._counts.is_next() and any(each.dtype in LOW_DTYPES for each in tensors):
+            # A step of the program's own may have effects beyond its optimizer.
+            is_torchs = type(optimizer).__module__.startswith("torch.")
+            has_low = is_torchs and any(each.dtype in LOW_DTYPES for each in tensors)
+            if has_low and self._counts.is_next():
                 start.count(args, kwargs, self._name_of, self._counts)
             return None
         if any(is_measurable(each) and bits_of(exact(each)) for each in given):
             for each in fresh:
-                del self._spoiled[each.key]
+                self._spoiled.pop(each.key, None)
             return None  # gradients are reported where they come from
-        return start.fault(fresh, args, kwargs, self._name_of, location)
+        found = start.fault(fresh, args, kwargs, self._name_of, location)
+        if found is not None:  # else a later call that takes them reports them
+            self._reported |= {each.key for each in fresh}
+        return found
 
     def _add_known(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> list[_Value]:
         """Returns the parameters and states that are not finite, and were not known to be so."""
@@ -158,14 +177,18 @@ class OptimizerSteps:
                 now_finite = set(map(id, tensors)) if self._spoiled else set()
                 for key in [each for each in self._spoiled if each[0] in now_finite]:
                     del self._spoiled[key]
+                    self._reported.discard(key)
                 return []
             bad = [each for each in _values(optimizer) if bits_of(exact(each.tensor))]
-        fresh = [each for each in bad if not self.is_known(each.parameter, each.state)]
+        fresh = [each for each in bad if not self._is_spoiled(each.parameter, each.state)]
         self._spoiled |= {each.key: weakref.ref(each.parameter) for each in bad}
         return fresh
 
-    def is_known(self, parameter: Tensor | None, state: str = "") -> bool:
-        """Whether a parameter, or its state, is not finite since a step, which was reported."""
+    def is_known(self, parameter: Tensor | None) -> bool:
+        """Whether a parameter is not finite since a step, which was reported."""
+        return (id(parameter), "") in self._reported and self._is_spoiled(parameter, "")
+
+    def _is_spoiled(self, parameter: Tensor | None, state: str) -> bool:
         found = self._spoiled.get((id(parameter), state))
         return found is not None and found() is parameter
 
@@ -349,8 +372,8 @@ class _Start:
             with ops:
                 step(
                     twin,
-                    *[closure if callable(each) else each for each in args[1:]],
-                    **{name: closure if callable(each) else each for name, each in kwargs.items()},
+                    *[closure if is_closure(each) else each for each in args[1:]],
+                    **{n: closure if is_closure(each) else each for n, each in kwargs.items()},
                 )
             makers: dict[_Key, int] = {}
             names: dict[int, _Key] = {}
@@ -389,7 +412,10 @@ class _Start:
             run = self.run(args, kwargs, only)
             found = [] if run is None else [each for each in values if each.key in run.makers]
             if run is not None and found:
-                value = min(found, key=lambda each: run.makers[each.key])
+                # What the step has made goes before what it found.
+                value = min(
+                    found, key=lambda each: (run.makers[each.key] == _OUTSIDE, run.makers[each.key])
+                )
                 number = run.makers[value.key]
                 break
         if number == _OUTSIDE:

@@ -32,7 +32,7 @@ from ..tensors import (
     version_of,
 )
 from ..torch_internals import disable_modes
-from ..torch_state import apart, state_of_random_numbers
+from ..torch_state import RandomStates, apart, state_of_random_numbers
 from .records import NAN, Trial, bits_of
 from .slots import Extremes, exact
 
@@ -225,7 +225,7 @@ def _fails_rounded(call: OpCall, arguments: Arguments, inputs: Sequence[Tensor])
 @contextlib.contextmanager
 def aside(values: Iterable[Any]) -> Iterator[None]:
     """Runs its block unseen by the program; an error of torch ends the block."""
-    state = state_of_random_numbers(values)
+    states = state_of_random_numbers(values), RandomStates(())  # optimizers draw Python's, too
     is_strict = torch.is_anomaly_enabled()
     try:
         with (
@@ -239,7 +239,8 @@ def aside(values: Iterable[Any]) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        state.restore()
+        for state in states:
+            state.restore()
 
 
 def upcast(tensor: Tensor) -> Tensor:

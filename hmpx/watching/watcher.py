@@ -26,7 +26,7 @@ from ..torch_state import state_of_random_numbers
 from .culprit import OriginSearch
 from .notes import Notes, sources_of
 from .offences import Offence, offence_of
-from .optimizers import OptimizerSteps
+from .optimizers import OptimizerSteps, is_closure
 from .records import is_measurable
 from .slots import Slots
 from .underflow import Underflow, UnderflowCounts
@@ -209,7 +209,7 @@ class Watch:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Ends the step. If the optimizer gets a closure, that ends one, since it runs the step."""
         self._has_optimizer = self._has_optimizer or not self._steps_by_hand
-        closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
+        closures = [value for value in (*args[1:], *kwargs.values()) if is_closure(value)]
         number = self._number
         if not closures and not self._steps_by_hand:
             self._notes.are_checked = False  # the program steps, whatever it has found

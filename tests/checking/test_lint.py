@@ -654,3 +654,64 @@ def test_results_and_gradients_keep_their_bits() -> None:
     with hmpx.lint():
         observed = run()
     assert all(map(torch.equal, plain, observed))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("norm", ["batch_norm", "instance_norm"])
+def test_running_statistics_are_updated_once(norm: str, dtype: torch.dtype) -> None:
+    def run() -> list[torch.Tensor]:
+        mean, var = torch.zeros(4), torch.ones(4)
+        function = getattr(F, norm)
+        option = {"training": True} if norm == "batch_norm" else {"use_input_stats": True}
+        with torch.autocast("cpu", dtype):
+            function(
+                (drawn(6, 4) @ torch.eye(4)).unsqueeze(-1).expand(6, 4, 3), mean, var, **option
+            )
+        return [mean, var]
+
+    expected = run()
+    with hmpx.lint():
+        assert all(map(torch.equal, run(), expected))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda out: torch.add(out, torch.ones_like(out), out=out),
+        lambda out: torch.mul(out, 2, out=out),
+        lambda out: torch.arange(0, out.numel(), out=out.view(-1)),
+        lambda out: torch.linspace(0, 1, out.numel(), out=out.view(-1)),
+        lambda out: torch.cumsum(out.clone(), 0, out=out),
+        lambda out: torch.sum(out.clone(), 0, keepdim=True, out=out[:1]),
+    ],
+)
+def test_an_out_tensor_is_written_once(
+    call: Callable[[torch.Tensor], object], dtype: torch.dtype
+) -> None:
+    expected, found = drawn(8, 4).to(dtype), drawn(8, 4).to(dtype)
+    for _ in range(5):
+        call(expected)
+    with hmpx.lint():
+        for _ in range(5):
+            call(found)
+    assert torch.equal(found, expected)
+
+
+def test_the_programs_hooks_on_saved_tensors_see_its_own_alone() -> None:
+    model, packed = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    def run() -> int:
+        packed.clear()
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each)
+        with hooks, torch.autocast("cpu"):
+            model(torch.ones(2, 4)).float().log_softmax(-1).sum().backward()
+        return len(packed)
+
+    expected = run()
+    with hmpx.lint():
+        assert run() == expected

@@ -325,6 +325,35 @@ def test_compiled_without_a_graph_break() -> None:
         torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("a", "b"), [((16,), (8, 16)), ((16,), (16, 8)), ((8, 16), (16,)), ((16,), (16,))]
+)
+def test_vectors(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    function = F.linear if b == (8, 16) else torch.matmul
+    found = []
+    for hardware in ("never", "require"):
+        inputs = [
+            normal(*shape, seed=seed, requires_grad=True) for seed, shape in enumerate((a, b))
+        ]
+        with converted(
+            "linear" if b == (8, 16) else "matmul", RECIPES["tensor gradients"], hardware
+        ):
+            result = function(*inputs)
+            result.sum().backward()
+        found.append([result.detach(), *[x.grad for x in inputs]])
+    for ours, emulated in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, emulated, rtol=1e-5, atol=1e-5)
+        assert ours.stride() == emulated.stride()
+
+
+def test_shapes_that_do_not_fit_are_torchs_error() -> None:
+    with (
+        converted("matmul", "float8_e4m3fn_tensor", "require"),
+        pytest.raises(RuntimeError, match="shapes"),
+    ):
+        torch.matmul(normal(4, 16), normal(17, 8))
+
+
 def test_weights_frozen_to_codes() -> None:
     model, x = nn.Linear(32, 16).eval(), normal(4, 32)
     with converted("linear", "float8_e4m3fn", "require"), torch.no_grad():

@@ -335,12 +335,18 @@ def test_dtypes_of_optimizers(make: Any, dtype: torch.dtype) -> None:
 
 
 def test_a_loss_scaler_is_seen() -> None:
-    parameter, scaler = nn.Parameter(WEIGHT.clone()), torch.amp.GradScaler("cpu")
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    with hmpx.record() as rec:
+    """Also if it is gone at the end."""
+
+    def train() -> None:
+        parameter, scaler = nn.Parameter(WEIGHT.clone()), torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
         scaler.scale((X @ parameter).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
+
+    with hmpx.record() as rec:
+        train()
+        gc.collect()
     assert rec.report().about["loss scaler"] == "yes"
 
 

@@ -300,3 +300,56 @@ def test_a_step_that_fails_is_what_it_was(make: Callable[[Any], optim.Optimizer]
     assert w.first is not None or make is optim.SGD
     for expected, found in zip(plain, watched, strict=True):
         assert torch.equal(expected.nan_to_num(), found.nan_to_num())
+
+
+def test_lbfgs_whose_state_goes_bad() -> None:
+    """Its state holds lists of tensors."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer, calls = optim.LBFGS([parameter], max_iter=4, history_size=3), [0]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        calls[0] += 1
+        loss = (parameter.square().sum() - 3).abs().sqrt() * (math.nan if calls[0] > 8 else 1.0)
+        loss.backward()
+        return loss
+
+    with hmpx.watch(mode="collect"):
+        for _ in range(5):
+            optimizer.step(closure)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_weight_spoiled_before_the_step_is_reported_by_the_next_forward(at: int) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with hmpx.watch(mode="collect") as w:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            if step == at:
+                model.weight.data.mul_(math.nan)
+            optimizer.step()
+    assert w.first is not None
+    assert (w.first.source, w.first.parameter, w.first.step) == ("parameter", "weight", at + 1)
+
+
+class Chosen(optim.Optimizer):
+    """An optimizer of the program's own, whose state begins infinite, and which takes a module."""
+
+    def step(self, model: Any = None) -> None:  # type: ignore[override]
+        assert model is None or isinstance(model, nn.Module)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("best", torch.full_like(parameter, math.inf))
+            parameter.data.sub_(parameter.grad / self.defaults["by"])
+
+
+@pytest.mark.parametrize("by", [1.0, 0.0])
+def test_chosen_infinities_and_arguments(by: float) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Chosen(model.parameters(), {"by": by})
+    with hmpx.watch(mode="collect") as w:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step(model=model)
+    assert [each.op for each in w.offences] == ["div"] * (by == 0)
