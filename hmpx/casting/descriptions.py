@@ -86,7 +86,7 @@ class Alike:
         found: Their description; None without a floating input.
         positions: Those of the floating inputs; None if lists or keywords hold some.
         cast_bytes: Bytes written by the casts of a call.
-        calls: What is known of single calls, by their places and results.
+        calls: Single calls, by their places and results.
     """
 
     found: Description | None

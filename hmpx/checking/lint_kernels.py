@@ -181,6 +181,11 @@ class LintedKernels(DispatchMode):
         super().__enter__()
         return self
 
+    def forget(self) -> None:
+        """Drops what it knows of tensors."""
+        self.written.clear()
+        self._sums.clear()
+
     def pause(self) -> None:
         """Leaves the mode, unless it is paused, belongs to another thread, or is below one of the program."""
         if self._is_at(self._depth + 1):

@@ -125,6 +125,10 @@ def _lost_before(
     ]
     given = {id(each): each for each in lows}
 
+    def remade(way: str) -> dict[int, Tensor]:
+        found = {key: trace.values(each, way) for key, each in given.items()}
+        return {key: each for key, each in found.items() if each is not None}
+
     def results(values: Mapping[int, Tensor]) -> list[Tensor] | None:
         if where is None:
             return _with_gradients(seen, values)
@@ -136,20 +140,20 @@ def _lost_before(
     least = _UNITS * max(units, default=0.0) if where is None else _LEAST_CANCELLED
     ways = [("exact", "kept")] + ([("deep", "wide")] if is_whole else [])
     for reference, remedy in ways:
-        exact = {id(each): trace.values(each, reference) for each in lows}
-        if not units or any(each is None for each in exact.values()):
+        exact = remade(reference)
+        if not units or len(exact) < len(given):
             return None
-        right = results(exact)  # type: ignore[arg-type]
+        right = results(exact)
         error = _error(results(given), right)
         if error is None or error <= least:
             continue
-        kept = {id(each): trace.values(each, remedy) for each in lows}
-        if any(each is None for each in kept.values()):
+        kept = remade(remedy)
+        if len(kept) < len(given):
             return None
-        remedied = _error(results(kept), right)  # type: ignore[arg-type]
+        remedied = _error(results(kept), right)
         if remedied is None:
             continue
-        before = _error(lows, [each for each in exact.values() if each is not None]) or 0.0
+        before = _error([*given.values()], [*exact.values()]) or 0.0
         is_grown = where is not None or error > _GROWS * before  # else it was lost before
         if is_grown and error > _TIMES * remedied:
             return (

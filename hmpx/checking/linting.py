@@ -59,6 +59,8 @@ class Lint(Written):
         self._intended = set[tuple[str, str]]()
         self._origins, self._trace = Origins(), Trace(self._intended)
         self._models: dict[int, nn.Module] = {}
+        self._owned = set[int]()  # ids of the models' tensors
+        #: Other leaves. torch swaps no tensor with a weak reference, so there are few of these.
         self._leaves: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._step = 0
         self._fp16: OpCall | None = None
@@ -135,6 +137,8 @@ class Lint(Written):
         for model in self._models.values():
             self._check_made(named_tensors(model))
         self._trace, self._origins, self._before = Trace(self._intended), Origins(), []
+        self._leaves.clear()
+        self._kernels.forget()
 
     def _add(self, findings: Iterable[Finding]) -> None:
         for each in findings:
@@ -165,6 +169,7 @@ class Lint(Written):
                     each: None
                     for each in inputs
                     if each.requires_grad and each._base is None and each.is_leaf
+                    if id(each) not in self._owned
                 }
             )
         with without_casts():
@@ -191,6 +196,7 @@ class Lint(Written):
 
     @unseen
     def _check_model(self, model: nn.Module) -> None:
+        self._owned |= {id(each) for _, each in named_tensors(model)}
         self._check_made(named_tensors(model))
         self._add(mixed_modules(model))
 
@@ -206,7 +212,9 @@ class Lint(Written):
             id(each): name for model in self._models.values() for name, each in named_tensors(model)
         }
         groups = optimizer.param_groups
-        low = {each.shape for each in self._leaves if each.dtype in LOW_DTYPES}  # of masters
+        models = [each for model in self._models.values() for each in model.parameters()]
+        leaves = [*models, *self._leaves]
+        low = {each.shape for each in leaves if each.dtype in LOW_DTYPES}  # of masters
         stepped = [
             (names.get(id(each), f"parameter {count}"), each, group.get("lr") != 0)
             for count, (group, each) in enumerate((g, each) for g in groups for each in g["params"])

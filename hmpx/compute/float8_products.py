@@ -63,7 +63,9 @@ KERNELS: Final = {
 def has_float8(device_type: str, hardware: str = "auto") -> bool:
     """Whether kernels may multiply float8 values on devices of a type: in hardware, unless they are required."""
     found = KERNELS.get(device_type)
-    return found is not None and hardware in ("auto" if found.is_hardware else "", "require")
+    if found is None or hardware == "never":
+        return False
+    return found.is_hardware or hardware == "require"
 
 
 def kernels_on(device: torch.device) -> Float8Kernels | None:
@@ -104,8 +106,8 @@ def why_not(
     for format in given:
         if format is not None and element_of(format) is None:
             return (
-                f"kernels take float8_e4m3fn and float8_e5m2, alone or with current scales by tensor or row, not "
-                f"{format.name}"
+                "kernels take float8_e4m3fn and float8_e5m2, alone or with current scales by tensor or row, "
+                f"not {format.name}"
             )
     return ""
 
@@ -130,7 +132,8 @@ class Float8Product(EmulatedProduct):
         """Returns the product, by codes where a kernel takes them."""
         dtype = torch.float32 if self.is_added_to else self.output_dtype
         letters, result = self.contraction.factors, self.contraction.result
-        found = self._by_kernel(_Matrices(letters, result, tuple(factors), self.formats, dtype))
+        matrices = _Matrices(letters, result, tuple(factors), self.formats, dtype)
+        found = self._by_kernel(matrices, self.op)
         return super().multiplied(factors) if found is None else found
 
     def gradient_of(self, target: int, factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
@@ -148,12 +151,13 @@ class Float8Product(EmulatedProduct):
                     (gradient, factors[other]),
                     (self.of_gradient, self.formats[other]),
                     torch.float32,
-                )
+                ),
+                f"a gradient of {self.op}, the product",
             )
         return super().gradient_of(target, factors, gradient) if found is None else found
 
-    def _by_kernel(self, matrices: _Matrices) -> Tensor | None:
-        """Returns the product by a kernel; None if it has to be emulated, and may be."""
+    def _by_kernel(self, matrices: _Matrices, what: str) -> Tensor | None:
+        """Returns the product by a kernel; None if it has to be emulated, and may be. Errors call it ``what``."""
         device = matrices.factors[0].device
         kernels = kernels_on(device)
         if not self.is_required and (kernels is None or not kernels.is_hardware):
@@ -166,7 +170,7 @@ class Float8Product(EmulatedProduct):
         if self.is_required:
             shapes = " and ".join(str(tuple(each.shape)) for each in matrices.factors)
             raise OptionError(
-                f'hardware="require": {self.op} of {shapes} would be emulated: {why}; take the op out '
+                f'hardware="require": {what} of {shapes} would be emulated: {why}; take the op out '
                 'of the list, or convert with hardware="auto"'
             )
         return None
@@ -205,7 +209,7 @@ class _Matrices:
         if WINDOW in first + second or free != result:
             return "kernels multiply two matrices, not batches or windows"
         if dtypes in kernels.refused:
-            return f"there is no kernel for both in {dtypes[0]}"
+            return f"no kernel multiplies two factors in {dtypes[0]}"
         if is_by_row and self.dtype not in kernels.row_outputs:
             named = ", ".join(map(str, kernels.row_outputs))
             return f"with scales by row, kernels return {named}, without adding to it"

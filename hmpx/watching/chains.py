@@ -32,7 +32,7 @@ from .trials import (
 
 (_detach,) = unpatched(Tensor.detach)
 
-#: Tensors of so many bytes are kept until the end of the step; larger ones serve if they still exist.
+#: Tensors up to this many bytes are kept until the end of the step; larger ones serve if they still exist.
 _MOST_BYTES: Final = 1 << 13
 
 #: Most calls that are run again.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
 from tests.upstream_bugs import BUGS, Bug, drawn
@@ -715,3 +717,46 @@ def test_the_programs_hooks_on_saved_tensors_see_its_own_alone() -> None:
     expected = run()
     with hmpx.lint():
         assert run() == expected
+
+
+def test_tensors_can_be_swapped_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with a weak reference can't."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = nn.Linear(4, 4)
+    with hmpx.lint() as findings:
+        model(torch.ones(2, 4)).sum().backward()
+    assert model.half().weight.dtype is FP16
+    assert not findings
+
+
+def low_calls_with_out() -> Iterator[tuple[str, Callable[[torch.Tensor], object], torch.Tensor]]:
+    """Yields torch's ops that take ``out=``: the name, a call on one sample, and the result."""
+    for op in op_db:
+        if not op.supports_out or BF16 not in op.dtypes:
+            continue
+        sample = next(iter(op.sample_inputs("cpu", BF16)))
+
+        def call(out: torch.Tensor | None, op: Any = op, sample: Any = sample) -> Any:
+            torch.manual_seed(0)
+            given = {} if out is None else {"out": out}
+            return op(sample.input, *sample.args, **sample.kwargs, **given)
+
+        with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):  # no kernel
+            result = call(None)
+            if isinstance(result, torch.Tensor) and result.dtype is BF16:
+                call(torch.empty_like(result))
+                yield op.name, call, result
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_op_writes_its_out_tensor_as_without_lint() -> None:
+    calls = list(low_calls_with_out())
+    expected = [torch.zeros_like(result) for _, _, result in calls]
+    for (_, call, _), out in zip(calls, expected, strict=True):
+        call(out)
+    assert len(calls) > 150
+    with hmpx.lint():
+        for (name, call, _), out in zip(calls, expected, strict=True):
+            found = torch.zeros_like(out)
+            call(found)
+            assert torch.equal(found.nan_to_num(), out.nan_to_num()), name
