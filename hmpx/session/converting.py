@@ -218,15 +218,13 @@ def _checked(given: Mapping[str, Any]) -> tuple[Policy, frozenset[str], Options,
     options = Options.checked(given)
     found_types = parse_device_types(given["device_types"])
     made, is_logged = made_policy(given)
-    unset = Options()  # rules may give ops a format
-    of_formats = [each.name for each in fields(Options) if each.metadata["is_of_formats"]]
-    has_effect = made.formats() or all_rules()
-    for name in of_formats:
-        if getattr(options, name) != getattr(unset, name) and not has_effect:
-            raise OptionError(
-                f"{name} has no effect: no op runs in a number format; name one as low_precision_type "
-                f"or on an op's line, register the rule that does before, or leave {name} out"
-            )
+    of_formats = [each for each in fields(Options) if each.metadata["is_of_formats"]]
+    named = [each.name for each in of_formats if getattr(options, each.name) != each.default]
+    if named and not (made.formats() or all_rules()):  # rules may give ops a format
+        raise OptionError(
+            f"{named[0]} has no effect: no op runs in a number format; name one as low_precision_type "
+            f"or on an op's line, register the rule that does before, or leave {named[0]} out"
+        )
     return made, found_types, options, verbose or is_logged
 
 
