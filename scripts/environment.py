@@ -44,7 +44,7 @@ def prepare(extra: str) -> None:
         print(f"Making {VENV}", flush=True)
         make(VENV)
     # What is compiled when hmpx is installed.
-    compiled = sorted([*ROOT.glob("hmpx/*/kernels/*.[ch]"), *ROOT.glob("hmpx/*/nodes/*.cpp")])
+    compiled = sorted([*ROOT.glob("hmpx/*/kernels/*.[ch]"), *ROOT.glob("hmpx/*/nodes/*.[ch]*")])
     sources = (ROOT / "pyproject.toml", ROOT / "hatch_build.py", CONSTRAINTS, *compiled)
     state = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     stamp = VENV / f"installed-{extra}.txt"

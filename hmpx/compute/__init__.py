@@ -48,7 +48,7 @@ from .missing_kernels import (
     may_run_again,
     selected,
 )
-from .nodes import Fused, fused, legalized, nodes_in_use
+from .nodes import Fused, fused, legalized, looking_up, nodes_in_use
 from .norm_statistics import Statistics
 from .numbers import adding_masks, cast_finite, completed_by_numbers, held, taking_numbers
 from .saved_tensors import (

@@ -201,6 +201,7 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
     torch_state.reserve_marks(device_types | {torch_state.TO_LOW})
     within = None if session is None else session.options.within
     draft.put(*torch_state.conversion_patches(epoch, decides, device_types, within))
+    draft.put(*compute.looking_up(device_types))
     this = sys.modules[__name__]
     draft.put(Patch(this, "_current", session), Patch(this, "_left", old if may_return else None))
     if replaced.wrappers and not is_quick:

@@ -867,3 +867,31 @@ def test_an_observer_in_a_hook_of_the_backward_leaves_them_in_use(
         result.register_hook(hook)
         result.float().sum().backward()
         assert is_fused(F.linear(X, net[0].weight, net[0].bias))
+
+
+def gelu_bits(x: Tensor, approximate: str) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = F.gelu(x, approximate=approximate)
+    y.backward(x.detach().roll(12345))
+    assert x.grad is not None
+    return [each.view(torch.int16) for each in (y.detach(), x.grad)]
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("size", [1, 4096, 65535, 65536, 3 * 65536 + 64])
+def test_gelu_has_torchs_bits(approximate: str, size: int) -> None:
+    """For all values of bfloat16, NaN included; torch's again after the conversion."""
+    values = torch.arange(size).to(torch.int16).view(BF16)
+    expected = gelu_bits(values, approximate)
+    module = nodes.nodes_in_use().module
+    with converted():
+        assert module.looks_up()
+        found = [gelu_bits(values, approximate), gelu_bits(values[:, None].mT, approximate)]
+        gapped = torch.stack([values, values], dim=1)[:, 0]
+        found.append(gelu_bits(gapped, approximate))
+    assert not module.looks_up()
+    assert len(found) == 3
+    assert torch.equal(torch.stack(found[0]), torch.stack(expected))
+    assert torch.equal(torch.stack(found[1])[:, 0], torch.stack(expected))
+    assert torch.equal(torch.stack(gelu_bits(gapped, approximate)), torch.stack(found[2]))

@@ -1,6 +1,6 @@
 """`linear` with the casts of its inputs as one autograd node, instead of torch's seven: less work for the host.
 
-Legalized `linear` and attention on CPUs are one node, too. The casts of another op's inputs are one node, and one launch on an accelerator. The nodes are compiled for one torch, when hmpx is installed. Without them torch's nodes give the same bits.
+Legalized `linear` and attention on CPUs are one node, too. The casts of another op's inputs are one node, and one launch on an accelerator. GELU of bfloat16 on CPUs is looked up in tables of torch's values. The nodes are compiled for one torch, when hmpx is installed. Without them torch's nodes and kernels give the same bits.
 ``HMPX_NODES=off`` switches them off.
 """
 
@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import Node
 
 from ...errors import OptionError, printable, suggestion
+from ...patching import Patch
 from .library import compiled, path_for
 
 #: A call's inputs -> its result, or its inputs after casts; None for unusual calls, which take torch's way.
@@ -75,6 +76,26 @@ def _loaded(path: Path) -> Nodes:
 def _refused(fault: str) -> Nodes:
     _LOGGER.info("linear runs without compiled nodes, which takes the host longer: %s", fault)
     return Nodes(fault=fault)
+
+
+class _LookUp(Patch):
+    """Whether the nodes' kernels of GELU look up values, or call torch's."""
+
+    __slots__ = ()
+
+    def read(self) -> bool:
+        """Returns whether they do."""
+        return self.owner.looks_up()  # type: ignore[no-any-return]
+
+    def write(self, value: bool) -> None:
+        """Makes them."""
+        self.owner.look_up(value)
+
+
+def looking_up(device_types: frozenset[str]) -> list[Patch]:
+    """Returns the patch that has GELU of bfloat16 looked up if there are CPUs among the devices."""
+    nodes = nodes_in_use().module
+    return [] if nodes is None else [_LookUp(nodes, "", "cpu" in device_types)]
 
 
 #: How a linear layer is computed, as in nodes.cpp.

@@ -32,10 +32,11 @@
 #include <mutex>
 #include <span>
 
+#include "kernels.h"
+
 namespace {
 
 using namespace torch::autograd;
-using at::kBFloat16, at::kFloat, at::Tensor;
 
 using Tensors = c10::SmallVector<Tensor, 3>;
 using Numbers = std::vector<int64_t>;
@@ -101,72 +102,7 @@ bool is_cast_on(c10::Device device, int64_t devices) {
       !(at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type));
 }
 
-// --- kernels that round fp32 to bfloat16 on CPUs, and memory ------------------------------------
-
-#if defined(__x86_64__)
-const bool has_kernels = __builtin_cpu_supports("avx2");
-#pragma GCC push_options
-#pragma GCC target("avx2")
-#else
-constexpr bool has_kernels = true;
-#endif
-
-template <typename T>
-T* data(const Tensor& tensor) {
-  return static_cast<T*>(tensor.mutable_data_ptr());
-}
-
-template <typename F>
-void each(int64_t n, const F& run) {
-  constexpr int64_t grain = 1 << 15;
-  const auto range = [&run](int64_t a, int64_t e) {
-#pragma omp simd
-    for (int64_t i = a; i < e; i++) {
-      run(i);
-    }
-  };
-  n <= 2 * grain ? range(0, n) : at::parallel_for(0, n, grain, range);
-}
-
-uint32_t rounded(uint32_t bits, uint32_t nan) {
-  const uint32_t result = (bits + 0x7FFFu + ((bits >> 16) & 1)) & 0xFFFF0000u;
-  return (bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : result;
-}
-
-// torch's, which depends on the instructions that it uses.
-uint32_t nan() {
-  static const uint32_t bits = *data<uint32_t>(at::full({1}, NAN, kFloat).to(kBFloat16).to(kFloat));
-  return bits;
-}
-
-// Rounds `from` to bfloat16; `wide` may be the same.
-void round_to(const Tensor& wide, const Tensor& from) {
-  each(from.numel(), [in = data<uint32_t>(from), out = data<uint32_t>(wide), nan = nan()](int64_t i) {
-    out[i] = rounded(in[i], nan);
-  });
-}
-
-// Splits `wide` into the rounded `low` and what to add to its bits.
-void split(const Tensor& wide, const Tensor& low, const Tensor& rest) {
-  auto *out = data<uint16_t>(low), *gaps = data<uint16_t>(rest);
-  each(wide.numel(), [=, in = data<uint32_t>(wide), nan = nan()](int64_t i) {
-    const uint32_t near = rounded(in[i], nan);
-    const auto gap = static_cast<int32_t>(in[i] - near);
-    out[i] = near >> 16;
-    gaps[i] = gap < -0x8000 ? -0x8000 : gap > 0x7FFF ? 0x7FFF : gap;
-  });
-}
-
-void join(const Tensor& wide, const Tensor& low, const Tensor& rest) {
-  const auto *in = data<uint16_t>(low), *gaps = data<uint16_t>(rest);
-  each(low.numel(), [=, out = data<uint32_t>(wide)](int64_t i) {
-    out[i] = (static_cast<uint32_t>(in[i]) << 16) + static_cast<int16_t>(gaps[i]);
-  });
-}
-
-#if defined(__x86_64__)
-#pragma GCC pop_options
-#endif
+// --- memory --------------------------------------------------------------------------------------
 
 // The fp32 tensors of one call, in memory that the thread keeps for its next one.
 class Scratch {
@@ -769,6 +705,17 @@ PyObject* casts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// look_up(bool): whether GELU is looked up
+PyObject* look_up(PyObject*, PyObject* on) {
+  looks_up = on == Py_True;
+  Py_RETURN_NONE;
+}
+
+// looks_up() -> bool
+PyObject* are_looked_up(PyObject*, PyObject*) {
+  return PyBool_FromLong(looks_up);
+}
+
 PyMethodDef methods[] = {
     {"casts", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(casts)), METH_FASTCALL,
      "casts(dtype, devices, masks, *tensors) -> tuple | None"},
@@ -777,6 +724,8 @@ PyMethodDef methods[] = {
     {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attention)), METH_FASTCALL,
      "attention(rounds, is_causal, scale, query, key, value) -> Tensor | None"},
     {"device_bit", device_bit, METH_O, "device_bit(device) -> int"},
+    {"look_up", look_up, METH_O, "look_up(bool)"},
+    {"looks_up", are_looked_up, METH_NOARGS, "looks_up() -> bool"},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -792,6 +741,7 @@ PyMODINIT_FUNC PyInit_nodes() {
   const pybind11::object parameter = pybind11::module_::import("torch.nn").attr("Parameter");
   parameter_class = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
   const auto module = owned(PyModule_Create(&definition));
+  register_gelu();
   // The class of all nodes that torch has no class for.
   const auto node = owned(functionToPyObject(make_node<LinearBackward>()));
   module.attr("Node") = pybind11::type::of(node);

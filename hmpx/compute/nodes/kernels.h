@@ -1,0 +1,153 @@
+// Kernels for bfloat16 on CPUs: rounding of fp32, and GELU looked up in tables of torch's own values.
+#pragma once
+
+#include <ATen/CPUFunctions.h>
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <bit>
+
+namespace {
+
+using at::kBFloat16, at::kFloat, at::Tensor;
+
+#if defined(__x86_64__)
+const bool has_kernels = __builtin_cpu_supports("avx2");
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#else
+constexpr bool has_kernels = true;
+#endif
+
+template <typename T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+template <typename F>
+void each(int64_t n, const F& run) {
+  constexpr int64_t grain = 1 << 15;
+  const auto range = [&run](int64_t a, int64_t e) {
+#pragma omp simd
+    for (int64_t i = a; i < e; i++) {
+      run(i);
+    }
+  };
+  n <= 2 * grain ? range(0, n) : at::parallel_for(0, n, grain, range);
+}
+
+uint32_t rounded(uint32_t bits, uint32_t nan) {
+  const uint32_t result = (bits + 0x7FFFu + ((bits >> 16) & 1)) & 0xFFFF0000u;
+  return (bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : result;
+}
+
+// torch's, which depends on the instructions that it uses.
+uint32_t nan() {
+  static const uint32_t bits = *data<uint32_t>(at::full({1}, NAN, kFloat).to(kBFloat16).to(kFloat));
+  return bits;
+}
+
+// Rounds `from` to bfloat16; `wide` may be the same.
+void round_to(const Tensor& wide, const Tensor& from) {
+  each(from.numel(), [in = data<uint32_t>(from), out = data<uint32_t>(wide), nan = nan()](int64_t i) {
+    out[i] = rounded(in[i], nan);
+  });
+}
+
+// Splits `wide` into the rounded `low` and what to add to its bits.
+void split(const Tensor& wide, const Tensor& low, const Tensor& rest) {
+  auto *out = data<uint16_t>(low), *gaps = data<uint16_t>(rest);
+  each(wide.numel(), [=, in = data<uint32_t>(wide), nan = nan()](int64_t i) {
+    const uint32_t near = rounded(in[i], nan);
+    const auto gap = static_cast<int32_t>(in[i] - near);
+    out[i] = near >> 16;
+    gaps[i] = gap < -0x8000 ? -0x8000 : gap > 0x7FFF ? 0x7FFF : gap;
+  });
+}
+
+void join(const Tensor& wide, const Tensor& low, const Tensor& rest) {
+  const auto *in = data<uint16_t>(low), *gaps = data<uint16_t>(rest);
+  each(low.numel(), [=, out = data<uint32_t>(wide)](int64_t i) {
+    out[i] = (static_cast<uint32_t>(in[i]) << 16) + static_cast<int16_t>(gaps[i]);
+  });
+}
+
+// --- GELU ----------------------------------------------------------------------------------------
+
+std::atomic<bool> looks_up{false};
+
+// GELU of each bfloat16, and its derivative in fp32, as torch computes them.
+struct Gelu {
+  Tensor values, slopes;
+  bool has_slopes;  // whether torch's gradients are products with them: for "none" oneDNN's, on some CPUs, are not
+
+  explicit Gelu(c10::string_view approximate) {
+    const c10::InferenceMode off(false);
+    const Tensor all = at::arange(1 << 16, at::kInt).to(at::kShort).view(kBFloat16), gradient = all.roll(12345);
+    // Rows with gaps between them: oneDNN doesn't compute these.
+    const Tensor wide = at::empty({256, 512}, kFloat).narrow(1, 0, 256).copy_(all.view({256, 256}));
+    values = at::cpu::gelu(all, approximate);
+    slopes = at::cpu::gelu_backward(at::ones_like(wide), wide, approximate).flatten();
+    const Tensor products = gradient.to(kFloat).mul_(slopes).to(kBFloat16);
+    has_slopes = at::cpu::gelu_backward(gradient, all, approximate).view(at::kShort).equal(products.view(at::kShort));
+  }
+};
+
+// None for calls that torch's kernel computes. It computes the last ones of many, less than a vector, by itself.
+const Gelu* gelu_for(const Tensor& x, c10::string_view approximate) {
+  constexpr int64_t least = 1 << 12, vectors = 64;
+  if (!looks_up || !has_kernels || x.scalar_type() != kBFloat16 || !x.is_contiguous() || x.numel() < least ||
+      x.numel() % (vectors * at::get_num_threads()) != 0) {
+    return nullptr;
+  }
+  static const Gelu exact("none"), by_tanh("tanh");
+  return approximate == "none" ? &exact : approximate == "tanh" ? &by_tanh : nullptr;
+}
+
+Tensor gelu(const Tensor& x, c10::string_view approximate) {
+  const auto* table = gelu_for(x, approximate);
+  if (table == nullptr) {
+    return at::cpu::gelu(x, approximate);
+  }
+  const Tensor result = at::empty_like(x);
+  const auto *in = static_cast<const uint16_t*>(x.const_data_ptr()), *values = data<uint16_t>(table->values);
+  each(x.numel(), [=, out = data<uint16_t>(result)](int64_t i) { out[i] = values[in[i]]; });
+  return result;
+}
+
+Tensor gelu_backward(const Tensor& gradient, const Tensor& x, c10::string_view approximate) {
+  const bool fits = gradient.scalar_type() == kBFloat16 && gradient.is_contiguous() && gradient.sizes() == x.sizes();
+  const auto* table = fits ? gelu_for(x, approximate) : nullptr;
+  if (table == nullptr || !table->has_slopes) {
+    return at::cpu::gelu_backward(gradient, x, approximate);
+  }
+  const Tensor result = at::empty_like(x);
+  const auto* in = static_cast<const uint16_t*>(x.const_data_ptr());
+  const auto* gradients = static_cast<const uint16_t*>(gradient.const_data_ptr());
+  const auto* slopes = data<float>(table->slopes);
+  each(x.numel(), [=, out = data<uint16_t>(result), nan = nan()](int64_t i) {
+    const float product = std::bit_cast<float>(static_cast<uint32_t>(gradients[i]) << 16) * slopes[in[i]];
+    out[i] = rounded(std::bit_cast<uint32_t>(product), nan) >> 16;
+  });
+  return result;
+}
+
+#if defined(__x86_64__)
+#pragma GCC pop_options
+#endif
+
+// Puts both in torch's place, which says so, once.
+void register_gelu() {
+  struct Silent : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silent;
+  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  library.impl("gelu", gelu);
+  library.impl("gelu_backward", gelu_backward);
+}
+
+}  // namespace
