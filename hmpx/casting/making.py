@@ -46,7 +46,7 @@ def make_wrapper(
         nodes = compute.legalized(
             plan.site.op, plan.decision.dtype, plan.device_types, plan.options.legalize
         )
-    control = Control(plan.legalizes, looks_at_all=plan.legalizes, offered=nodes)
+    control = Control(plan.legalizes, offered=nodes)
     narrowed = narrower(original, plan, functools.partial(make_wrapper, original))
     call, cast_and_run = call_of(original, complete, plan, control, narrowed)
     fused = None
@@ -55,6 +55,9 @@ def make_wrapper(
         masks = [n for n, position in positions if names[position] in plan.masks]
         kept = plan.options.keep_weight_casts if plan.keeps_parameters else True
         fused = compute.fused(plan.site.op, plan.decision.dtype, plan.device_types, masks, kept)
+        if plan.site.op == "linear":
+            control.fused, fused = fused, None
+    control.reset()
     wrapper = make_generated(
         plan,
         original=complete,
@@ -66,7 +69,7 @@ def make_wrapper(
         retry=functools.partial(retry_in_fp32, original, plan, control),
         dtype=plan.decision.dtype,
         fused=fused,
-        has_nodes=nodes is not None,
+        has_nodes=control.offered is not None or control.fused is not None,
     )
     return named_after(original, wrapper, plan.site.name, control)
 

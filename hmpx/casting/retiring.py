@@ -30,8 +30,10 @@ class Control:
     forward: Callable[..., Any] | None = None  # gets all calls once the wrapper is retired
     #: Whether a product of two matrices may be legalized, judged by their sizes alone.
     may_apply: Callable[[Any, Any], bool] = lambda a, b: True
-    #: Compiled nodes that compute legalized calls, but for unusual ones; and those in use, once a call is legalized.
+    #: Compiled nodes that compute calls, but for unusual ones: legalized calls, once there was one; other calls, once
+    #: none may be legalized; and those in use.
     offered: Callable[..., Any] | None = None
+    fused: Callable[..., Any] | None = None
     nodes: Callable[..., Any] | None = None
     names: list[tuple[str, str]] = field(default_factory=list)  # in use, and once it is retired
     alone: int = 0  # count of references to the wrapper when it was new
@@ -39,7 +41,13 @@ class Control:
 
     def settle(self) -> None:
         """Ends the legalization of calls."""
-        self.legalizes, self.looks_at_all = False, self.forward is not None
+        self.legalizes = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes calls go where they go before any was legalized."""
+        is_open = self.legalizes or self.forward is not None
+        self.looks_at_all, self.nodes = is_open, None if is_open else self.fused
 
 
 def named_after(
@@ -107,7 +115,7 @@ class _Retirement(Patch):
 
         wrapper.__module__, wrapper.__qualname__ = control.names[value]
         control.forward = forward if value else None
-        control.looks_at_all, control.nodes = value or control.legalizes, None
+        control.reset()
 
 
 def retirements(

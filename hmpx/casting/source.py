@@ -49,9 +49,9 @@ except Exception as error:
         raise
 return again()"""
 
-#: If compiled nodes may compute legalized calls.
+#: If compiled nodes may compute calls.
 _NODES: Final = """\
-if not ({unless}open_regions or is_dynamo_compiling() or (nodes := control.nodes) is None):
+if not (open_regions or is_dynamo_compiling() or (nodes := control.nodes) is None):
     result = nodes({names}*rest, **kwargs)
     if result is not None:
         return result
@@ -81,7 +81,7 @@ if not (
 
 #: Plain tensors, all given by position, to one fixed dtype.
 _CAST: Final = """\
-    if not ({unless}is_below_dispatcher()):{if_fused}
+    if not ({unless}is_below_dispatcher()):
         {casts}
         if not ({are_unusual}):{if_large}
             if rest or kwargs:
@@ -95,14 +95,7 @@ _FILL: Final = """\
         {fills}
 """
 
-#: If compiled nodes may compute casts and op together.
-_IF_FUSED: Final = """
-        if not (kwargs or rest or is_dynamo_compiling()):
-            result = fused({names})
-            if result is not None:
-                return result"""
-
-#: If they may make several casts together.
+#: If compiled nodes may make several casts together.
 _TOGETHER: Final = """\
 together = None if is_dynamo_compiling() else fused({names})
         if together is not None:
@@ -218,8 +211,7 @@ def source_of(plan: CallPlan, *, is_fused: bool = False, has_nodes: bool = False
             body += _cast(plan, names, [*casts], is_fused=is_fused)
         body += f"    return cast_and_run({arguments}, kwargs)\n"
     if has_nodes:
-        unless = "kwargs or rest or " if plan.site.op == "linear" else ""
-        body = _NODES.format(names=listed, unless=unless) + body
+        body = _NODES.format(names=listed) + body
     if names:
         body += f"if {names[-1]} is not missing:\n    return call(({listed}*rest), kwargs)\n"
     body += f"return call({arguments}, kwargs)"
@@ -263,10 +255,9 @@ def _cast(plan: CallPlan, names: list[str], positions: list[int], *, is_fused: b
     large = _IF_LARGE.format(
         are_large="\n                or ".join(are_large), cast=cast, names=listed
     )
-    is_computed = is_fused and plan.site.op == "linear"
     casts, together = {p: f"b{p} = cast{p}(a{p})" for p in positions}, plan.cast_together
     lines = [*casts.values()]
-    if is_fused and not is_computed:
+    if is_fused:
         made = _TOGETHER.format(
             names=", ".join([f"a{p}" for p in together]),
             cast=", ".join([f"b{p}" for p in together]),
@@ -275,7 +266,6 @@ def _cast(plan: CallPlan, names: list[str], positions: list[int], *, is_fused: b
         lines = [made, *casts.values()]
     return _CAST.format(
         unless=unless,
-        if_fused=_IF_FUSED.format(names=listed.removesuffix(", ")) if is_computed else "",
         casts="\n        ".join(lines),
         are_unusual=" or ".join([f"b{p} is unusual" for p in positions]),
         if_large=large if plan.keeps_parameters else "",

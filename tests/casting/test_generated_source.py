@@ -49,13 +49,14 @@ def test_the_source_is_as_kept(op: str) -> None:
 
 
 def test_the_source_with_compiled_nodes() -> None:
-    """They come ahead of the casts."""
+    """They come ahead of all else."""
     without = source_of(plan("linear")).splitlines()
-    added = source_of(plan("linear"), is_fused=True).splitlines()
+    added = source_of(plan("linear"), has_nodes=True).splitlines()
     first = next(n for n, line in enumerate(added) if line != without[n])
+    assert without[first - 1].strip() == "try:"
     assert [line.strip() for line in added[first : first + 4]] == [
-        "if not (kwargs or rest or is_dynamo_compiling()):",
-        "result = fused(a0, a1, a2)",
+        "if not (open_regions or is_dynamo_compiling() or (nodes := control.nodes) is None):",
+        "result = nodes(a0, a1, a2, *rest, **kwargs)",
         "if result is not None:",
         "return result",
     ]

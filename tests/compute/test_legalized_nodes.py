@@ -211,7 +211,6 @@ UNUSUAL: dict[str, Callable[[], Tensor]] = {
     "a weight that is computed": lambda: F.linear(X, W * 1, BIAS),
     "two rows": lambda: F.linear(X[0, :2], nn.Parameter(torch.ones(300, 16)), None),
     "another layout": lambda: F.linear(X.transpose(0, 1), WEIGHT, BIAS),
-    "a weight by name": lambda: F.linear(X, weight=WEIGHT, bias=BIAS),
     "the other low type": lambda: F.linear(X.to(torch.float16), WEIGHT, BIAS),
     "meta tensors": lambda: F.linear(X.to("meta"), WEIGHT.to("meta"), None),
 }

@@ -545,6 +545,9 @@ def test_they_are_used(low: str) -> None:
         assert is_fused(F.linear(X[0], weight, bias))
         assert is_fused(F.linear(X[0], weight))
         assert is_fused(F.linear(X, weight, bias=bias))
+        assert is_fused(F.linear(input=X, weight=weight))
+        with pytest.raises(TypeError, match="weight"):
+            F.linear(X, weight, weight=weight)
         assert is_fused(F.linear(learning_x(), weight.detach().to(getattr(torch, low)), None))
         assert isinstance(result.grad_fn, torch.autograd.graph.Node)
     with hmpx.convert(device_types={"cpu"}, policy=hmpx.Policy.from_ops(fp32=["linear"])):
@@ -634,7 +637,6 @@ UNUSUAL: dict[str, Callable[[], Tensor]] = {
     "the other low type": called(X.to(FP16), W, B),
     "meta tensors": called(X.to("meta"), W.to("meta"), B.to("meta")),
     "nested tensors": nested,
-    "a weight by name": lambda: F.linear(X, weight=W, bias=B),
 }
 
 

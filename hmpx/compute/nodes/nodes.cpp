@@ -560,38 +560,54 @@ PyObject* device_bit(PyObject*, PyObject* device) {
   END_HANDLE_TH_ERRORS
 }
 
-// linear(low, devices, how, x, weight, bias) -> the result in the dtype `low`, or None
-PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// linear(low, devices, how, input, weight, bias) -> the result in the dtype `low`, or None; a class stands for what is
+// missing, or given by name
+PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count >= 3 && THPDtype_Check(args[0]) && PyLong_Check(args[1]) && PyLong_Check(args[2]),
                    "linear takes a dtype, two ints and three tensors");
   const auto low = reinterpret_cast<THPDtype*>(args[0])->scalar_type;
   const auto devices = PyLong_AsLongLong(args[1]), how = PyLong_AsLongLong(args[2]);
-  args += 3;
-  if (count != 6 || !is_plain(args[0]) || !is_usual_here() ||
-      !is_cast_on(THPVariable_Unpack(args[0]).device(), devices)) {
+  if (count != 6) {
+    Py_RETURN_NONE;
+  }
+  std::array<PyObject*, 3> given{args[3], args[4], args[5]};
+  for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_GET_SIZE(names); i++) {
+    constexpr std::array known{"input", "weight", "bias"};
+    size_t place = 0;
+    while (place < 3 && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, i), known[place]) != 0) {
+      place++;
+    }
+    if (place == 3 || !PyType_Check(given[place])) {
+      Py_RETURN_NONE;
+    }
+    given[place] = args[count + i];
+  }
+  if (!is_plain(given[0]) || !is_usual_here() || !is_cast_on(THPVariable_Unpack(given[0]).device(), devices)) {
     Py_RETURN_NONE;
   }
   std::array<Tensor, 3> tensors;
   const auto& [x, weight, bias] = tensors;
+  bool is_cast = how & LEGALIZED;
   for (size_t i = 0; i < tensors.size(); i++) {
-    if (i == 2 && (args[i] == Py_None || PyType_Check(args[i]))) {  // no bias, given or not
+    if (i == 2 && (given[i] == Py_None || PyType_Check(given[i]))) {  // no bias, given or not
       continue;
     }
-    if (!is_plain(args[i])) {
+    if (!is_plain(given[i])) {
       Py_RETURN_NONE;
     }
-    tensors[i] = THPVariable_Unpack(args[i]);
+    tensors[i] = THPVariable_Unpack(given[i]);
     const auto dtype = tensors[i].scalar_type();
+    is_cast |= dtype != low;
     // The cast of what isn't a parameter is kept; autograd keeps no inference tensors, but casts of them.
     const bool is_source = (how & LEGALIZED && i > 0) || (how & CASTS_AGAIN && i == 1);
-    const bool is_leaf = Py_TYPE(args[i]) == parameter_class && !(tensors[i].is_inference() && at::GradMode::is_enabled());
+    const bool is_leaf = Py_TYPE(given[i]) == parameter_class && !(tensors[i].is_inference() && at::GradMode::is_enabled());
     if ((dtype != low && dtype != kFloat) || !is_usual(tensors[i], x.device()) || !tensors[i].is_contiguous() ||
         (is_source && !is_leaf)) {
       Py_RETURN_NONE;
     }
   }
-  const bool fits = x.dim() >= 2 && weight.dim() == 2 && x.size(-1) == weight.size(1) &&
+  const bool fits = is_cast && x.dim() >= 2 && weight.dim() == 2 && x.size(-1) == weight.size(1) &&
       (!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)));
   // As `Legalization` decides, and without kernels of few rows.
   if (!fits || (how & LEGALIZED && !(has_kernels && x.is_cpu() && x.numel() > 2 * x.size(-1) &&
@@ -719,8 +735,8 @@ PyObject* are_looked_up(PyObject*, PyObject*) {
 PyMethodDef methods[] = {
     {"casts", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(casts)), METH_FASTCALL,
      "casts(dtype, devices, masks, *tensors) -> tuple | None"},
-    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(linear)), METH_FASTCALL,
-     "linear(low, devices, how, x, weight, bias) -> Tensor | None"},
+    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(linear)), METH_FASTCALL | METH_KEYWORDS,
+     "linear(low, devices, how, input, weight, bias) -> Tensor | None"},
     {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attention)), METH_FASTCALL,
      "attention(rounds, is_causal, scale, query, key, value) -> Tensor | None"},
     {"device_bit", device_bit, METH_O, "device_bit(device) -> int"},
