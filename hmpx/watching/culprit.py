@@ -3,7 +3,8 @@
 Some infinities are intended: masks, and their smallest numbers after rounding to low precision; a softmax
 turns them into zeros. So -inf, and +inf that float32 gives, too, are reported only once NaN follows from them, or
 they reach the end of the forward or a gradient. The same holds for NaN from infinities that the program made itself, such as a softmax
-over -inf alone, and for non-finite data.
+over -inf alone, and for non-finite data. NaN is not reported either where every call that takes it, such as
+``torch.where``, gives finite results.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Origin:
     gradients: GradientRecord | None = None  # the gradients, if its backward made them
     parameter: Leaf | None = None  # the non-finite one, for this source
     is_written: bool = False  # the program gave them as a number
+    is_sure: bool = False  # NaN from finite values
     is_reported: bool = False
 
 
@@ -47,6 +49,7 @@ class OriginSearch:
         self._calls: list[CallRecord] = []
         self._positions: dict[int, int] = {}
         self._last: CallRecord | None = None
+        self._held: list[tuple[CallRecord, Cell]] = []  # results with NaN
         self._has_gradients = self._has_bad_gradients = False
 
     def judge(
@@ -65,8 +68,11 @@ class OriginSearch:
         if ends_step:
             if not self._has_gradients:
                 self._confirm_last()
+            for call, cell in self._held:
+                if not cell.is_taken and (cell.origin.is_sure or not call.call.module):
+                    self._report(cell.origin)
             self._last, self._has_gradients, self._has_bad_gradients = None, False, False
-            self._calls, self._positions = [], {}
+            self._calls, self._positions, self._held = [], {}, []
         return self.found
 
     # --- calls -----------------------------------------------------------------------------------
@@ -75,6 +81,9 @@ class OriginSearch:
         if record.call.phase == "forward" and record.results:
             self._has_gradients = False  # another forward, if there was a backward
             self._last = record
+        for given in record.inputs:
+            for cell in given.cells:
+                cell.is_taken = True
         made = _bits(record.results)
         if not made:
             return
@@ -86,7 +95,8 @@ class OriginSearch:
                 origin.is_written = True
         elif not (had or is_unsure):
             origin = self._origin(record, "op", made)
-            if made & NAN or (made & POSITIVE and _is_rounded(record)):
+            origin.is_sure = bool(made & NAN)
+            if made & POSITIVE and _is_rounded(record):
                 self._report(origin)
         elif not had & NAN:
             if made & NAN and origin is not None and origin.source == "op":
@@ -98,6 +108,8 @@ class OriginSearch:
                 origin = self._origin(record, "input" if is_passed_on else "op", made)
         for cell in record.results:
             cell.origin = origin
+            if origin is not None and not origin.is_written and (cell.bits or 0) & NAN:
+                self._held.append((record, cell))
 
     def _inputs(self, record: CallRecord) -> tuple[int, bool, list[Origin]]:
         """Returns the inputs' non-finite values, whether some inputs are unknown, and the origins."""

@@ -54,6 +54,8 @@ _OF_USERS: Final = ("param_groups", "state", "step", "zero_grad")
 #: Prefixes of the ops on lists of tensors.
 _ON_LISTS: Final = ("_foreach_", "_fused_")
 
+_NOT_SKIPPED: Final = "none: the gradients were not finite; GradScaler.step skips such steps"
+
 #: In place of the position of an op: the values were not finite before the step.
 _OUTSIDE: Final = -1
 
@@ -144,9 +146,18 @@ class OptimizerSteps:
 
     @unseen
     def end(
-        self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any], location: str
+        self,
+        optimizer: Optimizer,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        location: str,
+        *,
+        may_skip: bool,
     ) -> Offence | None:
-        """Returns the fault of the step that has ended; None if its result is finite."""
+        """Returns the fault of the step that has ended; None if its result is finite.
+
+        With ``may_skip`` gradients that are not finite were excused, since the program skips such steps.
+        """
         start = next((each for each in self._starts if each.optimizer is optimizer), None)
         if start is None:
             return None
@@ -162,6 +173,9 @@ class OptimizerSteps:
                 start.count(args, kwargs, self._name_of, self._counts)
             return None
         if any(is_measurable(each) and bits_of(exact(each)) for each in given):
+            if may_skip:
+                self._reported |= {each.key for each in fresh}
+                return start.offence(fresh[0], self._name_of, location, _NOT_SKIPPED)
             for each in fresh:
                 self._spoiled.pop(each.key, None)
             return None  # gradients are reported where they come from
@@ -397,6 +411,25 @@ class _Start:
 
     # --- the fault -------------------------------------------------------------------------------
 
+    def offence(
+        self, value: _Value, name_of: Callable[[Tensor], str], location: str, remedy: str
+    ) -> Offence:
+        """Returns what is known of a value that is not finite after the step."""
+        cls = type(self.optimizer)
+        name = name_of(value.parameter) or self._number_of(value.parameter)
+        return Offence(
+            op=cls.__name__,
+            module=name.rpartition(".")[0],
+            site=f"{cls.__module__}.{cls.__qualname__}.step",
+            location=location,
+            kind="nan" if bits_of(exact(value.tensor)) & NAN else "inf",
+            phase="optimizer",
+            step=self._number,
+            remedy=remedy,
+            parameter=name,
+            state=value.state,
+        )
+
     def fault(
         self,
         values: Sequence[_Value],
@@ -406,7 +439,7 @@ class _Start:
         location: str,
     ) -> Offence | None:
         """Returns the cause of values that are not finite; None if they were not so before it."""
-        cls, value, number = type(self.optimizer), values[0], None
+        value, number = values[0], None
         only: Tensor | None = value.parameter
         for only in (value.parameter, None):  # less memory first
             run = self.run(args, kwargs, only)
@@ -420,19 +453,8 @@ class _Start:
                 break
         if number == _OUTSIDE:
             return None
-        name = name_of(value.parameter) or self._number_of(value.parameter)
-        offence = Offence(
-            op=cls.__name__,
-            module=name.rpartition(".")[0],
-            site=f"{cls.__module__}.{cls.__qualname__}.step",
-            location=location,
-            kind="nan" if bits_of(exact(value.tensor)) & NAN else "inf",
-            phase="optimizer",
-            step=self._number,
-            remedy="unknown: the step could not be repeated",
-            parameter=name,
-            state=value.state,
-        )
+        unknown = "unknown: the step could not be repeated"
+        offence = self.offence(value, name_of, location, unknown)
         if run is None or number is None:
             return offence
 
@@ -445,7 +467,7 @@ class _Start:
         low = next((each for each in dtypes if each in LOW_DTYPES), None)
         in_fp32 = helped(upcast=True) if low else None
         cause = self._cause(run.ops[:number], op) if in_fp32 else None
-        tried = [f"{name} and its state in float32"] if in_fp32 else []
+        tried = [f"{offence.parameter} and its state in float32"] if in_fp32 else []
         least = torch.finfo(low or dtypes[0]).smallest_normal
         eps = max(_EPS, least)
         if any(

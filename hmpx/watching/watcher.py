@@ -229,7 +229,8 @@ class Watch:
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._pause_or_resume()
-        found = self._optimizers.end(optimizer, args, kwargs, own_line(user_location()))
+        location, may_skip = own_line(user_location()), self._may_skip()
+        found = self._optimizers.end(optimizer, args, kwargs, location, may_skip=may_skip)
         if found is not None:
             self._report([found], may_raise=True)
 

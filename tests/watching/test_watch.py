@@ -285,6 +285,21 @@ def test_a_loss_scale_that_falls_for_ever_is_one() -> None:
     assert w.first.step == 10
 
 
+def test_a_step_that_a_loss_scaler_should_have_skipped() -> None:
+    """Its gradients overflow at this scale, and the program steps with them."""
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=1e-6)
+    with convert(low_precision_type=FP16), hmpx.watch("collect") as w:
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale((weight.half() * 100).float().sum()).backward()
+            optimizer.step()
+    (found,) = w.offences
+    assert (found.op, found.phase, found.step, found.parameter) == ("SGD", "optimizer", 0, "0 of group 0")
+    assert found.remedy == "none: the gradients were not finite; GradScaler.step skips such steps"
+
+
 def test_underflow_is_sampled() -> None:
     tiny = x(200, 100).mul(1e-6)
     policy = hmpx.Policy.from_ops(low=["mm"], low_precision_type=FP16)
