@@ -51,8 +51,8 @@ _EPS: Final = 1e-8
 #: Attributes of an optimizer that are not copied as they are.
 _OF_USERS: Final = ("param_groups", "state", "step", "zero_grad")
 
-#: Prefixes of the ops on lists of tensors.
-_ON_LISTS: Final = ("_foreach_", "_fused_")
+#: Settings by which an optimizer of torch's computes on lists of tensors, to about the same values.
+_ON_LISTS: Final = ("foreach", "fused")
 
 _NOT_SKIPPED: Final = "none: the gradients were not finite; GradScaler.step skips such steps"
 
@@ -227,13 +227,12 @@ def _buffer(tensor: Tensor, old: Tensor | None) -> Tensor:
 
 
 class _StepOp(NamedTuple):
-    """An op of a step, with copies of its arguments: of lists, that on the elements at one position."""
+    """An op of a step, with copies of its arguments."""
 
     full_name: str
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    position: int
     results: list[Tensor]
     memory: list[int]  # of the results
     location: str
@@ -246,13 +245,13 @@ class _StepOp(NamedTuple):
     @property
     def inputs(self) -> list[Tensor]:
         """The floating inputs."""
-        return _measurable(_row(self.full_name, (self.args, self.kwargs), self.position))
+        return _measurable([*self.args, *self.kwargs.values()])
 
     def in_fp32(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the results, and those in float32 of the same inputs."""
         args, kwargs = map_tensors(self.args, _in_fp32), _mapped(self.kwargs, _in_fp32)
         returned = self.function(*args, **kwargs)
-        exact_results = _results(self.full_name, args, kwargs, returned, self.position)
+        exact_results = _results(self.full_name, args, kwargs, returned)
         return list(zip(self.results, exact_results, strict=False))
 
     def is_lossy(self, bad: Tensor) -> bool:
@@ -376,6 +375,7 @@ class _Start:
             ops = _Ops({_memory(each): _OUTSIDE for each in copies.values() if _is_bad(each)})
             twin = self._twin(copies)
             for group in twin.param_groups:
+                group.update(dict.fromkeys(group.keys() & _ON_LISTS, False))
                 if only is not None:
                     group["params"] = [p for p in group["params"] if p is copies[id(only)]]
                 if eps is not None and isinstance(group.get("eps"), float):
@@ -512,8 +512,7 @@ class _Start:
         """Returns the last op whose rounding made zeros where the failed one is not finite."""
         with aside([]):
             bad = ~_isfinite(next(filter(_is_bad, failed.results)))
-            alike = [each for each in ops if each.position == failed.position]
-            return next((each for each in reversed(alike) if each.is_lossy(bad)), None)
+            return next((each for each in reversed(ops) if each.is_lossy(bad)), None)
         return None
 
 
@@ -532,61 +531,41 @@ class _Ops(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.name().rpartition("::")[2].partition(".")[0]
+        values = [*args, *kwargs.values()]
         copies = map_tensors(args, Tensor.clone), _mapped(kwargs, Tensor.clone)
-        is_list = name.startswith(_ON_LISTS)
-        rows = [_row(name, (args, kwargs), n) for n in range(len(args[0]) if is_list else 1)]
-        makers = list(map(self._maker_of, rows))
+        maker = self._maker_of(values)
         returned = func(*args, **kwargs)
         self._kept.append((args, kwargs, returned))
-        for position, (row, found) in enumerate(zip(rows, makers, strict=True)):
-            results = _results(name, args, kwargs, returned, position)
-            kept = [each.clone() for each in results]
-            memory = list(map(_memory, results))
-            op = _StepOp(name, func, *copies, position, kept, memory, own_line(user_location()))
-            is_bad = list(map(_is_bad, results))
-            maker = found
-            if any(is_bad) and maker is None:
-                maker = len(self.ops)
-                if any(type(each) is float and not math.isfinite(each) for each in leaves(row)):
-                    maker = self._number if self._number is not None else maker
-                    maker = _OUTSIDE if op.name in _WRITING else maker
-            if op.name == "local_scalar_dense" and maker is not None:
-                self._number = maker
-            for each, bad in zip(results, is_bad, strict=True):
-                if bad and maker is not None:
-                    self.makers[_memory(each)] = maker
-                else:
-                    self.makers.pop(_memory(each), None)
-            self.ops.append(op)
+        results = _results(name, args, kwargs, returned)
+        is_bad = list(map(_is_bad, results))
+        if any(is_bad) and maker is None:
+            maker = len(self.ops)
+            if any(type(each) is float and not math.isfinite(each) for each in leaves(values)):
+                maker = self._number if self._number is not None else maker
+                maker = _OUTSIDE if name.strip("_") in _WRITING else maker
+        if name.strip("_") == "local_scalar_dense" and maker is not None:
+            self._number = maker
+        for each, bad in zip(results, is_bad, strict=True):
+            if bad and maker is not None:
+                self.makers[_memory(each)] = maker
+            else:
+                self.makers.pop(_memory(each), None)
+        kept, memory = [each.clone() for each in results], list(map(_memory, results))
+        self.ops.append(_StepOp(name, func, *copies, kept, memory, own_line(user_location())))
         return returned
 
-    def _maker_of(self, row: Sequence[Any]) -> int | None:
+    def _maker_of(self, values: Sequence[Any]) -> int | None:
         """Returns the op that made an input non-finite; None if all are finite."""
-        bad = [each for each in _measurable(row) if _is_bad(each)]
+        bad = [each for each in _measurable(values) if _is_bad(each)]
         return self.makers.get(_memory(bad[0]), _OUTSIDE) if bad else None
 
 
-def _row(name: str, given: Any, position: int) -> list[Any]:
-    """Returns the arguments of an op: of one on lists, those at one position."""
-    args, kwargs = given
-    values = [*args, *kwargs.values()]
-    if not name.startswith(_ON_LISTS):
-        return values
-    count = len(args[0])
-    return [
-        each[position] if type(each) in (list, tuple) and len(each) == count else each
-        for each in values
-    ]
-
-
 def _results(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], returned: Any, position: int
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], returned: Any
 ) -> list[Tensor]:
-    """Returns the tensors that an op has written or made: of one on lists, those at one position."""
-    row = _row(name, (args, kwargs), position)
-    written = row if name.startswith("_fused_") else row[:1] if name.endswith("_") else []
-    made = returned[position] if name.startswith(_ON_LISTS) and returned else returned
-    found = {id(each): each for each in _measurable([*written, kwargs.get("out"), made])}
+    """Returns the tensors that an op has written or made."""
+    written = args[0] if name.endswith("_") else None
+    found = {id(each): each for each in _measurable([written, kwargs.get("out"), returned])}
     return list(found.values())
 
 

@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Callable[[Any], optim.Optimizer], dict[str, Any], tuple[A
         lambda p: optim.SGD(p, lr=math.inf), {"gradient": 1.0}, ("add", "inf", ""), "none: lr is inf",
     ),
     "fused": (
-        lambda p: optim.SGD(p, lr=1e30, fused=True), {"gradient": 1e20}, ("fused_sgd", "inf", ""), "none: fused_sgd",
+        lambda p: optim.SGD(p, lr=1e30, fused=True), {"gradient": 1e20}, ("add", "inf", ""), "none: add",
     ),
     "low": (
         lambda p: optim.SGD(p, lr=65e3), {"gradient": -0.088, "value": 6e4, "dtype": FP16},
