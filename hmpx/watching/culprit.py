@@ -87,6 +87,8 @@ class OriginSearch:
         made = _bits(record.results)
         if not made:
             return
+        # Those of inference mode have no versions, by which later calls would know them.
+        is_followed = all([version >= 0 for _, version in record.alive])  # noqa: C419
         had, is_unsure, origins = self._inputs(record)
         origin = origins[0] if origins else None
         if record.is_intended:
@@ -96,7 +98,7 @@ class OriginSearch:
         elif not (had or is_unsure):
             origin = self._origin(record, "op", made)
             origin.is_sure = bool(made & NAN)
-            if made & POSITIVE and _is_rounded(record):
+            if (made & NAN and not is_followed) or (made & POSITIVE and _is_rounded(record)):
                 self._report(origin)
         elif not had & NAN:
             if made & NAN and origin is not None and origin.source == "op":
@@ -108,7 +110,8 @@ class OriginSearch:
                 origin = self._origin(record, "input" if is_passed_on else "op", made)
         for cell in record.results:
             cell.origin = origin
-            if origin is not None and not origin.is_written and (cell.bits or 0) & NAN:
+            is_nan = bool((cell.bits or 0) & NAN)
+            if origin is not None and not origin.is_written and is_nan and is_followed:
                 self._held.append((record, cell))
 
     def _inputs(self, record: CallRecord) -> tuple[int, bool, list[Origin]]:
