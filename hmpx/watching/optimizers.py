@@ -414,7 +414,7 @@ class _Start:
     def offence(
         self, value: _Value, name_of: Callable[[Tensor], str], location: str, remedy: str
     ) -> Offence:
-        """Returns what is known of a value that is not finite after the step."""
+        """Describes a value that is not finite after the step."""
         cls = type(self.optimizer)
         name = name_of(value.parameter) or self._number_of(value.parameter)
         return Offence(

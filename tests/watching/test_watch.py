@@ -296,7 +296,12 @@ def test_a_step_that_a_loss_scaler_should_have_skipped() -> None:
             scaler.scale((weight.half() * 100).float().sum()).backward()
             optimizer.step()
     (found,) = w.offences
-    assert (found.op, found.phase, found.step, found.parameter) == ("SGD", "optimizer", 0, "0 of group 0")
+    assert (found.op, found.phase, found.step, found.parameter) == (
+        "SGD",
+        "optimizer",
+        0,
+        "0 of group 0",
+    )
     assert found.remedy == "none: the gradients were not finite; GradScaler.step skips such steps"
 
 
