@@ -21,11 +21,11 @@ from ..observers import (
     PAUSED,
     Attached,
     CallTensors,
-    Kernels,
     OpCall,
     is_put_in_graph,
     number_in_graphs,
     put_in_graph,
+    reading_kernels,
     user_line,
 )
 from ..ops import draws, facts
@@ -196,9 +196,9 @@ class _ObservedCalls:
         try:
             _here.is_in_call = True
             if self._reads_kernels and not (is_graph_made() or is_jit_tracing()):
-                with Kernels() as read:
+                with reading_kernels() as read:
                     result = self._inner(*args, **kwargs)
-                kernels = read.dtypes
+                kernels = tuple(read)
             else:
                 result = self._inner(*args, **kwargs)
         finally:

@@ -17,9 +17,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comparing import Origins, is_readable, may_read
 from ..errors import raised_here
-from ..observers import OpCall, user_location
+from ..observers import Kernels, OpCall, user_location
 from ..tensors import LOW_DTYPES, floating_in, leaves, map_tensors, short_name, tensors_in
-from ..torch_internals import DispatchMode, call_in, current_graph_task, dispatch_modes, unseen
+from ..torch_internals import call_in, current_graph_task, dispatch_modes, unseen
 from ..torch_state import spot
 from .findings import Finding
 from .lint_trace import CONVERTING, COPIES, DIFFERENCES, LintedCall, Trace, memory
@@ -104,12 +104,12 @@ def _merged(exact: Tensor, found: Tensor) -> tuple[str, float, float] | None:
 def whole_numbers(tensor: Tensor) -> Tensor | None:
     """Returns the values in float64, without masks; None unless all are whole numbers."""
     values = tensor.detach().reshape(-1)
-    for count in (_FEW, _SAMPLE):  # few values tell most tensors
-        sample = values[:count].double()
-        sample = sample[sample.abs() < _MOST_COUNTED]
-        if not (sample == sample.round()).all():
-            return None
-    return sample
+    few = values[:_FEW].double().tolist()  # they tell most tensors
+    if any(each % 1 for each in few if abs(each) < _MOST_COUNTED):
+        return None
+    sample = values[:_SAMPLE].double()
+    sample = sample[sample.abs() < _MOST_COUNTED]
+    return sample if (sample == sample.round()).all() else None
 
 
 def _most(low: torch.dtype) -> int:
@@ -152,7 +152,7 @@ class _Sum(NamedTuple):
     task: int = -1  # the backward that added to it last
 
 
-class LintedKernels(DispatchMode):
+class LintedKernels(Kernels):
     """Checks kernels; notes copies, and values before they are written to, for the rules about calls.
 
     Attributes:
@@ -207,20 +207,24 @@ class LintedKernels(DispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs, traits = kwargs or {}, _traits(func)
+        self.note(func, args, kwargs)
         if self.stepped is not None:
             self.has_drawn |= traits.is_random
             self.stepped_on |= (
                 {memory(each) for each in tensors_in(args[:1])} if traits.writes else set()
             )
-        if not traits.is_checked or not may_read():
+        if not traits.is_checked or (traits.writes and not may_read()):
             return call_in(self, func, args, kwargs)
         before = self._before(args) if traits.writes else []
         result = call_in(self, func, args, kwargs)
         results = tensors_in(args[:1] if traits.writes else [result])
-        if all(map(is_readable, results)):
-            for number, each in enumerate(results):
-                if each.dtype not in LOW_DTYPES and traits.name not in COPIES:
-                    continue
+        checked = [
+            (number, each)
+            for number, each in enumerate(results)
+            if each.dtype in LOW_DTYPES or traits.name in COPIES
+        ]
+        if checked and may_read() and all(map(is_readable, results)):
+            for number, each in checked:
                 own: Any = args
                 if traits.writes and isinstance(args[0], (list, tuple)):
                     own = [[of[number]] if isinstance(of, (list, tuple)) else of for of in args]

@@ -84,21 +84,29 @@ def _with_gradients(seen: LintedCall, values: Mapping[int, Tensor]) -> list[Tens
         found = seen.run(lambda each: inputs.get(id(each), each.detach().double()))
         if found is None:
             return None
-        generator = torch.Generator().manual_seed(0)
-        pulled = [
-            (
-                each
-                * torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each.device)
-            ).sum()
-            for each in found
-            if each.requires_grad
-        ]
-        if not pulled:
+        learning = [each for each in found if each.requires_grad]
+        if not learning:
             return found
+        pulls = _pulls(*[each.shape for each in learning])
+        pulled = [
+            (each * pull.to(each.device)).sum() for each, pull in zip(learning, pulls, strict=True)
+        ]
         gradients = torch.autograd.grad(
             torch.stack(pulled).sum(), [*inputs.values()], allow_unused=True
         )
     return [*found, *[each for each in gradients if each is not None]]
+
+
+def _pulls(*shapes: torch.Size) -> list[Tensor]:
+    """Returns random gradients; those of a few shapes are kept, since layers have the same ones."""
+    is_small = sum(shape.numel() for shape in shapes) <= 4 * SAMPLE
+    return _kept_pulls(*shapes) if is_small else _kept_pulls.__wrapped__(*shapes)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_pulls(*shapes: torch.Size) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 # --- HP101 and HP103: precision lost before the call ---------------------------------------------
@@ -187,8 +195,10 @@ def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
     """HP103: a difference of rounded values, many bits smaller than they are."""
     if seen.call.op not in DIFFERENCES:
         return
+    if (where := seen.cancels) is None:
+        return
     lows = [each for each in seen.inputs if trace.makers(each)]
-    if not lows or (where := seen.cancels) is None:
+    if not lows:
         return
     if trace.undoes(seen):  # as compensated sums do, to learn what they lost
         return

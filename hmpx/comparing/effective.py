@@ -6,8 +6,6 @@ its contents.
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import Final
 
 import torch
@@ -18,13 +16,10 @@ from ..tensors import PLAIN_TENSORS
 from ..torch_internals import is_graph_made, is_jit_tracing, transforms
 from ..torch_state import without_casts
 
-#: Values in a row. All rows are OR-ed into one that stays in the cache, so that memory is read once.
+#: Values that are read at a time: they stay in the cache.
 _ROW: Final = 1 << 15
-#: The same on a device, where each row costs several kernels.
+#: The same on a device, where each time costs several kernels.
 _DEVICE_ROW: Final = 1 << 24
-
-#: So few values are faster as Python's numbers.
-_FEW: Final = 256
 
 #: Values of the sample that tells rounded values from integers and small sets.
 _SAMPLE: Final = 512
@@ -76,11 +71,13 @@ def contents(tensor: Tensor) -> torch.dtype | None:
             if not (_is_fp32(sample) and _is_fp32(values)):
                 return torch.float64
             sample, values = sample.float(), values.float()
-        if (sample.view(torch.int32) & BELOW_FP16).any() or (
-            bits := _any_bits(values)
-        ) & BELOW_FP16:
-            return torch.float32
-        if not bits & _BELOW_BF16:
+        is_bf16 = True
+        for each in (sample, *torch.split(values, _row(values))):
+            bits = each.view(torch.int32)
+            if len(bits) and (bits & BELOW_FP16).max() > 0:  # faster than any()
+                return torch.float32
+            is_bf16 = is_bf16 and not (len(bits) and (bits & _BELOW_BF16).max() > 0)
+        if is_bf16:
             return torch.bfloat16 if _is_evidence(sample, torch.bfloat16) else None
         if not _is_fp16(values):
             return torch.float32
@@ -118,23 +115,6 @@ def may_read() -> bool:
     return not is_traced and transforms() is None
 
 
-def _any_bits(values: Tensor) -> int:
-    """Returns the bits that are one in any of the fp32 values."""
-    bits = values.view(torch.int32)
-    row = _row(values)
-    rows = bits[: len(bits) // row * row].view(-1, row)
-    if len(rows) > 1:
-        total = rows[0].clone()
-        for each in rows[1:]:
-            total |= each
-        bits = torch.cat([total, bits[rows.numel() :]])
-    while len(bits) > _FEW:
-        half = bits[: (len(bits) + 1) // 2].clone()
-        half[: len(bits) // 2] |= bits[len(half) :]
-        bits = half
-    return functools.reduce(operator.or_, bits.tolist(), 0)
-
-
 def _row(values: Tensor) -> int:
     """Returns how many values are read at a time: few on the CPU, where they stay in its cache."""
     return _ROW if values.device.type == "cpu" else _DEVICE_ROW
@@ -158,18 +138,19 @@ def _is_fp16(values: Tensor) -> bool:
 
 def _is_evidence(sample: Tensor, low: torch.dtype) -> bool:
     """Whether values that ``low`` holds are likely to be rounded ones."""
-    magnitudes = sample[sample.isfinite()].double().abs()
-    magnitudes = torch.unique(magnitudes[magnitudes > 0])
+    magnitudes = torch.unique(sample.double().abs())
+    magnitudes = magnitudes[(magnitudes > 0) & (magnitudes < torch.inf)]
     if len(magnitudes) <= _FEWEST:
         return False
-    mantissa, exponent = torch.frexp(magnitudes)
+    mantissa, _ = torch.frexp(magnitudes)
+    power = magnitudes / mantissa  # of two: exact
     whole = (mantissa * 2**24).to(torch.int64)
-    step = torch.ldexp((whole & -whole).double(), exponent - 24).min()
+    step = ((whole & -whole) * power).min() / 2**24
     least, largest = magnitudes[0], magnitudes[-1]
     info = torch.finfo(low)
-    ulps = torch.ldexp(torch.ones_like(mantissa), exponent) * (info.eps / 2)
-    is_odd = (magnitudes / ulps.clamp(min=info.smallest_normal * info.eps)) % 2 == 1
-    if is_odd.double().mean() < _LEAST_ODD:
+    ulps = (power * (info.eps / 2)).clamp_(min=info.smallest_normal * info.eps)
+    is_odd = (magnitudes / ulps) % 2 == 1
+    if is_odd.sum() < _LEAST_ODD * len(is_odd):
         return False
     return bool(largest > 2 / info.eps * step or largest < 4 * least)
 

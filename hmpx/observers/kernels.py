@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
 from ..tensors import floating_in, promoted
-from ..torch_internals import DispatchMode, call_in
+from ..torch_internals import DispatchMode, call_in, innermost_mode
 
 #: Kernels that move values or call other kernels, and whose schemas don't tell so.
 _MOVES: Final = frozenset(
@@ -40,17 +41,26 @@ def _is_computing(kernel: Any) -> bool:
 
 
 class Kernels(DispatchMode):
-    """Collects the dtypes of the floating inputs of kernels that compute."""
+    """Collects the dtypes of the floating inputs of kernels that compute.
+
+    Attributes:
+        dtypes: The dtypes so far, in the order in which they were first seen; None outside of `reading_kernels`.
+    """
 
     def __init__(self) -> None:
-        """Starts empty."""
+        """Starts without."""
         super().__init__()
-        self._dtypes: dict[torch.dtype, None] = {}
+        self.dtypes: dict[torch.dtype, None] | None = None
 
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes so far, in the order in which they were first seen."""
-        return tuple(self._dtypes)
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes the dtypes of a kernel's inputs."""
+        if self.dtypes is not None and _is_computing(func):
+            given = floating_in([*args, *kwargs.values()] if kwargs else args)
+            dtypes = [each.dtype for each in given]
+            if torch.Tag.pointwise in func.tags and dtypes:  # they convert inputs to one dtype
+                deciding = [each.dtype for each in given if each.dim()] or dtypes
+                dtypes = [promoted(deciding)]
+            self.dtypes.update(dict.fromkeys(dtypes))
 
     def __torch_dispatch__(
         self,
@@ -59,12 +69,19 @@ class Kernels(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if _is_computing(func):
-            given = floating_in([*args, *kwargs.values()])
-            dtypes = [each.dtype for each in given]
-            if torch.Tag.pointwise in func.tags and dtypes:  # they convert inputs to one dtype
-                deciding = [each.dtype for each in given if each.dim()] or dtypes
-                dtypes = [promoted(deciding)]
-            self._dtypes.update(dict.fromkeys(dtypes))
-        return call_in(self, func, args, kwargs)
+        self.note(func, args, kwargs or {})
+        return call_in(self, func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def reading_kernels() -> Iterator[dict[torch.dtype, None]]:
+    """Yields the dtypes of the block's kernels, collected by the innermost mode if that can, else by a new one."""
+    mode = innermost_mode()
+    is_new = not isinstance(mode, Kernels)
+    mode = Kernels() if is_new else mode
+    before, mode.dtypes = mode.dtypes, {}
+    try:
+        with mode if is_new else contextlib.nullcontext():
+            yield mode.dtypes
+    finally:
+        mode.dtypes = None if before is None else before | mode.dtypes

@@ -85,6 +85,7 @@ from .modes import (
     exit_autocast,
     has_fake_tensors,
     has_tangents,
+    innermost_mode,
     is_any_autocast_enabled,
     is_batch,
     is_excluded,

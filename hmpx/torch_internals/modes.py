@@ -115,6 +115,12 @@ def mode_stack() -> list[Any]:
     return list(map(_mode_at, range(dispatch_modes())))
 
 
+def innermost_mode() -> Any:
+    """Returns the innermost active dispatch mode; None without any."""
+    count = dispatch_modes()
+    return _mode_at(count - 1) if count else None
+
+
 def restore_modes(stack: list[Any]) -> None:
     """Makes ``stack`` the active dispatch modes."""
     if mode_stack() != stack:
@@ -198,6 +204,8 @@ _COMPOSED: Final = (
         _aten.linalg_pinv.atol_rtol_tensor: "aten::linalg_pinv",
     }
 )
+#: Stands for their positions in `_written_lists`.
+_COMPOSING: Final = [-1]
 
 
 def call_in(mode: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -205,8 +213,10 @@ def call_in(mode: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
     It counts writes to lists of tensors, which autograd checks, and casts inside of kernels under torch.autocast.
     """
-    if func not in _COMPOSED:
-        lists = [args[place] for place in _written_lists(func) if place < len(args)]
+    if not (places := _written_lists(func)):
+        return func(*args, **kwargs)
+    if places != _COMPOSING:
+        lists = [args[place] for place in places if place < len(args)]
         written = [each for tensors in lists for each in tensors if not each.is_inference()]
         versions = [each._version for each in written]
         result = func(*args, **kwargs)
@@ -230,7 +240,9 @@ def call_in(mode: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 @functools.cache
 def _written_lists(func: Any) -> list[int]:
-    """Returns the positions of the lists of tensors that an operator writes to."""
+    """Returns the positions of the lists of tensors that an operator writes to; `_COMPOSING` for those."""
+    if func in _COMPOSED:
+        return _COMPOSING
     given = enumerate(func._schema.arguments) if hasattr(func, "_schema") else ()
     return [
         place
