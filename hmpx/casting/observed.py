@@ -183,7 +183,8 @@ class _ObservedCalls:
     ) -> Any:
         """Makes a call that ``found`` describes, with the floating inputs ``before``."""
         plan, tensors, seconds = self._plan, None, None
-        kernels, cast_bytes = (), alike.cast_bytes
+        cast_bytes = alike.cast_bytes
+        kernels: tuple[torch.dtype, ...] = ()
         if self._with_tensors and not (is_graph_made() or has_fake_tensors()):
             functions = self._complete, self._inner
             tensors = _tensors(plan, *functions, args, kwargs, casts=self._with_casts)

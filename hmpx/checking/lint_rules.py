@@ -87,7 +87,10 @@ def _with_gradients(seen: LintedCall, values: Mapping[int, Tensor]) -> list[Tens
         learning = [each for each in found if each.requires_grad]
         if not learning:
             return found
-        pulls = _pulls(*[each.shape for each in learning])
+        is_small = (
+            sum(each.numel() for each in learning) <= 4 * SAMPLE
+        )  # and its gradients are kept
+        pulls = (_pulls if is_small else _pulls.__wrapped__)(*[each.shape for each in learning])
         pulled = [
             (each * pull.to(each.device)).sum() for each, pull in zip(learning, pulls, strict=True)
         ]
@@ -97,14 +100,9 @@ def _with_gradients(seen: LintedCall, values: Mapping[int, Tensor]) -> list[Tens
     return [*found, *[each for each in gradients if each is not None]]
 
 
-def _pulls(*shapes: torch.Size) -> list[Tensor]:
-    """Returns random gradients; those of a few shapes are kept, since layers have the same ones."""
-    is_small = sum(shape.numel() for shape in shapes) <= 4 * SAMPLE
-    return _kept_pulls(*shapes) if is_small else _kept_pulls.__wrapped__(*shapes)
-
-
 @functools.lru_cache(maxsize=16)
-def _kept_pulls(*shapes: torch.Size) -> list[Tensor]:
+def _pulls(*shapes: torch.Size) -> list[Tensor]:
+    """Returns random gradients, in float64; layers have the same shapes."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 

@@ -10,7 +10,7 @@ from .comparison import Comparison
 from .rows import ComparedGradient, ComparedSite, Magnitudes
 
 if TYPE_CHECKING:
-    from .effective import BELOW_FP16, contents, has_values, is_readable, may_read
+    from .effective import BELOW_FP16, all_contents, contents, has_values, is_readable, may_read
     from .format_errors import ErrorStatistics, ErrorTable, error, table
     from .origins import Origins
     from .picture import plot
@@ -18,7 +18,7 @@ else:
     __getattr__ = shown_later(
         __name__,
         {
-            "effective": "BELOW_FP16 contents has_values is_readable may_read",
+            "effective": "BELOW_FP16 all_contents contents has_values is_readable may_read",
             "format_errors": "ErrorStatistics ErrorTable error table",
             "origins": "Origins",
             "picture": "plot",

@@ -6,13 +6,14 @@ its contents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError, raised_here
-from ..tensors import PLAIN_TENSORS
+from ..tensors import LOW_DTYPES, PLAIN_TENSORS
 from ..torch_internals import is_graph_made, is_jit_tracing, transforms
 from ..torch_state import without_casts
 
@@ -61,27 +62,46 @@ def contents(tensor: Tensor) -> torch.dtype | None:
         raise OptionError(f"contents takes a floating-point tensor, not {_named(tensor)}")
     if not is_readable(tensor):
         raise OptionError(f"contents takes a plain, strided tensor, not a {_kind(tensor)} one")
-    if tensor.dtype not in (torch.float32, torch.float64):
-        return tensor.dtype
+    return all_contents([tensor])[0]
+
+
+def all_contents(tensors: Sequence[Tensor]) -> list[torch.dtype | None]:
+    """Returns the `contents` of each of these tensors, which are readable or hold integers."""
+    found, samples = [each.dtype for each in tensors], dict[int, Tensor]()
+    if not tensors:
+        return []
     with without_casts(), torch.no_grad():
-        values = tensor.detach().resolve_neg().reshape(-1)
-        # Strides are odd: values may have patterns of powers of two.
-        sample = values[:: values.numel() // _SAMPLE | 1][:_SAMPLE]
-        if tensor.dtype is torch.float64:
-            if not (_is_fp32(sample) and _is_fp32(values)):
-                return torch.float64
-            sample, values = sample.float(), values.float()
-        is_bf16 = True
-        for each in (sample, *torch.split(values, _row(values))):
-            bits = each.view(torch.int32)
-            if len(bits) and (bits & BELOW_FP16).max() > 0:  # faster than any()
-                return torch.float32
-            is_bf16 = is_bf16 and not (len(bits) and (bits & _BELOW_BF16).max() > 0)
-        if is_bf16:
-            return torch.bfloat16 if _is_evidence(sample, torch.bfloat16) else None
-        if not _is_fp16(values):
-            return torch.float32
-        return torch.float16 if _is_evidence(sample, torch.float16) else None
+        for number, each in enumerate(tensors):
+            if each.dtype in (torch.float32, torch.float64):
+                found[number], sample = _held_in(each.detach().resolve_neg().reshape(-1))
+                if found[number] in LOW_DTYPES:
+                    samples[number] = torch.nn.functional.pad(sample, (0, _SAMPLE - len(sample)))
+        if not samples:
+            return [*found]
+        lows = [found[number] for number in samples]
+        are_evidence = _are_evidence(torch.stack([*samples.values()]).cpu().double(), lows)
+    evidence = dict(zip(samples, are_evidence, strict=True))
+    return [each if evidence.get(number, True) else None for number, each in enumerate(found)]
+
+
+def _held_in(values: Tensor) -> tuple[torch.dtype, Tensor]:
+    """Returns the narrowest dtype that holds values of float32 or float64, and a sample of them in float32."""
+    # Strides are odd: values may have patterns of powers of two.
+    sample = values[:: values.numel() // _SAMPLE | 1][:_SAMPLE]
+    if values.dtype is torch.float64:
+        if not (_is_fp32(sample) and _is_fp32(values)):
+            return torch.float64, sample
+        sample, values = sample.float(), values.float()
+    is_bf16 = True
+    for each in (sample, *torch.split(values, _row(values))) if len(values) else ():
+        bits = each.view(torch.int32)
+        if (bits & _BELOW_BF16).max() > 0:  # faster than any()
+            is_bf16 = False
+            if (bits & BELOW_FP16).max() > 0:
+                return torch.float32, sample
+    if is_bf16:
+        return torch.bfloat16, sample
+    return torch.float16 if _is_fp16(values) else torch.float32, sample
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -136,23 +156,26 @@ def _is_fp16(values: Tensor) -> bool:
     return True
 
 
-def _is_evidence(sample: Tensor, low: torch.dtype) -> bool:
-    """Whether values that ``low`` holds are likely to be rounded ones."""
-    magnitudes = torch.unique(sample.double().abs())
-    magnitudes = magnitudes[(magnitudes > 0) & (magnitudes < torch.inf)]
-    if len(magnitudes) <= _FEWEST:
-        return False
+def _are_evidence(samples: Tensor, lows: Sequence[torch.dtype]) -> list[bool]:
+    """Whether rows of values on the CPU that low dtypes hold are likely to be rounded ones."""
+    magnitudes, _ = samples.abs().nan_to_num(0.0, 0.0).sort(1)
+    before = torch.nn.functional.pad(magnitudes[:, :-1], (1, 0))
+    is_new = magnitudes > before
+    counts = is_new.sum(1)
     mantissa, _ = torch.frexp(magnitudes)
     power = magnitudes / mantissa  # of two: exact
     whole = (mantissa * 2**24).to(torch.int64)
-    step = ((whole & -whole) * power).min() / 2**24
-    least, largest = magnitudes[0], magnitudes[-1]
-    info = torch.finfo(low)
-    ulps = (power * (info.eps / 2)).clamp_(min=info.smallest_normal * info.eps)
-    is_odd = (magnitudes / ulps) % 2 == 1
-    if is_odd.sum() < _LEAST_ODD * len(is_odd):
-        return False
-    return bool(largest > 2 / info.eps * step or largest < 4 * least)
+    steps = ((whole & -whole) * power).where(is_new, torch.inf).amin(1) / 2**24
+    least, largest = magnitudes.where(is_new, torch.inf).amin(1), magnitudes.amax(1)
+    infos = [torch.finfo(each) for each in lows]
+    eps = torch.tensor([each.eps for each in infos], dtype=torch.float64)
+    least_ulps = torch.tensor(
+        [each.smallest_normal * each.eps for each in infos], dtype=torch.float64
+    )
+    ulps = torch.maximum(power * (eps / 2)[:, None], least_ulps[:, None])
+    odd = ((magnitudes / ulps % 2 == 1) & is_new).sum(1)
+    has_range = (largest > 2 / eps * steps) | (largest < 4 * least)
+    return ((counts > _FEWEST) & (odd >= _LEAST_ODD * counts) & has_range).tolist()
 
 
 def _kind(tensor: Tensor) -> str:

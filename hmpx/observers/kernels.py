@@ -76,12 +76,10 @@ class Kernels(DispatchMode):
 @contextlib.contextmanager
 def reading_kernels() -> Iterator[dict[torch.dtype, None]]:
     """Yields the dtypes of the block's kernels, collected by the innermost mode if that can, else by a new one."""
-    mode = innermost_mode()
-    is_new = not isinstance(mode, Kernels)
-    mode = Kernels() if is_new else mode
-    before, mode.dtypes = mode.dtypes, {}
-    try:
-        with mode if is_new else contextlib.nullcontext():
+    known = innermost_mode()
+    with contextlib.nullcontext(known) if isinstance(known, Kernels) else Kernels() as mode:
+        before, mode.dtypes = mode.dtypes, {}
+        try:
             yield mode.dtypes
-    finally:
-        mode.dtypes = None if before is None else before | mode.dtypes
+        finally:
+            mode.dtypes = None if before is None else before | mode.dtypes

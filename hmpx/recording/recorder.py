@@ -16,7 +16,7 @@ from ..forks import in_own_thread, new_lock
 from ..number_formats import is_format
 from ..observers import OpCall, Values
 from ..reports import Row, Waste, add_up, added_waste, by_cost
-from ..tensors import LOW_DTYPES, floating_in, node_of, promoted, tensors_in
+from ..tensors import LOW_DTYPES, floating_in, long_name, node_of, promoted, tensors_in
 from ..torch_internals import DispatchMode, disable_modes, is_jit_tracing, is_noted_in_graph
 from ..torch_state import without_casts
 from .casts import CallCasts, Casts
@@ -178,8 +178,17 @@ class Recorder:
             self._forget_entries()
 
         def rows() -> list[Row]:
-            calls = [_forward_row(entry, is_timed=self._is_timed) for entry in forward]
-            return [*calls, *map(_backward_row, backward)]
+            calls = [
+                _times(
+                    _rows(each.costs)[0], each.call, each.calls, phase=each.call.phase,
+                    seconds=each.seconds if self._is_timed else None,
+                )
+                for each in forward
+            ]  # fmt: skip
+            gradients = [
+                _times(_rows(each.costs)[1], each.call, each.backward) for each in backward
+            ]
+            return [*calls, *gradients]
 
         try:
             found = in_own_thread(rows, "hmpx-report")
@@ -229,18 +238,6 @@ def _node_of(inputs: list[Tensor], result: Any) -> Any:
 
 #: The reason of a conversion in the program itself.
 OWN_CAST: Final = "the program's own cast"
-
-
-def _forward_row(entry: RecordedCalls, *, is_timed: bool) -> Row:
-    """Returns the row of the calls."""
-    seconds = entry.seconds if is_timed else None
-    row = _rows(entry.costs)[0]
-    return _times(row, entry.call, entry.calls, phase=entry.call.phase, seconds=seconds)
-
-
-def _backward_row(entry: RecordedCalls) -> Row:
-    """Returns the row of the gradients."""
-    return _times(_rows(entry.costs)[1], entry.call, entry.backward)
 
 
 def _times(row: Row, call: OpCall, times: int, **values: Any) -> Row:
@@ -337,7 +334,7 @@ def _computed_in(call: OpCall) -> str:
         real = [each for each in call.cast_dtypes if each.is_floating_point] or call.cast_dtypes
         dtype = promoted(real)
     assert isinstance(dtype, torch.dtype)
-    return _name(dtype)
+    return long_name(dtype)
 
 
 def _input_bytes(costs: Costs) -> int:
@@ -352,12 +349,8 @@ def _bytes(shapes: Iterable[Shape]) -> int:
     return sum(shape.bytes for shape in shapes)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
-    return tuple(map(_name, dtypes))
+    return tuple(map(long_name, dtypes))
 
 
 # --- floating-point operations -------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from ..errors import OptionError, short
 from ..ops import facts
 from .aligning import Aligned, Side, aligned
 from .causes import OUTSIDE, Causes, other_settings
@@ -44,7 +45,7 @@ def diff_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> RunDiff:
         b: The other one.
 
     Raises:
-        OptionError: A file can't be read, or is not a trace.
+        OptionError: A file can't be read or is not a trace, or they have two formats.
 
     Example:
         >>> x = torch.linspace(0, 1, 64)
@@ -56,6 +57,12 @@ def diff_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> RunDiff:
         ('layer_norm', 'arguments: (64), 1e-05, True in a, (64), 0.001, True in b')
     """
     first, second = read(a), read(b)
+    formats = [run.header["format"] for run in (first, second)]
+    if formats[0] != formats[1]:
+        raise OptionError(
+            f"{short(os.fspath(a))} has format {formats[0]}, {short(os.fspath(b))} format {formats[1]}; trace both "
+            "with one hmpx"
+        )
     about = [
         {**run.header, "steps": len({each.step for each in run.calls})} for run in (first, second)
     ]

@@ -28,8 +28,8 @@ from .sketches import Sketch
 
 _Item = TypeVar("_Item")
 
-#: The version of the file.
-FORMAT: Final = 2
+#: The version of the file. In version 2 sketches were others.
+FORMAT: Final = 3
 
 #: The op of the gradients of parameters, which are calls without inputs.
 PARAMETER: Final = "gradient"
@@ -174,8 +174,14 @@ def read(path: str | os.PathLike[str]) -> TracedRun:
             ((kind, found),) = files.shaped(line, Mapping[str, Any]).items()
             if kind not in _LINES or (kind != "trace" and not headers):
                 raise ValueError(f"unexpected {shown(kind)}")
-            if kind == "trace" and isinstance(found, dict) and found.get("format") != FORMAT:
-                raise ValueError(f"it has format {found.get('format')}, this hmpx reads {FORMAT}")
+            if (
+                kind == "trace"
+                and isinstance(found, dict)
+                and found.get("format") not in (2, FORMAT)
+            ):
+                raise ValueError(
+                    f"it has format {found.get('format')}, this hmpx reads 2 and {FORMAT}"
+                )
             values = files.shaped(found, _LINES[kind])
             if kind == "trace":
                 headers.append(values)

@@ -1,8 +1,8 @@
 """Sketches: some numbers of a tensor that tell how far it is from another one that is not there.
 
-A projection of a tensor is its sum with random signs. The square of the difference of two tensors' projections
-is an unbiased estimate of the squared norm of the tensors' difference (Alon, Matias, Szegedy 1996). A sign is a
-product of three: of the row, of the column and of the value, so that a matrix product makes all projections.
+A projection of a tensor is the sum with random signs of those of its values that one of 40 buckets gets. The squares of
+the differences of two tensors' projections add up to an unbiased estimate of the squared norm of the tensors' difference
+(Thorup, Zhang 2004). Here they are larger by the root of 40, so that each one's square is such an estimate.
 """
 
 from __future__ import annotations
@@ -10,27 +10,32 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import math
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from ..comparing import BELOW_FP16, contents, has_values
+from ..comparing import BELOW_FP16, all_contents
 from ..tensors import long_name
 
 #: Projections of a tensor. The standard deviation of an estimate is a ninth of it.
 PROJECTIONS: Final = 40
 
-#: The number of values in a row, and of rows that are read at a time.
-_COLUMNS: Final = 1024
-_ROWS: Final = 256
-#: Parts that are read at a time on a device, where each part costs several kernels.
-_PARTS: Final = 64
+#: The number of values in a row: prime, so that each column of a tensor is in many buckets.
+_COLUMNS: Final = 1021
+#: Buckets of a row's columns, in turn.
+_TURNS: Final = -(-_COLUMNS // PROJECTIONS)
+#: Rows of a part of a tensor, which has its own signs: those of 2**18 values.
+_PART: Final = 264
+#: Values of parts that are read together: on the CPU, where they stay in its cache, and on a device, where each time
+#: costs many kernels.
+FEW: Final = 64 * _COLUMNS
+_MANY: Final = 64 * _PART * _COLUMNS
 
 #: The variance of a projection's rounding to float32, for a norm of 1.
 _ROUNDING: Final = 2.0**-48 / 6
@@ -123,124 +128,118 @@ def values_of(tensor: Tensor) -> Tensor:
     return values.contiguous().view(-1)
 
 
-def are_few(values: Tensor) -> bool:
-    """Whether `sketches` takes these `values_of` a tensor."""
-    return 0 < len(values) <= _COLUMNS and values.device.type == "cpu"
-
-
-def sketch(values: Tensor) -> Sketch:
-    """Returns the sketch of the `values_of` a tensor. Reads them twice."""
-    digest = _digest(values)
-    if not values.is_floating_point() or not len(values):
-        return Sketch(digest)
-    if values.element_size() == 1:  # float8 has no arithmetic
-        values = values.float()
-    wide = torch.float32 if values.device.type == "mps" else torch.float64
-    found = _numbers(values, wide)
-    nonfinite = places = 0
-    if not math.isfinite(found[0]):
-        is_finite = torch.isfinite(values)
-        nonfinite = len(values) - int(is_finite.sum())
-        kinds = values.where(~is_finite, 0).nan_to_num(1.0, 2.0, 3.0)
-        places = _digest(kinds.to(torch.uint8))  # the same for each dtype
-        found = _numbers(values.where(is_finite, 0), wide)
-    norm, least, largest, *projections = found
-    return Sketch(digest, nonfinite, norm, least, largest, tuple(projections), places)
-
-
 def sketches(values: Sequence[Tensor]) -> list[tuple[Sketch, str]]:
-    """Returns the sketch and the `low_contents` of each of these: `are_few`, of one dtype."""
-    lengths, dtype = torch.tensor([len(each) for each in values]), values[0].dtype
-    bits = pad_sequence([_bits(each) for each in values], batch_first=True)
-    weighted = (_mixed(bits) * _weights("cpu")[: bits.shape[1]]).sum(1).tolist()
-    counts = [len(each) * dtype.itemsize // bits.dtype.itemsize for each in values]
-    digests = [(n * _MULTIPLIER + w) % _MODULUS for n, w in zip(counts, weighted, strict=True)]
-    if not dtype.is_floating_point:
-        return [(Sketch(each), "") for each in digests]
-    given = bits.view(dtype).double()
-    _, columns, signs = _signs("cpu", torch.float64)
-    found = given * signs[: given.shape[1]]
-    is_pad = torch.arange(given.shape[1]) >= lengths[:, None]
-    least = given.masked_fill(is_pad, math.inf).amin(1)
-    largest = given.masked_fill(is_pad, -math.inf).amax(1)
-    ends = torch.stack([(found * found).sum(1).sqrt(), least, largest], 1)
-    sums = found @ columns[:, : given.shape[1]].T
-    is_wide = [dtype not in (torch.float32, torch.float64)] * len(values)
-    if dtype is torch.float32:
-        is_wide = ((bits & BELOW_FP16) != 0).any(1).tolist()
-    found_numbers = torch.cat([ends, sums], 1).tolist()
+    """Returns the sketch and the `low_contents` of each of these `values_of` tensors, of one dtype and device."""
+    parts = [*map(_parts, values)]
+    most = FEW if values[0].device.type == "cpu" else _MANY
+    found, together, size = list[tuple[Sketch, bool]](), list[tuple[Tensor, int]](), 0
+    for part in itertools.chain(*parts):
+        size += len(part[0]) + _COLUMNS
+        if together and size > most:
+            found += _read(together)
+            together, size = [], len(part[0]) + _COLUMNS
+        together.append(part)
+    found += _read(together) if together else []
+    rest = iter(found)
+    read = [[*itertools.islice(rest, len(each))] for each in parts]
+    narrow = [n for n, each in enumerate(read) if not any(is_wide for _, is_wide in each)]
+    lows = dict(zip(narrow, all_contents([values[n] for n in narrow]), strict=True))
     made = list[tuple[Sketch, str]]()
-    for each, digest, numbers, is_plain in zip(
-        values, digests, found_numbers, is_wide, strict=True
-    ):
-        norm, least_, largest_, *projections = numbers
-        one = Sketch(digest, 0, norm, least_, largest_, tuple(projections))
-        one = one if math.isfinite(norm) else sketch(each)
-        made.append((one, "" if is_plain else low_contents(each)))
+    for n, (each, of) in enumerate(zip(values, read, strict=True)):
+        low = lows.get(n)
+        name = "" if low is None or low is each.dtype else long_name(low)
+        made.append((_joined(each, [one for one, _ in of]), name))
     return made
 
 
-def low_contents(tensor: Tensor) -> str:
-    """Returns the low dtype that an fp32 tensor's values were, by its name; ``""`` for other tensors."""
-    if tensor.dtype not in (torch.float32, torch.float64) or not has_values(tensor):
-        return ""
-    found = contents(tensor)
-    return "" if found in (None, tensor.dtype) else long_name(found)
+def _parts(values: Tensor) -> list[tuple[Tensor, int]]:
+    """Returns the parts of a tensor, and their numbers."""
+    parts = torch.split(values, _PART * _COLUMNS) if values.numel() else ()
+    return [(each, number) for number, each in enumerate(parts)]
 
 
-def _numbers(values: Tensor, dtype: torch.dtype) -> list[float]:
-    """Returns norm, least and largest value, and the projections."""
-    rows, columns, each = _signs(str(values.device), dtype)
-    least, largest = torch.aminmax(values)
-    if len(values) <= _COLUMNS:
-        found = values * each[: len(values)]
-        square = found @ found
-        sums = columns[:, : len(values)] @ found
-    else:
-        square = torch.zeros((), dtype=dtype, device=values.device)
-        total = torch.zeros(PROJECTIONS, _COLUMNS, dtype=dtype, device=values.device)
-        first = 0
-        for part in _parts(values):
-            found = (part * each[: part.shape[1]]).view(-1)
-            square += found @ found
-            if rest := -len(found) % _COLUMNS:
-                found = torch.nn.functional.pad(found, (0, rest))
-            matrix = found.view(-1, _COLUMNS)
-            total.addmm_(rows(first, first + len(matrix)), matrix)
-            first += len(matrix)
-        sums = (total * columns).sum(1)
-    ends = torch.stack([square.sqrt(), least.to(dtype), largest.to(dtype)])
-    return [float(each) for each in torch.cat([ends, sums]).tolist()]
+def _joined(values: Tensor, parts: Sequence[Sketch]) -> Sketch:
+    """Returns the sketch of values from those of their parts."""
+    digest = values.numel()
+    for each in parts:
+        digest = (digest * _MULTIPLIER + each.digest) % _MODULUS
+    if not all(math.isfinite(each.least) and math.isfinite(each.largest) for each in parts):
+        if values.element_size() == 1:  # float8 has no arithmetic
+            values = values.float()
+        is_finite = torch.isfinite(values)
+        kinds = values.where(~is_finite, 0).nan_to_num(1.0, 2.0, 3.0)
+        ((places, _),) = sketches([kinds.to(torch.uint8)])  # the same for each dtype
+        ((found, _),) = sketches([values.where(is_finite, 0)])
+        nonfinite = values.numel() - int(is_finite.sum())
+        return replace(found, digest=digest, nonfinite=nonfinite, places=places.digest)
+    norm, least = math.hypot(*[each.norm for each in parts]), [each.least for each in parts]
+    sums = tuple(map(sum, zip(*[each.projections for each in parts], strict=True)))
+    largest = max([each.largest for each in parts], default=0.0)
+    return Sketch(digest, 0, norm, min(least, default=0.0), largest, sums)
 
 
-def _digest(values: Tensor) -> int:
-    """Returns a hash that any change of one value changes, and others with a probability of 1 - 2**-32."""
-    bits = _bits(values)
-    total, weights = len(bits), _weights(str(bits.device))
-    for part in _parts(bits):
-        for weighted in (_mixed(part) * weights[: part.shape[1]]).sum(1).tolist():
-            total = (total * _MULTIPLIER + weighted) % _MODULUS
-    return total
+def _read(parts: Sequence[tuple[Tensor, int]]) -> list[tuple[Sketch, bool]]:
+    """Returns a sketch of each part, and whether it surely needs its dtype; reads all at once as a matrix of rows."""
+    (values, _), *others = parts
+    device, dtype = values.device, values.dtype
+    lengths = [each.numel() for each, _ in parts]
+    zeros = values.new_zeros(_COLUMNS)
+    padded = [part for each, _ in parts for part in (each, zeros[: -each.numel() % _COLUMNS])]
+    is_whole = not others and not padded[1].numel()
+    bits = _bits(values if is_whole else torch.cat(padded)).view(
+        -1, _COLUMNS * max(1, dtype.itemsize // 4)
+    )
+    if others:
+        counts = [range(-(-length // _COLUMNS)) for length in lengths]
+        at = torch.tensor([n for count in counts for n in count], device=device)
+        owners = torch.tensor([n for n, of in enumerate(counts) for _ in of], device=device)
+
+    def of_rows(table: Tensor) -> Tensor:
+        return table.index_select(0, at) if others else table[: len(bits)]
+
+    def sums(of: Tensor) -> Tensor:
+        if not others:
+            return of.sum(0, keepdim=True)
+        return of.new_zeros(len(parts), *of.shape[1:]).index_add_(0, owners, of)
+
+    # Times an odd number, the highest bit is the same but for its sign: flips of signs would cancel.
+    mixed = (bits >> 15).bitwise_xor_(bits) if bits.dtype is torch.int32 else bits.int()
+    weights, row_weights = _weights(str(device))
+    mixed *= weights[: bits.shape[1]]
+    digests = sums(mixed.sum(1, dtype=torch.int32) * of_rows(row_weights)).tolist()
+    del mixed  # its memory, in the cache, is used again
+    if not dtype.is_floating_point:
+        return [(Sketch(each), True) for each in digests]
+    is_wide = [dtype not in (torch.float32, torch.float64)] * len(parts)
+    if dtype is torch.float32:  # few values tell it of most
+        is_wide = [any(n & BELOW_FP16 for n in _bits(each[:8]).tolist()) for each, _ in parts]
+
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    given = bits.view(dtype)
+    given = given if dtype in (torch.float32, torch.float64) else given.float()
+    signs, order = _signs(str(device), given.dtype)
+    signed = (given * of_rows(signs)).to(wide)
+    found = sums(signed)
+    for number, (_, part) in enumerate(parts):
+        if part:
+            found[number] *= _part_signs(part, str(device), wide)
+    found = torch.nn.functional.pad(found, (0, 1)).index_select(1, order)
+    projections = found.view(-1, _TURNS, PROJECTIONS).sum(1) * math.sqrt(PROJECTIONS)
+    norms = sums(torch.linalg.vector_norm(signed, dim=1).square_()).sqrt_()
+    sizes = [part for n in lengths for part in (n, -n % _COLUMNS)]
+    unpadded = torch.split(given.view(-1), sizes)[::2]
+    ends = torch.stack([end for each in unpadded for end in torch.aminmax(each)])
+    numbers = torch.cat([norms[:, None], ends.to(wide).view(-1, 2), projections], 1).tolist()
+    return [
+        (Sketch(digest, 0, norm, least, largest, tuple(of)), is_plain)
+        for digest, is_plain, (norm, least, largest, *of) in zip(
+            digests, is_wide, numbers, strict=True
+        )
+    ]
 
 
 def _bits(values: Tensor) -> Tensor:
     return values.view({1: torch.uint8, 2: torch.int16}.get(values.element_size(), torch.int32))
-
-
-def _mixed(bits: Tensor) -> Tensor:
-    # Times an odd number, the highest bit is the same but for its sign: flips of signs would cancel.
-    return bits ^ (bits >> 15) if bits.dtype is torch.int32 else bits
-
-
-def _parts(values: Tensor) -> Iterator[Tensor]:
-    """Yields the values as rows of 2**18, then the rest as one: a row at a time on the CPU, many elsewhere."""
-    size, count = _ROWS * _COLUMNS, 1 if values.device.type == "cpu" else _PARTS
-    whole = len(values) // size * size
-    for part in torch.split(values[:whole], size * count):
-        if len(part):
-            yield part.view(-1, size)
-    if whole < len(values):
-        yield values[whole:].view(1, -1)
 
 
 def _stream(name: str, size: int) -> bytearray:
@@ -249,35 +248,28 @@ def _stream(name: str, size: int) -> bytearray:
 
 
 @functools.lru_cache(maxsize=8)
-def _weights(device: str) -> Tensor:
-    """Returns odd factors for the values of a part."""
-    numbers = torch.frombuffer(_stream("weights", 4 * _ROWS * _COLUMNS), dtype=torch.int32)
-    return (numbers | 1).to(device)
+def _weights(device: str) -> tuple[Tensor, Tensor]:
+    """Returns odd factors for the columns of a row of up to 8 bytes each, and for the rows of a part."""
+    columns = torch.frombuffer(_stream("columns", 8 * _COLUMNS), dtype=torch.int32)
+    rows = torch.frombuffer(_stream("rows", 8 * _PART), dtype=torch.int64)
+    return (columns | 1).to(device), (rows | 1).to(device)
 
 
 def _random_signs(name: str, *shape: int) -> Tensor:
-    bits = torch.frombuffer(_stream(name, math.prod(shape) // 8), dtype=torch.uint8)
+    bits = torch.frombuffer(_stream(name, math.prod(shape) // 8 + 1), dtype=torch.uint8)
     found = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    return found.view(shape).double() * 2 - 1
-
-
-class _RowSigns:
-    """Signs of rows: matrices of `PROJECTIONS` by rows. More are made as they are asked for."""
-
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
-        self._known = torch.empty(PROJECTIONS, 0)
-
-    def __call__(self, first: int, last: int) -> Tensor:
-        if self._known.shape[1] < last:
-            found = _random_signs("rows", 2 * last, PROJECTIONS).T.contiguous()
-            self._known = found.to(self._device, self._dtype)
-        return self._known[:, first:last]
+    return found.view(-1)[: math.prod(shape)].view(shape).double() * 2 - 1
 
 
 @functools.lru_cache(maxsize=8)
-def _signs(device: str, dtype: torch.dtype) -> tuple[_RowSigns, Tensor, Tensor]:
-    """Returns the signs of rows, the matrix of those of columns, and those of a part's values."""
-    columns = _random_signs("columns", PROJECTIONS, _COLUMNS).to(device, dtype)
-    values = _random_signs("values", _ROWS * _COLUMNS).to(device, dtype)
-    return _RowSigns(device, dtype), columns, values
+def _signs(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the signs of a part's values, and the columns by bucket; those after the last one are 0."""
+    random = torch.frombuffer(_stream("order", 4 * _COLUMNS), dtype=torch.int32)
+    order = torch.cat([random.argsort(), torch.full((_TURNS * PROJECTIONS - _COLUMNS,), _COLUMNS)])
+    return _random_signs("signs", _PART, _COLUMNS).to(device, dtype), order.to(device)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _part_signs(part: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Returns the signs of the columns of a tensor's part."""
+    return _random_signs(f"part {part}", _COLUMNS).to(device, dtype)

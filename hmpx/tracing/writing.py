@@ -27,7 +27,7 @@ from ..torch_internals import unseen
 from ..torch_state import named_tensors, without_casts
 from ..version import __version__
 from .reading import FORMAT, Header
-from .sketches import Sketch, are_few, low_contents, sketch, sketches, values_of
+from .sketches import FEW, Sketch, sketches, values_of
 
 #: By so much the inputs of a call are moved, relatively, to see how much it amplifies rounding: that of bfloat16.
 #: Half of the values by twice as much and half not at all: at random, and on average. Of tensors with fewer values
@@ -41,7 +41,7 @@ _FACTORS: Final = 1 << 20
 _MOST_LINES: Final = 1 << 12
 
 #: Tensors with few values that wait to be read together.
-_MOST_WAITING: Final = 1 << 8
+_MOST_WAITING: Final = 64
 
 #: Tensors of a step whose values are known by their digest.
 _MOST_KNOWN: Final = 1 << 14
@@ -89,7 +89,7 @@ class Writer:
             return
         self._lines.append((kind, values))
         if flushes or len(self._lines) >= _MOST_LINES:
-            self._read()
+            self._read(self._waiting)
             lines = [self._line(*each) for each in self._lines]
             try:
                 self._file.writelines(lines)
@@ -121,15 +121,15 @@ class Writer:
         return [seen.shape, seen.dtype, seen.low, of, seen.name, found.encoded() if found else ""]
 
     @unseen
-    def _read(self) -> None:
-        """Reads the values that wait, those of a dtype at once."""
-        by_dtype = dict[torch.dtype, list[_Seen]]()
-        for each in self._waiting:
+    def _read(self, waiting: list[_Seen]) -> None:
+        """Reads the values that wait, those of a kind at once."""
+        by_kind = dict[Any, list[_Seen]]()
+        for each in waiting:
             assert each.values is not None
-            by_dtype.setdefault(each.values.dtype, []).append(each)
-        self._waiting.clear()
+            by_kind.setdefault((each.values.dtype, each.values.device), []).append(each)
+        waiting.clear()
         with without_casts(), torch.no_grad():
-            for alike in by_dtype.values():
+            for alike in by_kind.values():
                 found = sketches([each.values for each in alike if each.values is not None])
                 for each, (each.found, low) in zip(alike, found, strict=True):
                     each.low, each.values = "" if "complex" in each.dtype else low, None
@@ -212,8 +212,8 @@ class Writer:
 
     def _tensor(self, tensor: Tensor, *, is_copy: bool = False) -> _Seen:
         """Writes a tensor, unless its values were written, and returns what is known of it."""
-        version = version_of(tensor)
-        is_copy &= tensor not in self._names
+        version, name = version_of(tensor), self._names.get(tensor, "")
+        is_copy &= not name
         known = None if is_copy else self._ids.get(tensor)
         if known is not None and known[0] == version >= 0:
             return known[1]  # type: ignore[no-any-return]
@@ -222,16 +222,17 @@ class Writer:
         if of is not None and of[0] != version:
             of = None  # the base was written to, perhaps through another view
         shape, dtype = [] if tensor.is_nested else [*tensor.shape], long_name(tensor.dtype)
-        name = self._names.get(tensor, "")
         seen = _Seen(shape, dtype, name, None if of is None else of[1], is_copy)
-        values = values_of(tensor) if has_values(tensor) else None
-        if values is not None and are_few(values):
-            seen.values = values.clone()
-            self._waiting.append(seen)
-            if len(self._waiting) >= _MOST_WAITING:
-                self._read()
-        elif values is not None:
-            seen.found, seen.low = sketch(values), low_contents(tensor)
+        if has_values(tensor):
+            values = values_of(tensor)
+            if len(values) > FEW:
+                seen.values = values
+                self._read([seen])
+            else:
+                seen.values = values.clone()
+                self._waiting.append(seen)
+                if len(self._waiting) >= _MOST_WAITING:
+                    self._read(self._waiting)
         self._write("tensor", seen)
         if not is_copy:
             self._ids[tensor] = version, seen
