@@ -1,4 +1,4 @@
-"""What seeing costs: `hmpx.record`, `hmpx.watch` and torch's own tools, on a training step.
+"""What seeing costs: `record`, `watch`, `trace`, `lint` and torch's own tools, on a training step.
 
     python benchmarks/observers.py [--models gpt] [--sizes small] [--rounds 30] [--save]
 
@@ -10,6 +10,8 @@ record          inside hmpx.record()
 watch           inside hmpx.watch()
 watch every 10  inside hmpx.watch(every=10)
 watch step      by hmpx.watch(step=closure): only results and gradients are looked at
+trace           inside hmpx.trace(os.devnull)
+lint            inside hmpx.lint(every=1)
 anomaly         inside torch.autograd.detect_anomaly()
 profiler        inside torch.profiler.profile()
 DebugMode       inside torch.utils._debug_mode.DebugMode, and "hashes" with a norm of each tensor
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import statistics
 import time
 import warnings
@@ -34,7 +37,8 @@ import torch
 import hmpx
 
 CANDIDATES = (
-    "hmpx", "record", "watch", "watch every 10", "watch step", "anomaly", "profiler", "DebugMode", "hashes",
+    "hmpx", "record", "watch", "watch every 10", "watch step", "trace", "lint", "anomaly", "profiler", "DebugMode",
+    "hashes",
 )  # fmt: skip
 COLUMNS = ("ratio", "ratio_low", "ratio_high", "median_s", "rounds")
 
@@ -82,6 +86,10 @@ def _region(name: str) -> contextlib.AbstractContextManager[Any]:
         return hmpx.record()
     if name.startswith("watch"):
         return hmpx.watch(every=10 if name.endswith("10") else 1)
+    if name == "trace":
+        return hmpx.trace(os.devnull)
+    if name == "lint":
+        return hmpx.lint(every=1)
     if name == "anomaly":
         return torch.autograd.detect_anomaly()
     if name == "profiler":
