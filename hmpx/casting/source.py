@@ -175,11 +175,6 @@ _GLOBALS: Final[dict[str, Any]] = {
 }
 
 
-def _indented(lines: str, spaces: int) -> str:
-    """The lines, none of them blank, indented; `textwrap.indent` takes a quarter of a conversion's time."""
-    return " " * spaces + lines.replace("\n", "\n" + " " * spaces)
-
-
 def source_of(plan: CallPlan, *, is_fused: bool = False, has_nodes: bool = False) -> str:
     """Returns the source of the function that creates the wrapper for ``plan``."""
     names = [f"a{position}" for position in range(plan.position_count)]
@@ -218,12 +213,13 @@ def source_of(plan: CallPlan, *, is_fused: bool = False, has_nodes: bool = False
     is_cast = plan.is_low or plan.decision.cast_policy in RELATIVE
     # A call that fails on cast inputs is tried again in fp32, unless it draws random numbers, or is only observed.
     if is_cast and plan.device_types and plan.target is None and not plan.facts.is_random:
-        body = _TRY.format(body=_indented(body, 4), names=listed)
+        inner = body.replace("\n", "\n    ")  # `textwrap.indent` takes a quarter of a conversion's time
+        body = _TRY.format(body=f"    {inner}", names=listed)
     return _WRAPPER.format(
         parameters=_PARAMETERS,
         unpacked="".join([f"cast{p}, " for p in casts]) + "= casts\n    " if casts else "",
         signature="".join([f"{name}=missing, " for name in names]) + ("/, " if names else ""),
-        body=_indented(body, 8),
+        body=" " * 8 + body.replace("\n", "\n" + " " * 8),
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import Node
 
 from ...errors import OptionError, printable, suggestion
-from ...patching import Patch
+from ...patching import ItemPatch
 from .library import compiled, path_for
 
 #: A call's inputs -> its result, or its inputs after casts; None for unusual calls, which take torch's way.
@@ -78,24 +78,10 @@ def _refused(fault: str) -> Nodes:
     return Nodes(fault=fault)
 
 
-class _LookUp(Patch):
-    """Whether the nodes' kernels of GELU look up values, or call torch's."""
-
-    __slots__ = ()
-
-    def read(self) -> bool:
-        """Returns whether they do."""
-        return self.owner.looks_up()  # type: ignore[no-any-return]
-
-    def write(self, value: bool) -> None:
-        """Makes them."""
-        self.owner.look_up(value)
-
-
-def looking_up(device_types: frozenset[str]) -> list[Patch]:
-    """Returns the patch that has GELU of bfloat16 looked up if there are CPUs among the devices."""
-    nodes = nodes_in_use().module
-    return [] if nodes is None else [_LookUp(nodes, "", "cpu" in device_types)]
+def looking_up(device_types: frozenset[str]) -> list[ItemPatch]:
+    """Returns the patch that has GELU of bfloat16 looked up if there are CPUs among the devices, and nodes loaded."""
+    nodes = nodes_in_use().module if nodes_in_use.cache_info().currsize else None
+    return [] if nodes is None else [ItemPatch(nodes.looks_up, 0, int("cpu" in device_types))]
 
 
 #: How a linear layer is computed, as in nodes.cpp.

@@ -77,7 +77,8 @@ void join(const Tensor& wide, const Tensor& low, const Tensor& rest) {
 
 // --- GELU ----------------------------------------------------------------------------------------
 
-std::atomic<bool> looks_up{false};
+std::atomic<char> looks_up{0};
+static_assert(sizeof(looks_up) == 1);
 
 // GELU of each bfloat16, and its derivative in fp32, as torch computes them.
 struct Gelu {

@@ -721,17 +721,6 @@ PyObject* casts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// look_up(bool): whether GELU is looked up
-PyObject* look_up(PyObject*, PyObject* on) {
-  looks_up = on == Py_True;
-  Py_RETURN_NONE;
-}
-
-// looks_up() -> bool
-PyObject* are_looked_up(PyObject*, PyObject*) {
-  return PyBool_FromLong(looks_up);
-}
-
 PyMethodDef methods[] = {
     {"casts", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(casts)), METH_FASTCALL,
      "casts(dtype, devices, masks, *tensors) -> tuple | None"},
@@ -740,8 +729,6 @@ PyMethodDef methods[] = {
     {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attention)), METH_FASTCALL,
      "attention(rounds, is_causal, scale, query, key, value) -> Tensor | None"},
     {"device_bit", device_bit, METH_O, "device_bit(device) -> int"},
-    {"look_up", look_up, METH_O, "look_up(bool)"},
-    {"looks_up", are_looked_up, METH_NOARGS, "looks_up() -> bool"},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -758,6 +745,8 @@ PyMODINIT_FUNC PyInit_nodes() {
   parameter_class = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
   const auto module = owned(PyModule_Create(&definition));
   register_gelu();
+  // A byte that Python writes: whether GELU is looked up.
+  module.attr("looks_up") = owned(PyMemoryView_FromMemory(reinterpret_cast<char*>(&looks_up), 1, PyBUF_WRITE));
   // The class of all nodes that torch has no class for.
   const auto node = owned(functionToPyObject(make_node<LinearBackward>()));
   module.attr("Node") = pybind11::type::of(node);
