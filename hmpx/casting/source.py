@@ -213,7 +213,8 @@ def source_of(plan: CallPlan, *, is_fused: bool = False, has_nodes: bool = False
     is_cast = plan.is_low or plan.decision.cast_policy in RELATIVE
     # A call that fails on cast inputs is tried again in fp32, unless it draws random numbers, or is only observed.
     if is_cast and plan.device_types and plan.target is None and not plan.facts.is_random:
-        inner = body.replace("\n", "\n    ")  # `textwrap.indent` takes a quarter of a conversion's time
+        # `textwrap.indent` would take a quarter of a conversion's time.
+        inner = body.replace("\n", "\n    ")
         body = _TRY.format(body=f"    {inner}", names=listed)
     return _WRAPPER.format(
         parameters=_PARAMETERS,
