@@ -41,39 +41,30 @@ def contract_of(
     lines: list[dict[str, Any]] = []
     for op in dict.fromkeys([op for op, _ in returned]):
         modules = [module for name, module in returned if name == op]
-        found = {
-            outer: _texts(
-                # A line about a module is about the modules inside it, too.
-                compute=_union([computed[op, each] for each in modules if _is_inside(each, outer)]),
-                output=_union([returned[op, each] for each in modules if _is_inside(each, outer)]),
+        found = {}
+        for outer in ["", *modules]:
+            # A line about a module is about the modules inside it, too.
+            inside = [(op, each) for each in modules if _is_inside(each, outer)]
+            found[outer] = _texts(
+                compute=[computed[each] for each in inside],
+                output=[returned[each] for each in inside],
             )
-            for outer in ["", *modules]
-        }
-        first = found[modules[0]]
-        if "" in modules or all(found[each] == first for each in modules):
-            lines += [{"op": op, **found[""]}] if found[""] else []
-        else:
-            lines += [
-                {"module": _literal(module), "op": op, **found[module]}
-                for module in modules
-                if found[module]
-            ]
+        is_one = "" in modules or all(found[each] == found[modules[0]] for each in modules)
+        for module in [""] if is_one else modules:
+            place = {"module": _literal(module)} if module else {}
+            lines += [{**place, "op": op, **found[module]}] if found[module] else []
     return {"expect": [*lines, *_of_tensors(model)]}
-
-
-def _union(several: list[_Dtypes]) -> _Dtypes:
-    return {dtype: None for each in several for dtype in each}
 
 
 def _is_inside(module: str, outer: str) -> bool:
     return not outer or f"{module}.".startswith(f"{outer}.")
 
 
-def _texts(**found: _Dtypes) -> dict[str, Any]:
+def _texts(**found: list[_Dtypes]) -> dict[str, Any]:
     """Returns key -> dtype names of floating dtypes; one name instead of a list of one."""
     texts = {
-        key: [*dict.fromkeys([long_name(real(each)) for each in dtypes if _is_number(each)])]
-        for key, dtypes in found.items()
+        key: [*dict.fromkeys([long_name(real(e)) for of in several for e in of if _is_number(e)])]
+        for key, several in found.items()
     }
     return {key: each[0] if len(each) == 1 else each for key, each in texts.items() if each}
 

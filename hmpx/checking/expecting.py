@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -204,17 +204,14 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         seen = _call(call.op, inputs)
         if any("contents" in line.expected for line in self._lines):
             self._origins.note(call, inputs, result)
-        for line in self._about(seen):
-            if line.phase and (line.phase == "backward") != (call.phase == "backward"):
+        for line in self._lines:
+            if not (line.is_about_calls and line.is_about_call(seen)):
                 continue
-            for key in line.expected:
+            is_other = line.phase and (line.phase == "backward") != (call.phase == "backward")
+            for key in () if is_other else line.expected:
                 self._check_key(line, key, call, inputs, result)
-        for line in self._about(seen):
             if "gradient" in line.expected and not line.is_about_modules:
                 self._check_gradients(line, _Subject.of(call), result)
-
-    def _about(self, call: Call) -> Iterator[ContractLine]:
-        return (line for line in self._lines if line.is_about_calls and line.is_about_call(call))
 
     def _check_key(
         self, line: ContractLine, key: str, call: OpCall, inputs: list[Tensor], result: Any

@@ -16,6 +16,10 @@ from ..reports import Column, ReportTable, clean, exponential, page, paragraphs,
 from ..reports import count as count_of
 from ..version import __version__
 
+#: An effect must be larger, since less harms nobody, and that many times the remedy's.
+LEAST: Final = 0.01
+TIMES: Final = 4.0
+
 #: Code -> its name, and what it finds.
 RULES: Final = {
     "HP101": ("late upcast", "an fp32 op on values that were rounded before"),
@@ -23,10 +27,7 @@ RULES: Final = {
     "HP103": ("cancellation", "a difference much smaller than its rounded inputs"),
     "HP104": ("long sum", "more terms than the type that adds them holds"),
     "HP105": ("silent fp32", "a low stream that a smaller fp32 tensor made fp32"),
-    "HP106": (
-        "useless island",
-        "an fp32 op between two roundings that gives the bits of the low op",
-    ),
+    "HP106": ("useless island", "an fp32 op between two roundings that gives the low op's bits"),
     "HP107": ("stuck weights", "updates too small for low-precision parameters"),
     "HP108": ("mixed siblings", "inputs of one kind in two dtypes"),
     "HP109": ("range", "values near the largest or below the least normal number"),
@@ -136,25 +137,24 @@ def findings_page(findings: Sequence[Finding], about: Mapping[str, str]) -> str:
 
 
 def _table(findings: Sequence[Finding]) -> ReportTable:
-    def texts(title: str, values: Iterable[str]) -> Column:
-        return Column(title, [*map(clean, values)], is_number=False)
-
     tried = [math.nan if each.remedied is None else each.remedied for each in findings]
-    return ReportTable(
-        [
-            texts("code", [f"{each.code} {each.name}" for each in findings]),
-            texts("op", [each.op for each in findings]),
-            texts("module", [each.module for each in findings]),
-            texts("line", [located(each.location) for each in findings]),
-            texts("evidence", [each.evidence for each in findings]),
-            texts("remedy", [each.remedy for each in findings]),
-            Column("calls", [each.calls for each in findings], count_of),
-            Column("effect", [each.effect for each in findings], exponential),
-            Column(
-                "with the remedy", tried, lambda each: "" if math.isnan(each) else exponential(each)
-            ),
-        ]
-    )
+    texts = {
+        "code": [f"{each.code} {each.name}" for each in findings],
+        "op": [each.op for each in findings],
+        "module": [each.module for each in findings],
+        "line": [located(each.location) for each in findings],
+        "evidence": [each.evidence for each in findings],
+        "remedy": [each.remedy for each in findings],
+    }
+    columns = [Column(title, [*map(clean, of)], is_number=False) for title, of in texts.items()]
+    columns += [
+        Column("calls", [each.calls for each in findings], count_of),
+        Column("effect", [each.effect for each in findings], exponential),
+        Column(
+            "with the remedy", tried, lambda each: "" if math.isnan(each) else exponential(each)
+        ),
+    ]
+    return ReportTable(columns)
 
 
 def as_github(findings: Iterable[Finding]) -> str:

@@ -18,14 +18,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..comparing import Origins, is_readable, may_read
 from ..errors import raised_here
 from ..observers import Kernels, OpCall, user_location
-from ..tensors import LOW_DTYPES, floating_in, leaves, map_tensors, short_name, tensors_in
+from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, tensors_in
 from ..torch_internals import call_in, current_graph_task, dispatch_modes, unseen
 from ..torch_state import spot
-from .findings import Finding
-from .lint_trace import CONVERTING, COPIES, DIFFERENCES, LintedCall, Trace, memory
+from .findings import LEAST, TIMES, Finding
+from .lint_trace import CONVERTING, COPIES, DIFFERENCES, SAMPLE, LintedCall, Trace, memory
 
-#: Values read where reading all would be slow, and to see whether it is worth while.
-_SAMPLE: Final = 1 << 16
+#: Values read to see whether it is worth while to read more.
 _FEW: Final = 64
 
 #: Values of a sum that are followed, and the fewest terms that show a loss, or that the sum stalls.
@@ -49,8 +48,12 @@ _COUNTS: Final = _SUMS | {"mul", "cumsum", "sum"}
 _SCALES: Final = frozenset({"mul", "div"})
 _CASTS: Final = frozenset({"_to_copy", "copy_"})
 
+#: Arguments that say which elements get which values, and how. Kernels with a word in their name add them up.
+_PLACES: Final = frozenset({"index", "indices", "offsets", "lengths"})
+_WAYS: Final = frozenset({"accumulate", "reduce"})
+_ADDING: Final = frozenset({"accumulate", "add", "backward", "bag"})
+
 _KEEP: Final = "keep them in float32"
-_KEEP_SUM: Final = "keep the sum in float32"
 
 
 def rounded_integers(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
@@ -58,18 +61,11 @@ def rounded_integers(seen: LintedCall, trace: Trace, origins: Origins) -> Iterat
     low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), seen.low)
     if low is None:
         return
-    for each in leaves([*seen.args, *seen.kwargs.values()]):
-        if (
-            not isinstance(each, Tensor)
-            or each.dtype in (*LOW_DTYPES, torch.bool)
-            or not each.dim()
-        ):
-            continue
+    for each in tensors_in([*seen.args, *seen.kwargs.values()]):
         is_index = not each.is_floating_point() and seen.call.op not in _ARITHMETIC
-        if each.is_complex() or is_index:
-            continue
-        remedy = _KEEP if seen.moves else f"{seen.line()} in the fp32 list"
-        if found := _rounded(each, low):
+        is_exact = each.dtype in (*LOW_DTYPES, torch.bool) or each.is_complex() or not each.dim()
+        if not is_index and not is_exact and (found := _rounded(each, low)):
+            remedy = _KEEP if seen.moves else f"{seen.line()} in the fp32 list"
             yield Finding("HP102", *seen.place, *found, remedy)
             return
 
@@ -81,7 +77,7 @@ def _rounded(
     values = whole_numbers(exact)
     if values is None or not values.numel():
         return None
-    given = values.to(low) if found is None else found.reshape(-1)[:_SAMPLE]
+    given = values.to(low) if found is None else found.reshape(-1)[:SAMPLE]
     changed, remedied = (
         (each.double() != values).double().mean().item() for each in (given, values.float())
     )
@@ -107,7 +103,7 @@ def whole_numbers(tensor: Tensor) -> Tensor | None:
     few = values[:_FEW].double().tolist()  # they tell most tensors
     if any(each % 1 for each in few if abs(each) < _MOST_COUNTED):
         return None
-    sample = values[:_SAMPLE].double()
+    sample = values[:SAMPLE].double()
     sample = sample[sample.abs() < _MOST_COUNTED]
     return sample if (sample == sample.round()).all() else None
 
@@ -125,6 +121,8 @@ class _KernelTraits(NamedTuple):
     is_random: bool = False
     is_checked: bool = False
     adds: bool = False  # perhaps
+    scatters: bool = False  # perhaps many terms to one element
+    is_noted: bool = False  # as a call is: values come from it
 
 
 @functools.cache
@@ -136,9 +134,28 @@ def _traits(func: Any) -> _KernelTraits:
     written = [n for n, e in enumerate(schema.arguments) if e.alias_info and e.alias_info.is_write]
     writes = torch.Tag.inplace in func.tags and written == [0] and not is_random
     adds = torch.Tag.pointwise in func.tags or "add" in name or name.startswith("_foreach")
-    is_named = name in _RANGES | _CASTS | _COUNTS | _SCALES | COPIES
+    scatters = scatters_terms(func)
+    is_noted = is_random or name in COPIES
+    is_named = scatters or is_noted or name in _RANGES | _CASTS | _COUNTS | _SCALES
     is_checked = writes or (is_named and not written)  # to run it again would write to an `out=`
-    return _KernelTraits(name, writes, is_random, is_checked, adds)
+    return _KernelTraits(name, writes, is_random, is_checked, adds, scatters, is_noted)
+
+
+def scatters_terms(func: Any) -> bool:
+    """Whether a kernel may add many terms to the elements that an argument names."""
+    names, words = {each.name for each in func._schema.arguments}, func._schema.name[6:].split("_")
+    return bool(names & _PLACES) and bool(names & _WAYS or _ADDING & {*words})
+
+
+def _computed(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor:
+    """Returns the result of a kernel, or the values that it wrote, in another dtype."""
+
+    def given(each: Tensor) -> Tensor:
+        return each.detach().to(dtype, copy=True) if each.is_floating_point() else each
+
+    copies = map_tensors(tuple(args), given)
+    kwargs = {**kwargs, "dtype": dtype} if kwargs.get("dtype") else kwargs
+    return tensors_in([func(*copies, **kwargs), copies[0]])[0]
 
 
 class _Sum(NamedTuple):
@@ -159,25 +176,31 @@ class LintedKernels(Kernels):
         written: ``id`` of a tensor -> the tensor, and its values before the last write.
         stepped: Memory of the parameters of an optimizer whose step runs, or None.
         has_drawn: Whether the step has drawn random numbers.
+        has_underflown: Whether gradients in float16 became zero.
         stepped_on: Memory that the step has written to.
     """
 
     def __init__(
-        self, add: Callable[[Iterable[Finding]], None], trace: Callable[[], Trace]
+        self,
+        add: Callable[[Iterable[Finding]], None],
+        trace: Callable[[], Trace],
+        parameters: Callable[[], Iterable[Tensor]],
     ) -> None:
-        """Takes the function that gets the findings, and one that returns the last calls."""
+        """Takes functions: one gets the findings, the others return the last calls and the parameters."""
         super().__init__()
-        self._add, self._trace = add, trace
+        self._add, self._trace, self._parameters = add, trace, parameters
         self._depth = self._thread = 0
+        self._is_on = False
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.stepped: frozenset[int] | None = None
-        self.has_drawn = False
+        self.has_drawn = self.has_underflown = False
         self.stepped_on = set[int]()
         self._adding = set[Any]()  # kernels known to add a term to what they write to
         self._sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> LintedKernels:
         self._depth, self._thread = dispatch_modes(), threading.get_ident()
+        self._is_on = True
         super().__enter__()
         return self
 
@@ -188,12 +211,13 @@ class LintedKernels(Kernels):
 
     def pause(self) -> None:
         """Leaves the mode, unless it is paused, belongs to another thread, or is below one of the program."""
-        if self._is_at(self._depth + 1):
+        if self._is_on and self._is_at(self._depth + 1):
+            self._is_on = False
             self.__exit__(None, None, None)
 
     def resume(self) -> None:
         """Enters the mode again where it was."""
-        if self._is_at(self._depth):
+        if not self._is_on and self._is_at(self._depth):
             self.__enter__()
 
     def _is_at(self, depth: int) -> bool:
@@ -210,25 +234,20 @@ class LintedKernels(Kernels):
         self.note(func, args, kwargs)
         if self.stepped is not None:
             self.has_drawn |= traits.is_random
-            self.stepped_on |= (
-                {memory(each) for each in tensors_in(args[:1])} if traits.writes else set()
-            )
+            written = tensors_in(args[:1]) if traits.writes else []
+            self.stepped_on.update(map(memory, written))
         if not traits.is_checked or (traits.writes and not may_read()):
             return call_in(self, func, args, kwargs)
         before = self._before(args) if traits.writes else []
         result = call_in(self, func, args, kwargs)
         results = tensors_in(args[:1] if traits.writes else [result])
-        checked = [
-            (number, each)
-            for number, each in enumerate(results)
-            if each.dtype in LOW_DTYPES or traits.name in COPIES
-        ]
-        if checked and may_read() and all(map(is_readable, results)):
-            for number, each in checked:
+        low = [n for n, each in enumerate(results) if each.dtype in LOW_DTYPES or traits.is_noted]
+        if low and may_read() and all(map(is_readable, results)):
+            for number in low:
                 own: Any = args
                 if traits.writes and isinstance(args[0], (list, tuple)):
                     own = [[of[number]] if isinstance(of, (list, tuple)) else of for of in args]
-                self._check(func, own, kwargs, each, before[number] if before else None)
+                self._check(func, own, kwargs, results[number], before[number] if before else None)
         return result
 
     def _report(
@@ -257,7 +276,7 @@ class LintedKernels(Kernels):
             return [_part(each).clone() for each in targets]
         for each in targets:
             for of in (each, each._base if is_known else None):  # items are written to as views
-                if of is not None and (of is each or of.numel() <= _SAMPLE):
+                if of is not None and (of is each or of.numel() <= SAMPLE):
                     self.written[id(of)] = of, trace.before_write(of)
         found = [self.written[id(each)][1] for each in targets]
         while len(self.written) > _MOST_WRITTEN:  # gradients, which no call will take
@@ -266,16 +285,17 @@ class LintedKernels(Kernels):
 
     def take_written(self) -> dict[int, Tensor]:
         """Returns the values before the last writes, and forgets them."""
-        found = {key: copy for key, (_, copy) in self.written.items()}
-        self.written.clear()
-        return found
+        found, self.written = self.written, {}
+        return {key: copy for key, (_, copy) in found.items()}
 
     def _note_copy(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
         trace, inputs = self._trace(), floating_in(args)
-        if not all(map(is_readable, inputs)) or not any(map(trace.producer, inputs)):
+        is_known = _traits(func).is_random or any(map(trace.producer, inputs))
+        if not all(map(is_readable, inputs)) or not is_known:
             return
         written = {key: copy for key, (_, copy) in self.written.items() if key == id(result)}
-        place = _traits(func).name, str(func), func, "PASS", "", None, (), (), ()
+        op = "random" if _traits(func).is_random else _traits(func).name
+        place = op, str(func), func, "PASS", "", None, (), (), ()
         call = OpCall(*place, result.device.type, 0, spot()[1], user_location())
         trace.add(LintedCall(call, inputs, args, kwargs, result, written))
 
@@ -287,54 +307,77 @@ class LintedKernels(Kernels):
     ) -> None:
         """Checks a kernel, or a part of one for a list of tensors; ``before`` are the values before a write."""
         name, writes, *_ = _traits(func)
-        if name in COPIES:
+        if _traits(func).is_noted:
             self._note_copy(func, args, kwargs, result)
         if result.dtype not in LOW_DTYPES or not result.numel():
             return
+        if result.dtype is torch.float16 and current_graph_task() >= 0 and not result.any():
+            self.has_underflown |= bool(_computed(func, args, kwargs, torch.float64).any())
         if name in _RANGES:
-            exact = func(*args, **{**kwargs, "dtype": torch.float64})
+            exact = _computed(func, args, kwargs, torch.float64)
             found = _rounded(exact, result.dtype) or _merged(exact, result)
             self._report("HP102", func, found)
         elif name in _CASTS:
             source = args[1 if writes else 0]
-            if not source.is_floating_point() and result.dim():
+            if before is not None and source.is_floating_point():
+                self._check_copied(func, source, result, before)
+            elif not source.is_floating_point() and result.dim():
                 self._report("HP102", func, _rounded(source.expand(result.shape), result.dtype))
         else:
-            self._check_sum(func, args, kwargs, result, before)
+            if before is not None:
+                args = [[before] if isinstance(args[0], list) else before, *args[1:]]
+                if self.stepped is not None and not (
+                    torch.Tag.pointwise in func.tags
+                    and (_part(before) == _part(result)).double().mean() > 0.5
+                ):
+                    return  # a state that moves
+            self._check_sum(func, args, kwargs, result, before is not None)
+
+    def _check_scattered(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> bool:
+        """HP104: whether a low type lost terms that one call adds to few elements."""
+        has_switch = any(each.name == "accumulate" for each in func._schema.arguments)
+        is_off = has_switch and not any(each is True for each in (*args, *kwargs.values()))
+        if not _traits(func).scatters or is_off:
+            return False
+        exact, wide = (
+            _computed(func, args, kwargs, each) for each in (torch.float64, torch.float32)
+        )
+        terms = max(each.numel() for each in floating_in(args))
+        return self._report_sum(func, terms, result, exact, wide)
+
+    def _check_copied(self, func: Any, source: Tensor, result: Tensor, before: Tensor) -> None:
+        """HP107: a parameter that is computed from itself, and copied."""
+        if self._trace().updates(source, result, user_location()):
+            found = self._trace().values(source, "deep")
+            exact = (source if found is None else found).detach().double().expand(result.shape)
+            self._report_stalled(func, (before, exact, result), 0, result)
 
     def _check_sum(
-        self, func: Any, args: Any, kwargs: Any, result: Tensor, before: Tensor | None
+        self, func: Any, args: Any, kwargs: Any, result: Tensor, is_written: bool
     ) -> None:
-        total: tuple[int, Tensor] | None = None
-        if before is not None and self.stepped is not None:
-            stays = torch.Tag.pointwise in func.tags and before == _part(result)
-            if stays is False or stays.double().mean() <= 0.5:
-                return
-        if before is not None and _traits(func).adds:
-            args = [[before] if isinstance(args[0], list) else before, *args[1:]]
-            total = 0, result
-        elif before is None and _traits(func).name in _SUMS:
+        """Finds the total to which a kernel adds, if it does; ``args`` are those before a write."""
+        traits, at = _traits(func), 0 if is_written and _traits(func).adds else None
+        if not is_written and traits.name in _SUMS:
             terms = [n for n, each in enumerate(args[:2]) if isinstance(each, Tensor)]
-            totals = [n for n in terms if args[n].shape == result.shape]
-            if len(terms) > 1 and totals:  # the larger term is the total, unless one is known
-                at = max(totals, key=lambda n: (args[n] in self._sums, args[n].abs().max()))
-                total = at, args[at]
-        elif (
-            before is None and _traits(func).name in _SCALES and args[0] in self._sums
-        ):  # as averages do
-            total = 0, args[0]
-
-        def counts() -> bool:
-            return self._check_count(func, args, kwargs, result)
-
-        if len(tensors_in(args)) == 1 and counts():
+            totals = [n for n in terms if args[n].shape == result.shape and len(terms) > 1]
+            # the larger term is the total, unless one is known
+            at = max(
+                totals, key=lambda n: (args[n] in self._sums, args[n].abs().max()), default=None
+            )
+        elif not is_written and traits.name in _SCALES and args[0] in self._sums:  # as averages do
+            at = 0
+        given = func, args, kwargs, result
+        if len(tensors_in(args)) == 1 and self._check_count(*given):
             return
         try:
-            is_found = total is not None and self._check_total(func, args, kwargs, total, result)
+            total = None if at is None else (at, result if is_written else args[at])
+            is_found = self._check_scattered(*given) or (
+                total is not None and self._check_total(func, args, kwargs, total, result)
+            )
         except raised_here(RuntimeError):  # no such kernel
             return
         if not is_found:
-            counts()
+            self._check_count(*given)
 
     def _check_count(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> bool:
         """HP102: whole numbers that are added up; whether some change."""
@@ -342,21 +385,19 @@ class LintedKernels(Kernels):
         found = whole_numbers(result) if name in _COUNTS else None
         if found is None or not found.numel() or found.abs().max() < most:
             return False
-        values = [whole_numbers(each) for each in tensors_in(args)]
-        if name == "mul" and len(values) > 1:
+        given = tensors_in(args)
+        if name == "mul" and len(given) > 1:
             return False  # squares of large values are whole
         numbers = [] if name in {"sum", "cumsum"} else args[1:2]
-        values += [torch.tensor([each]) for each in numbers if isinstance(each, (int, float))]
+        given += [torch.tensor(each) for each in numbers if isinstance(each, (int, float))]
+        values = [whole_numbers(each) for each in given]
         sizes = [
-            each.abs().max().item()
-            if each is not None and each.numel() and whole_numbers(each) is not None
-            else math.inf
+            math.inf if each is None or not each.numel() else each.abs().max().item()
             for each in values
         ]
         if min(sizes) > (1 if name == "sum" else most) or max(sizes) == math.inf:
             return False  # larger numbers of a low type are all whole
-        kwargs = {**kwargs, "dtype": torch.float64} if "dtype" in kwargs else kwargs
-        exact = tensors_in([func(*map_tensors(tuple(args), Tensor.double), **kwargs)])[0]
+        exact = _computed(func, args, kwargs, torch.float64)
         return self._report("HP102", func, _rounded(exact, result.dtype, result))
 
     def _check_total(
@@ -381,16 +422,11 @@ class LintedKernels(Kernels):
         place = known.place if name in _SCALES else place
 
         def after(start: Tensor) -> Tensor:
-            def in_its_type(each: Tensor) -> Tensor:
-                return each.detach().to(start.dtype) if each.is_floating_point() else each
-
-            given = [*map_tensors(tuple(args), in_its_type)]
-            given[at] = [start.clone()] if isinstance(given[at], list) else start.clone()
-            return tensors_in([func(*given, **kwargs), given[at]])[0]
+            given = [*args]
+            given[at] = [start] if isinstance(args[at], list) else start
+            return _computed(func, given, kwargs, start.dtype)
 
         was, step = before.double(), after(before.double())
-        moves = step != was
-        lost = ((now.double() == was) & moves).sum().item() / max(1, moves.sum().item())
         adds = func in self._adding
         if not adds:
             alone = after(torch.zeros_like(was))
@@ -403,22 +439,48 @@ class LintedKernels(Kernels):
             self._sums[result] = _Sum(now.detach().clone(), exact, wide, terms, place, task)
         if not adds:
             return False
-        low = short_name(result.dtype)
-        if lost > 0.5 and terms >= _FEWEST_STALLED and len(tensors_in(args)) > 1:
-            kept = after(before.float()) == before.float()
-            remedied = (kept & moves).sum().item() / moves.sum().item()
-            evidence = f"{lost:.0%} of the terms are at most half an ulp of the {low} sum"
-            is_trained = isinstance(result, nn.Parameter) and result.grad is not None
-            code = "HP107" if is_trained else "HP104"
-            return self._report(code, func, (evidence, lost, remedied), _KEEP_SUM)
-        if terms >= _FEWEST_TERMS and exact.norm():
-            error, remedied = (
-                ((each.double() - exact).norm() / exact.norm()).item() for each in (now, wide)
-            )
-            if error > torch.finfo(result.dtype).eps:
-                evidence = f"{terms:,} terms were added up in {low}"
-                return self._report("HP104", func, (evidence, error, remedied), _KEEP_SUM)
-        return False
+        if len(tensors_in(args)) > 1 and self._report_stalled(
+            func, (before, step, now), terms, total[1]
+        ):
+            return True
+        return terms >= _FEWEST_TERMS and self._report_sum(func, terms, now, exact, wide)
+
+    def _report_stalled(
+        self, func: Any, values: tuple[Tensor, Tensor, Tensor], terms: int, total: Tensor
+    ) -> bool:
+        """HP107 for a parameter, HP104 for other totals, of which most terms are lost.
+
+        ``values`` are those before, those in float64, and those now.
+        """
+        before, exact, now = values
+        moves = exact != before
+        lost, remedied = (
+            (moves & (each == before)).sum().item() / max(1, moves.sum().item())
+            for each in (now, exact.float())
+        )
+        if lost <= 0.5:
+            return False
+        place, known = memory(total), filter(is_readable, self._parameters())
+        is_trained = isinstance(total, nn.Parameter) or place in map(memory, known)
+        if not is_trained and terms < _FEWEST_STALLED:
+            return False
+        terms_, what = ("updates", "weights") if is_trained else ("terms", "sum")
+        low = short_name(total.dtype)
+        evidence = f"{lost:.0%} of the {terms_} are at most half an ulp of the {low} {what}"
+        effects, code = (evidence, lost, remedied), "HP107" if is_trained else "HP104"
+        return self._report(code, func, effects, f"keep the {what} in float32")
+
+    def _report_sum(
+        self, func: Any, terms: int, found: Tensor, exact: Tensor, wide: Tensor
+    ) -> bool:
+        """HP104 if the error is more than one rounding's, and float32's far smaller."""
+        error, remedied = (
+            ((each.double() - exact).norm() / exact.norm()).item() for each in (found, wide)
+        )
+        if not max(LEAST, TIMES * remedied) < error < math.inf:
+            return False
+        evidence = f"{terms:,} terms were added up in {short_name(found.dtype)}"
+        return self._report("HP104", func, (evidence, error, remedied), "keep the sum in float32")
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -18,14 +16,9 @@ from ..comparing import Origins, is_readable
 from ..places import located
 from ..tensors import LOW_DTYPES, short_name
 from ..torch_state import named_modules
-from .findings import Finding
+from .findings import LEAST, TIMES, Finding
 from .lint_kernels import rounded_integers, whole_numbers
 from .lint_trace import CONVERTING, DIFFERENCES, SAMPLE, LintedCall, Trace, first_rows
-
-#: An effect must be this many times the unit roundoff of the low type (one rounding's is 0.4 of it),
-_UNITS: Final = 2.0
-#: and this many times the remedy's.
-_TIMES: Final = 4.0
 
 #: A call must make the error of its inputs that much larger.
 _GROWS: Final = 2.5
@@ -39,13 +32,6 @@ _MASK: Final = 1e30
 #: Streams of fewer values cost neither bytes nor time.
 _FEW: Final = 64
 
-Rule = Callable[[LintedCall, Trace, Origins], Iterator[Finding]]
-
-
-def _unit(dtype: torch.dtype) -> float:
-    """Returns the unit roundoff: half the distance of 1 to the next number."""
-    return torch.finfo(dtype).eps / 2
-
 
 def _error(found: list[Tensor] | None, reference: list[Tensor] | None) -> float | None:
     """Returns the largest relative L2 error of the results; None where there is nothing to compare."""
@@ -53,20 +39,14 @@ def _error(found: list[Tensor] | None, reference: list[Tensor] | None) -> float 
         return None
     errors = []
     for low, exact in zip(found, reference, strict=False):
-        if low.shape != exact.shape:
-            continue
-        one, right = low.detach().double(), exact.detach().double()
-        lost, norm = (one - right).norm().item(), right.norm().item()
-        if not math.isfinite(lost + norm):
-            is_finite = one.isfinite() & right.isfinite()
-            lost, norm = (one - right)[is_finite].norm().item(), right[is_finite].norm().item()
-        if norm:
-            errors.append(lost / norm)
+        if low.shape == exact.shape:
+            right = exact.detach().double()
+            off = low.detach().double() - right
+            if not off.isfinite().all():
+                off, right = off[off.isfinite()], right[off.isfinite()]
+            if norm := right.norm().item():
+                errors.append(off.norm().item() / norm)
     return max(errors, default=None)
-
-
-def _as_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _with_gradients(seen: LintedCall, values: Mapping[int, Tensor]) -> list[Tensor] | None:
@@ -80,23 +60,17 @@ def _with_gradients(seen: LintedCall, values: Mapping[int, Tensor]) -> list[Tens
         key: each.detach().double().requires_grad_(torch.is_grad_enabled())
         for key, each in values.items()
     }
-    with saved_tensors_hooks(_as_is, _as_is):  # not the program's
+    with saved_tensors_hooks(lambda each: each, lambda each: each):  # not the program's
         found = seen.run(lambda each: inputs.get(id(each), each.detach().double()))
         if found is None:
             return None
         learning = [each for each in found if each.requires_grad]
         if not learning:
             return found
-        is_small = (
-            sum(each.numel() for each in learning) <= 4 * SAMPLE
-        )  # and its gradients are kept
+        is_small = sum(each.numel() for each in learning) <= 4 * SAMPLE  # and gradients are kept
         pulls = (_pulls if is_small else _pulls.__wrapped__)(*[each.shape for each in learning])
-        pulled = [
-            (each * pull.to(each.device)).sum() for each, pull in zip(learning, pulls, strict=True)
-        ]
-        gradients = torch.autograd.grad(
-            torch.stack(pulled).sum(), [*inputs.values()], allow_unused=True
-        )
+        pulls = [pull.to(each.device) for each, pull in zip(learning, pulls, strict=True)]
+        gradients = torch.autograd.grad(learning, [*inputs.values()], pulls, allow_unused=True)
     return [*found, *[each for each in gradients if each is not None]]
 
 
@@ -125,51 +99,42 @@ def _lost_before(
         Its error, the error with the remedy, and the remedy; None if the error is what one rounding explains, or if
         the remedy gains little.
     """
-    makers = [*dict.fromkeys(maker for each in lows for maker in trace.makers(each))]
-    units = [
-        _unit(each.dtype) for made in makers for each in made.outputs if each.dtype in LOW_DTYPES
-    ]
-    given = {id(each): each for each in lows}
 
-    def remade(way: str) -> dict[int, Tensor]:
-        found = {key: trace.values(each, way) for key, each in given.items()}
-        return {key: each for key, each in found.items() if each is not None}
-
-    def results(values: Mapping[int, Tensor]) -> list[Tensor] | None:
+    def results(way: str) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Returns the inputs, made another way, and the call's results."""
+        made = [each if way == "given" else trace.values(each, way) for each in lows]
+        inputs = [each for each in made if each is not None]
+        values = dict(zip(map(id, lows), inputs, strict=False))
+        if len(inputs) < len(made):
+            return [], None
         if where is None:
-            return _with_gradients(seen, values)
+            return inputs, _with_gradients(seen, values)
         found = seen.run(lambda each: values.get(id(each), each.detach()).double())
-        return found and [first_rows(found[0])[where]]
+        return inputs, found and [first_rows(found[0])[where]]
 
     # A sum whose terms are equal after rounding shows the error of all calls before it.
     is_whole = where is not None and where.double().mean().item() > 0.5
-    least = _UNITS * max(units, default=0.0) if where is None else _LEAST_CANCELLED
-    ways = [("exact", "kept")] + ([("deep", "wide")] if is_whole else [])
-    for reference, remedy in ways:
-        exact = remade(reference)
-        if not units or len(exact) < len(given):
-            return None
-        right = results(exact)
-        error = _error(results(given), right)
-        if error is None or error <= least:
+    for reference, remedy in [("exact", "kept")] + ([("deep", "wide")] if is_whole else []):
+        exact, right = results(reference)
+        error = _error(results("given")[1], right) or 0.0
+        if error <= (LEAST if where is None else _LEAST_CANCELLED):
             continue
-        kept = remade(remedy)
-        if len(kept) < len(given):
-            return None
-        remedied = _error(results(kept), right)
-        if remedied is None:
-            continue
-        before = _error([*given.values()], [*exact.values()]) or 0.0
-        is_grown = where is not None or error > _GROWS * before  # else it was lost before
-        if is_grown and error > _TIMES * remedied:
-            return (
-                error,
-                remedied,
-                makers[-1].kept_line
-                if remedy == "kept"
-                else f"{makers[-1].line()} and the calls before it in the fp32 list",
-            )
+        # else it was lost before
+        is_grown = where is not None or error > _GROWS * (_error(lows, exact) or 0.0)
+        remedied = _error(results(remedy)[1], right)
+        if remedied is not None and is_grown and error > TIMES * remedied:
+            makers = [maker for each in lows for maker in trace.makers(each)]
+            is_kept = remedy == "kept"
+            lines = dict.fromkeys(each.kept_line if is_kept else each.line() for each in makers)
+            more = "" if is_kept else " and the calls before it in the fp32 list"
+            return error, remedied, f"{', '.join(lines)}{more}"
     return None
+
+
+def _rounded_in(trace: Trace, lows: list[Tensor]) -> str:
+    makers = [maker for each in lows for maker in trace.makers(each)]
+    places = dict.fromkeys(f"{each.call.op} ({located(each.call.location)})" for each in makers)
+    return f"rounded in {', '.join(places)}"
 
 
 def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
@@ -179,26 +144,18 @@ def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
     lows = [each for each in seen.inputs if trace.makers(each)]
     if not lows or (found := _lost_before(seen, trace, lows)) is None or seen.picks:
         return
-    error, remedied, remedy = found
-    maker = trace.makers(lows[-1])[-1]
+    low = short_name(trace.makers(lows[-1])[-1].outputs[0].dtype)
     kind = "float32 input" if lows[-1].dtype is torch.float32 else "input"
-    evidence = (
-        f"its {kind} holds {short_name(maker.outputs[0].dtype)} values, rounded in "
-        f"{maker.call.op} ({located(maker.call.location)})"
-    )
-    yield Finding("HP101", *seen.place, evidence, error, remedied, remedy)
+    evidence = f"its {kind} holds {low} values, {_rounded_in(trace, lows)}"
+    yield Finding("HP101", *seen.place, evidence, *found)
 
 
 def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP103: a difference of rounded values, many bits smaller than they are."""
-    if seen.call.op not in DIFFERENCES:
-        return
     if (where := seen.cancels) is None:
         return
     lows = [each for each in seen.inputs if trace.makers(each)]
-    if not lows:
-        return
-    if trace.undoes(seen):  # as compensated sums do, to learn what they lost
+    if not lows or trace.undoes(seen):  # as compensated sums do, to learn what they lost
         return
     if (found := _lost_before(seen, trace, lows, where)) is None:
         return
@@ -206,11 +163,7 @@ def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
     share = "" if 2 * count > size else f" in {count:,} of {size:,} values"
     is_zero = not first_rows(seen.outputs[0])[where].any()
     bits = "zero, unlike" if is_zero else "over 3 bits smaller than"
-    maker = trace.makers(lows[-1])[-1]
-    evidence = (
-        f"the result is {bits} its inputs{share}, rounded in {maker.call.op} "
-        f"({located(maker.call.location)})"
-    )
+    evidence = f"the result is {bits} its inputs{share}, {_rounded_in(trace, lows)}"
     yield Finding("HP103", *seen.place, evidence, *found)
 
 
@@ -243,10 +196,9 @@ def long_sum(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Findi
     is_running = seen.call.op.startswith(("cumsum", "cumprod", "logcumsumexp"))
     if len(seen.inputs) > 1 or (terms < 2 / torch.finfo(low).eps and not is_running):
         return
-    if (found := _worse_than_fp32(seen, low)) is None:
+    if (found := _worse_than_fp32(seen)) is None:
         return
-    length = seen.inputs[0].numel() if is_running else terms
-    evidence = f"{length:,.0f} terms are added in {short_name(low)}"
+    evidence = f"{seen.inputs[0].numel() if is_running else terms:,.0f} terms are added in {short_name(low)}"
     yield Finding("HP104", *seen.place, evidence, *found, f"{seen.line()} in the fp32 list")
 
 
@@ -255,40 +207,30 @@ def long_sum(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Findi
 
 def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP105: a low stream that a scalar, a buffer or a parameter made fp32."""
-    if seen.call.op in CONVERTING and seen.outputs and seen.outputs[0].dtype in LOW_DTYPES:
+    dtypes = [each.dtype for each in seen.outputs]
+    if seen.call.op in CONVERTING and dtypes and dtypes[0] in LOW_DTYPES:
         trace.note_cast(seen.inputs[0])
-    if (
-        seen.call.op in CONVERTING
-        or len(seen.outputs) != 1
-        or seen.outputs[0].dtype is not torch.float32
-    ):
+    if seen.call.op in CONVERTING or dtypes != [torch.float32]:
         return
-    output = seen.outputs[0]
-
-    def is_constant(tensor: Tensor) -> bool:
-        return tensor.numel() < output.numel() or isinstance(tensor, nn.Parameter)
-
+    (output,) = seen.outputs
     lows = [each for each in seen.inputs if each.dtype in LOW_DTYPES and each.shape == output.shape]
     wide = [each for each in seen.inputs if each.dtype is torch.float32]
-    if not lows or not wide or not all(map(is_constant, wide)):
+    if not lows or not wide or output.numel() < _FEW or output.dim() < 2:
         return
-    if output.numel() < _FEW or output.dim() < 2:
+    if any(e.numel() >= output.numel() and not isinstance(e, nn.Parameter) for e in wide):
         return
-    what = (
-        "a parameter"
-        if isinstance(wide[0], nn.Parameter)
-        else f"a tensor of shape {tuple(wide[0].shape)}"
-    )
+    is_parameter, name = isinstance(wide[0], nn.Parameter), short_name(lows[0].dtype)
+    what = "a parameter" if is_parameter else f"a tensor of shape {tuple(wide[0].shape)}"
     evidence = (
-        f"{what} in float32 made a {short_name(lows[0].dtype)} stream of shape {tuple(output.shape)} float32: "
+        f"{what} in float32 made a {name} stream of shape {tuple(output.shape)} float32: "
         f"{output.numel() * 2:,} bytes more"
     )
     found = _low_run(seen, lows[0].dtype)
     error = _error(found, seen.run(lambda each: each.detach().double()))
     if error is not None:
-        evidence += f"; in {short_name(lows[0].dtype)} its error is {error:.1g}"
-    remedied = None if found is None else 0.0
-    yield Finding("HP105", *seen.place, evidence, 1.0, remedied, f"{seen.line()} in the bf16 list")
+        evidence += f"; in {name} its error is {error:.1g}"
+    effects = 1.0, None if found is None else 0.0
+    yield Finding("HP105", *seen.place, evidence, *effects, f"{seen.line()} in the bf16 list")
 
 
 def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
@@ -305,12 +247,13 @@ def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator
         return
     if found.shape == seen.outputs[0].shape and torch.equal(found, seen.outputs[0]):
         saved = sum(each.numel() * 2 for made in calls for each in [*made.inputs, *made.outputs])
-        evidence = f"{short_name(low)} inputs and a result rounded to it at {seen.call.location.rpartition('/')[2]}"
+        evidence = (
+            f"{short_name(low)} inputs and a result rounded to it at {located(seen.call.location)}; "
+            f"{saved:,} bytes more"
+        )
         lines = ", ".join(dict.fromkeys(made.line() for made in calls))
         remedy = f"{lines} in no fp32 list: the same bits"
-        yield Finding(
-            "HP106", *calls[0].place, f"{evidence}; {saved:,} bytes more", 1.0, 0.0, remedy
-        )
+        yield Finding("HP106", *calls[0].place, evidence, 1.0, 0.0, remedy)
 
 
 @functools.cache
@@ -324,9 +267,8 @@ def is_pointwise(op: str) -> bool:
 
 def _low_run(seen: LintedCall, low: torch.dtype) -> list[Tensor] | None:
     """Returns the results of the op in ``low``."""
-    found: list[Tensor] | None = None
-    if not seen.writes and not any(isinstance(each, torch.dtype) for each in seen.kwargs.values()):
-        found = seen.run(lambda each: each.detach().to(low))
+    takes_dtype = any(isinstance(each, torch.dtype) for each in seen.kwargs.values())
+    found = None if takes_dtype or seen.writes else seen.run(lambda each: each.detach().to(low))
     return found if found and found[0].dtype is low else None
 
 
@@ -359,38 +301,48 @@ def mixed_siblings(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator
     yield Finding("HP108", *seen.place, evidence, share, remedied, remedy)
 
 
-def mixed_modules(root: nn.Module) -> Iterator[Finding]:
-    """HP108: one of several equal modules whose parameters have another dtype."""
-    for path, module in named_modules(root):
-        kinds: dict[Any, list[tuple[str, tuple[torch.dtype, ...]]]] = {}
-        for name, child in module.named_children():
-            tensors = [*filter(is_readable, child.parameters())]
-            shapes = type(child), tuple(each.shape for each in tensors)
-            kinds.setdefault(shapes, []).append((name, tuple(each.dtype for each in tensors)))
+def mixed_modules(
+    root: nn.Module, products: Mapping[str, set[torch.dtype]], lines: Mapping[int, str]
+) -> Iterator[Finding]:
+    """HP108: one of several equal modules whose parameters, or products, have another dtype.
+
+    Args:
+        root: The model.
+        products: The dtypes in which modules computed products, by path.
+        lines: The lines that called modules, by ``id``.
+    """
+    for path, parent in named_modules(root):
+        kinds: dict[Any, dict[str, nn.Module]] = {}
+        for name, child in parent.named_children():
+            shapes = (type(child), *[each.shape for each in child.parameters()])
+            kinds.setdefault(shapes, {})[f"{path}.{name}" if path else name] = child
         for equal in kinds.values():
-            dtypes = Counter(each for _, each in equal)
-            usual, count = dtypes.most_common(1)[0]
-            if 2 * count <= len(equal) or not set(LOW_DTYPES) & {*itertools.chain(*dtypes)}:
-                continue
-            for name, own in equal:
-                if own != usual:
-                    stray, low = (
-                        " and ".join(dict.fromkeys(map(short_name, of))) for of in (own, usual)
-                    )
-                    where = f"{path}.{name}" if path else name
-                    evidence = (
-                        f"its parameters are {stray}; those of {count} modules of its kind {low}"
-                    )
-                    yield Finding(
-                        "HP108",
-                        where,
-                        where,
-                        "",
-                        evidence,
-                        1 / len(equal),
-                        None,
-                        f"make them {low}, too",
-                    )
+            own = {
+                where: {of.dtype for of in filter(is_readable, each.parameters())}
+                for where, each in equal.items()
+            }
+            done = {where: products.get(where, set()) for where in equal}
+            strays = [*_strays("parameters are", own)] or [*_strays("products are", done)]
+            for where, evidence, usual in strays:
+                place, remedy = (
+                    (where, "", lines.get(id(equal[where]), "")),
+                    f"make them {usual}, too",
+                )
+                yield Finding("HP108", *place, evidence, 1 / len(equal), None, remedy)
+
+
+def _strays(what: str, found: Mapping[str, set[torch.dtype]]) -> Iterator[tuple[str, str, str]]:
+    """Yields the names that have other dtypes than most, the evidence, and the dtypes of most."""
+    texts = {k: " and ".join(sorted(map(short_name, each))) for k, each in found.items() if each}
+    usual, count = Counter(texts.values()).most_common(1)[0] if texts else ("", 0)
+    if 2 * count > len(texts) and set(LOW_DTYPES) & set().union(*found.values()):
+        for name, text in texts.items():
+            if text != usual:
+                yield (
+                    name,
+                    f"its {what} {text}; those of {count} modules of its kind {usual}",
+                    usual,
+                )
 
 
 # --- HP109: range ----------------------------------------------------------------------------------
@@ -410,25 +362,28 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
             evidence = f"{count:,} of {len(values):,} results are infinite in {name}, which ends at {limits.max:.3g}"
             yield Finding("HP109", *seen.place, evidence, count / len(values), 0.0, remedy)
         return
-    largest = _largest(values, limits.max)
-    same = [each for each in seen.inputs if each.dtype is result.dtype]
-    if largest > limits.max / 4 and all(
-        _largest(_magnitudes(each), limits.max) <= limits.max / 4 for each in same
-    ):
+    largest, same = _largest(result), [e for e in seen.inputs if e.dtype is result.dtype]
+    if largest > limits.max / 4 >= max(map(_largest, same), default=0.0):
         evidence = f"the largest value is {largest:.3g}; {name} ends at {limits.max:.3g}"
         effects = largest / limits.max, largest / torch.finfo(torch.float32).max
         yield Finding("HP109", *seen.place, evidence, *effects, remedy)
         return
-    tiny, lost = values < limits.tiny, [each for each in seen.numbers if 0 < each < limits.tiny]
+    numbers = [abs(e) for e in (*seen.args, *seen.kwargs.values()) if isinstance(e, float)]
+    tiny, lost = values < limits.tiny, [each for each in numbers if 0 < each < limits.tiny]
     is_near = tiny.all() or (tiny & (values > 0)).any()  # else zeros have other reasons
     if lost or (is_near and tiny.double().mean() > 0.01):
-        exact, found = _exact(seen), _worse_than_fp32(seen, result.dtype)
-        share = 0.0 if exact is None else (tiny & (exact > 0)).double().mean().item()
-        if share and lost and (values == 0).any():
+        exact, found = _exact(seen), _worse_than_fp32(seen)
+        if exact is None:
+            return
+        share, off = (
+            (tiny & each).double().mean().item()
+            for each in (exact > 0, (exact - values).abs() > exact / 8)  # 3 bits
+        )
+        if lost and off and (values == 0).any():
             evidence = (
-                f"{share:.1%} of the values are lost: {lost[0]:.3g} is subnormal or zero in {name}"
+                f"{off:.1%} of the values are lost: {lost[0]:.3g} is subnormal or zero in {name}"
             )
-            yield Finding("HP109", *seen.place, evidence, share, 0.0, remedy)
+            yield Finding("HP109", *seen.place, evidence, off, 0.0, remedy)
         elif share > 0.01 and found is not None:
             evidence = f"{share:.0%} of the values are subnormal or zero in {name}"
             yield Finding("HP109", *seen.place, evidence, *found, f"{remedy}, or a loss scaler")
@@ -444,39 +399,28 @@ def _exact(seen: LintedCall) -> Tensor | None:
     return _magnitudes(found[0]) if found else None
 
 
-def _largest(values: Tensor, end: float) -> float:
+def _largest(tensor: Tensor) -> float:
     """Returns the largest magnitude, without masks, which are the largest number."""
-    largest = values.max().item() if values.numel() else 0.0
-    return (
-        largest
-        if largest < end
-        else values[values < end].max().item()
-        if (values < end).any()
-        else 0.0
-    )
+    values, end = _magnitudes(tensor), torch.finfo(tensor.dtype).max
+    if values.numel() and not values.max() < end:
+        values = values[values < end]
+    return values.max().item() if values.numel() else 0.0
 
 
-def _worse_than_fp32(seen: LintedCall, low: torch.dtype) -> tuple[float, float] | None:
+def _worse_than_fp32(seen: LintedCall) -> tuple[float, float] | None:
     """Returns the errors of the result and of one in float32; None if the remedy gains little."""
     reference = seen.run(lambda each: each.detach().double())
-    error = _error(seen.outputs, reference)
-    remedied = _error(seen.run(lambda each: each.detach().float()), reference)
-    if error is None or remedied is None:
+    results = seen.outputs, seen.run(lambda each: each.detach().float())
+    error, remedied = (_error(each, reference) for each in results)
+    if error is None or remedied is None or error <= max(LEAST, TIMES * remedied):
         return None
-    return (error, remedied) if error > _UNITS * _unit(low) and error > _TIMES * remedied else None
+    return error, remedied
 
 
-RULES_OF_CALLS: Final[tuple[Rule, ...]] = (
-    late_upcast,
-    rounded_integers,
-    merged_steps,
-    cancellation,
-    long_sum,
-    silent_fp32,
-    useless_island,
-    mixed_siblings,
-    out_of_range,
-)
+RULES_OF_CALLS: Final[tuple[Callable[[LintedCall, Trace, Origins], Iterator[Finding]], ...]] = (
+    late_upcast, rounded_integers, merged_steps, cancellation, long_sum, silent_fp32, useless_island,
+    mixed_siblings, out_of_range,
+)  # fmt: skip
 
 
 def findings_of(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:

@@ -73,7 +73,7 @@ class LintedCall:
     is_reported: bool = False
     outputs: list[Tensor] = field(init=False)
     known: dict[str, list[Tensor] | None] = field(init=False, default_factory=dict)
-    _then: list[int] = field(init=False)
+    versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         """Collects the floating results, and puts the values before in place of inputs written to."""
@@ -83,14 +83,13 @@ class LintedCall:
         if self.written:
             self.inputs = [self.written.get(id(each), each) for each in self.inputs]
             self.args = map_tensors(self.args, lambda each: self.written.get(id(each), each))
-        self._then = _versions(self.inputs)
+        self.versions = [*map(version_of, self.inputs)]
 
     @property
     def low(self) -> torch.dtype | None:
         """The low dtype that the call computed in; None for others."""
-        return next(
-            (each for each in (self.call.dtype, *self.call.kernels) if each in LOW_DTYPES), None
-        )
+        dtypes = (self.call.dtype, *self.call.kernels)
+        return next((each for each in dtypes if each in LOW_DTYPES), None)
 
     @property
     def writes(self) -> bool:
@@ -136,18 +135,14 @@ class LintedCall:
         return None if is_usual else few
 
     @property
-    def numbers(self) -> list[float]:
-        """The magnitudes of arguments that are numbers."""
-        given = [*self.args, *self.kwargs.values()]
-        return [abs(each) for each in given if isinstance(each, float)]
-
-    @property
     def passes_on(self) -> bool:
         """Whether values are followed through it: it rounds nothing, adds up no products, and has no finding."""
         if self.is_reported or not self.inputs:
             return False
+        if self.low is not None and self.call.op not in _STEPS:
+            return not self.rounds
         is_simple = kind(self.call.op)[0] in {"elementwise", "norm"} and self.call.op not in _STEPS
-        return self.moves or (is_simple and (self.low is None or not self.rounds))
+        return self.moves or is_simple
 
     @property
     def picks(self) -> bool:
@@ -171,11 +166,8 @@ class LintedCall:
     @property
     def kept_line(self) -> str:
         """How to have its results in float32."""
-        if self.moves:
-            return (
-                f"no cast to {short_name(self.outputs[0].dtype)} at {located(self.call.location)}"
-            )
-        return self.line(" output=float32")
+        cast = f"no cast to {short_name(self.outputs[0].dtype)} at {located(self.call.location)}"
+        return cast if self.moves else self.line(" output=float32")
 
     def run(self, replace: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
         """Reruns torch's function on floating inputs replaced by ``replace``.
@@ -186,20 +178,20 @@ class LintedCall:
             The floating results; None if the call writes to its inputs, draws random numbers or fails, or if its
             inputs have changed since, or their memory is gone.
         """
-        is_as_then = _versions(self.inputs) == self._then and all(map(is_readable, self.inputs))
-        if self.writes or draws(self.call.op) or not is_as_then:
+        is_as_then = [*map(version_of, self.inputs)] == self.versions
+        is_gone = not all(map(is_readable, self.inputs))
+        if self.writes or draws(self.call.op) or not is_as_then or is_gone:
             return None
         if self.call.op in CONVERTING:
             return [replace(self.inputs[0])]
 
         def apart(each: Tensor) -> Tensor:  # the call may write to it: running statistics
-            new = replace(each)
-            return new.clone() if new.data_ptr() == each.data_ptr() else new
+            new = replace(each) if each.is_floating_point() else each
+            return new.clone() if new is not each and new.data_ptr() == each.data_ptr() else new
 
         def given(value: Any) -> Any:
-            if isinstance(value, torch.dtype) and value.is_floating_point:
-                return torch.float64
-            return map_tensors(value, lambda each: apart(each) if _is_real(each) else each)
+            is_dtype = isinstance(value, torch.dtype) and value.is_floating_point
+            return torch.float64 if is_dtype else map_tensors(value, apart)
 
         kwargs = {name: given(value) for name, value in self.kwargs.items()}
         try:
@@ -213,18 +205,10 @@ class LintedCall:
             return None
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
-    return [*map(version_of, tensors)]
-
-
 def first_rows(tensor: Tensor) -> Tensor:
     """Returns part of the values in float64: all of them, unless they are many."""
     rows = SAMPLE * len(tensor) // max(1, tensor.numel()) + 1 if tensor.dim() else 1
     return (tensor.detach()[:rows] if tensor.dim() else tensor.detach()).double()
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 class Trace:
@@ -234,9 +218,8 @@ class Trace:
         """Starts empty; ``intended`` gets codes and lines of findings that later calls show to be intended."""
         self._intended = intended
         self._calls: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
-        self._copies: deque[LintedCall] = deque(
-            maxlen=_MOST_CALLS
-        )  # the parts of a join may be many
+        # The parts of a join may be many.
+        self._copies: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
         # Memory -> the kept call that made it, its result, and that one's version
         self._made: dict[int, tuple[weakref.ref[LintedCall], Tensor, int]] = {}
 
@@ -275,22 +258,25 @@ class Trace:
 
     def _found(self, tensor: Tensor) -> tuple[LintedCall, Tensor] | None:
         known = self._made.get(memory(tensor))
-        seen = None if known is None else known[0]()
-        if known is None or seen is None or version_of(known[1]) != known[2]:
-            return None
-        return seen, known[1]
+        seen = None if known is None or version_of(known[1]) != known[2] else known[0]()
+        return None if known is None or seen is None else (seen, known[1])
 
-    def makers(self, tensor: Tensor, most: int = _MOST_STEPS) -> list[LintedCall]:
+    def back(
+        self, tensor: Tensor, passes: Callable[[LintedCall], bool], most: int = _MOST_STEPS
+    ) -> dict[LintedCall, None]:
+        """Returns the kept call that made ``tensor``, and those before it, back through calls that pass."""
+        found: dict[LintedCall, None] = {}
+        level = [tensor]
+        for _ in range(most):
+            calls = [each for each in map(self.producer, level) if each and each not in found]
+            found |= dict.fromkeys(calls)
+            level = [of for each in dict.fromkeys(calls) if passes(each) for of in each.inputs]
+        return found
+
+    def makers(self, tensor: Tensor) -> list[LintedCall]:
         """Returns the kept calls that rounded the values of ``tensor``, before others that did not round them."""
-        seen = self.producer(tensor)
-        if seen is None or not most:
-            return []
-        if seen.rounds:
-            return [seen]
-        if not seen.passes_on:
-            return []
-        found = [maker for each in seen.inputs for maker in self.makers(each, most - 1)]
-        return [*dict.fromkeys(found)]
+        calls = self.back(tensor, lambda each: not each.rounds and each.passes_on)
+        return [each for each in calls if each.rounds]
 
     def values(self, tensor: Tensor, way: str, most: int = _MOST_STEPS) -> Tensor | None:
         """Returns the values of ``tensor`` as its `makers` compute them another way; None without any.
@@ -307,34 +293,39 @@ class Trace:
         seen, result = found
         if way not in seen.known:
             seen.known[way] = self._rerun(seen, way, most)
-        values = seen.known[way]
-        at = next(n for n, each in enumerate(seen.outputs) if each is result)
-        if not values or at >= len(values) or values[at].shape != result.shape:
-            return None
-        return (
-            values[at].detach() if result is tensor else _seen_through(tensor, result, values[at])
-        )
+        return _seen_through(tensor, result, seen.outputs, seen.known[way])
 
     def undoes(self, seen: LintedCall) -> bool:
         """Whether a difference takes a term away from the sum that it was added to, to learn what was lost."""
-        places, terms = {id(each) for each in seen.inputs}, [*seen.inputs]
-        for _ in range(_MOST_UNDONE):
-            makers = [self.producer(each) for each in terms]
-            sums = [each for each in makers if each is not None and each.call.op in DIFFERENCES]
-            terms = [each for maker in sums for each in maker.inputs]
-            if places & {id(each) for each in terms}:
-                self._intended.update(("HP104", each.call.location) for each in sums)
-                return True
-        return False
+        sums = [
+            each
+            for of in seen.inputs
+            for each in self.back(of, lambda before: before.call.op in DIFFERENCES, _MOST_UNDONE)
+            if each.call.op in DIFFERENCES
+        ]
+        pairs = [(of, each) for of in sums for each in itertools.product(of.inputs, seen.inputs)]
+        found = {
+            of.call.location
+            for of, (one, other) in pairs
+            if one.dtype is other.dtype and one.device == other.device and torch.equal(one, other)
+        }
+        self._intended.update(itertools.product(("HP104", "HP107"), found))
+        return bool(found)
 
-    def note_cast(self, tensor: Tensor, most: int = _MOST_STEPS) -> None:
+    def updates(self, source: Tensor, target: Tensor, location: str) -> bool:
+        """Whether ``source`` was computed from the values of ``target``, without random numbers or masters."""
+        calls = self.back(source, lambda each: not each.written)
+        inputs = [each for of in calls for each in zip(of.inputs, of.versions, strict=True)]
+        read = {version for each, version in inputs if memory(each) == memory(target)}
+        if read - {version_of(target)}:  # by masters, made of older values
+            self._intended.add(("HP107", location))
+        return bool(read) and not any(each.written or draws(each.call.op) for each in calls)
+
+    def note_cast(self, tensor: Tensor) -> None:
         """Notes that the fp32 values of ``tensor`` are cast to a low type: their promotion was intended."""
-        seen = self.producer(tensor)
-        if seen is None or not most or seen.low is not None or not seen.passes_on:
-            return
-        self._intended.add(("HP105", seen.call.location))
-        for each in seen.inputs:
-            self.note_cast(each, most - 1)
+        calls = self.back(tensor, lambda each: each.low is None and each.passes_on)
+        wide = [each for each in calls if each.low is None and each.passes_on]
+        self._intended.update(("HP105", each.call.location) for each in wide)
 
     def in_low(
         self, tensor: Tensor, low: torch.dtype, origins: Origins, most: int = _MOST_STEPS
@@ -353,12 +344,11 @@ class Trace:
         if len(parts) < len(inner) or not parts or (takes_dtype and not seen.moves):
             return None
         values = seen.run(lambda each: parts[id(each)][0].detach())
-        at = next(n for n, each in enumerate(seen.outputs) if each is result)
-        if not values or values[at].dtype is not low or values[at].shape != result.shape:
+        value = _seen_through(tensor, result, seen.outputs, values)
+        if value is None or value.dtype is not low:
             return None
-        value = values[at] if result is tensor else _seen_through(tensor, result, values[at])
         calls = itertools.chain(*[each[1] for each in parts.values()], [] if seen.moves else [seen])
-        return None if value is None else (value, [*dict.fromkeys(calls)])
+        return value, [*dict.fromkeys(calls)]
 
     def _rerun(self, seen: LintedCall, way: str, most: int) -> list[Tensor] | None:
         rounds = seen.rounds
@@ -380,13 +370,22 @@ class Trace:
         return seen.run(given)
 
 
-def _seen_through(view: Tensor, base: Tensor, values: Tensor) -> Tensor | None:
-    """Returns the part of the values of ``base`` that ``view`` shows; None if ``base`` shares memory with itself."""
-    laid = torch.empty_like(base, dtype=values.dtype)
+def _seen_through(
+    tensor: Tensor, base: Tensor, outputs: list[Tensor], values: list[Tensor] | None
+) -> Tensor | None:
+    """Returns the part of ``values``, of a call's outputs, that ``tensor`` shows: ``base``, or a view of it.
+
+    None if there are none for ``base``, or if it shares memory with itself.
+    """
+    pairs = zip(outputs, values or [], strict=False)
+    new = next((new for each, new in pairs if each is base and new.shape == base.shape), None)
+    if new is None or base is tensor:
+        return None if new is None else new.detach()
+    laid = torch.empty_like(base, dtype=new.dtype)
     if laid.stride() != base.stride():
         return None
-    start = view.storage_offset() - base.storage_offset()
-    return laid.copy_(values.detach()).as_strided(view.shape, view.stride(), start)
+    start = tensor.storage_offset() - base.storage_offset()
+    return laid.copy_(new.detach()).as_strided(tensor.shape, tensor.stride(), start)
 
 
 def memory(tensor: Tensor) -> int:

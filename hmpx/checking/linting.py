@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, fields, replace
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +20,9 @@ from .. import arguments
 from ..comparing import Origins, contents, is_readable, may_read
 from ..errors import OptionError, to_the_end
 from ..observers import Attached, OpCall, Values, user_location
+from ..ops import kind
 from ..patches import SCALERS
-from ..places import is_installed, located
+from ..places import located, own_line
 from ..reports import ReportTable, Written
 from ..session import about_run, observable, restoring
 from ..tensors import LOW_DTYPES, node_of, short_name, tensors_in
@@ -36,6 +35,9 @@ from .lint_trace import LintedCall, Trace, memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+#: Kinds of ops that take most of the time.
+_PRODUCTS: Final = frozenset({"gemm", "convolution", "attention", "rnn"})
 
 
 class Lint(Written):
@@ -51,6 +53,8 @@ class Lint(Written):
         ['HP102']
     """
 
+    _attached: Attached  # in the block
+
     def __init__(self, every: int, select: frozenset[str]) -> None:
         """Is called by `lint` only."""
         self.about: Mapping[str, str] = {}
@@ -60,14 +64,16 @@ class Lint(Written):
         self._origins, self._trace = Origins(), Trace(self._intended)
         self._models: dict[int, nn.Module] = {}
         self._owned = set[int]()  # ids of the models' tensors
+        self._lines: dict[int, str] = {}  # that called modules
+        #: Model -> paths of modules -> dtypes in which they computed products.
+        self._products: dict[int, dict[str, set[torch.dtype]]] = {}
         #: Other leaves. torch swaps no tensor with a weak reference, so there are few of these.
         self._leaves: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._step = 0
         self._fp16: OpCall | None = None
         self._backward = ""  # the line of a backward through the result of that call
         self._before: list[tuple[str, Tensor, Tensor]] = []
-        self._attached: Attached | None = None
-        self._kernels = LintedKernels(self._add, lambda: self._trace)
+        self._kernels = LintedKernels(self._add, lambda: self._trace, self._parameters)
         self._block: contextlib.ExitStack | None = None
 
     @property
@@ -87,11 +93,8 @@ class Lint(Written):
         return len(self.findings)
 
     def _data(self) -> Mapping[str, Any]:
-        return {
-            "hmpx_lint": 1,
-            "about": self.about,
-            "findings": [asdict(each) for each in self.findings],
-        }
+        findings = [asdict(each) for each in self.findings]
+        return {"hmpx_lint": 1, "about": self.about, "findings": findings}
 
     def _table(self) -> ReportTable:
         return ReportTable.of_fields([each.name for each in fields(Finding)], self.findings)
@@ -122,30 +125,25 @@ class Lint(Written):
             block.enter_context(register_optimizer_step_post_hook(self._after_step))
             block.enter_context(uncompiled())
             self._kernels.__enter__()
+            block.callback(self._kernels.pause)
             self._block = block.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if (block := self._block) is not None:
-
-            def leave() -> None:
-                self._kernels.pause()
-                block.close()
-
-            to_the_end(leave)
+        if self._block is not None:
+            to_the_end(self._block.close)
         self._check_scaling()
-        for model in self._models.values():
+        for key, model in self._models.items():
             self._check_made(named_tensors(model))
+            self._add(mixed_modules(model, self._products.get(key, {}), self._lines))
         self._trace, self._origins, self._before = Trace(self._intended), Origins(), []
         self._leaves.clear()
         self._kernels.forget()
 
     def _add(self, findings: Iterable[Finding]) -> None:
         for each in findings:
-            if each.code not in self._select:
-                continue
-            found = _at_users_line(each) if is_installed(each.location) else each
-            if found is None:
+            found = _at_users_line(each)
+            if found is None or each.code not in self._select:
                 continue
             key = found.code, found.op, found.location  # once for all layers of a kind
             known = self._found.get(key)
@@ -155,23 +153,27 @@ class Lint(Written):
     # --- calls -----------------------------------------------------------------------------------
 
     def _check_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
+        if self._step % self._every and torch.is_grad_enabled():  # the next step
+            self._attached.pause()
+            return
         inputs, _, _, result = values
         seen = LintedCall(call, *values, self._kernels.take_written())
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
         if call.phase == "forward":
+            if kind(call.op)[0] in _PRODUCTS and seen.outputs:
+                paths, path = self._products.setdefault(id(spot()[0]), {}), call.module
+                while path:
+                    paths.setdefault(path, set()).add(seen.low or seen.outputs[0].dtype)
+                    path = path.rpartition(".")[0]
             if self._backward:
                 self._check_scaling()  # before the gradients are gone
             if self._fp16 is None:
                 self._note_fp16(call, seen.outputs)
-            self._leaves.update(
-                {
-                    each: None
-                    for each in inputs
-                    if each.requires_grad and each._base is None and each.is_leaf
-                    if id(each) not in self._owned
-                }
-            )
+            for each in inputs:
+                is_leaf = each.requires_grad and each._base is None and each.is_leaf
+                if is_leaf and id(each) not in self._owned:
+                    self._leaves[each] = None
         with without_casts():
             self._origins.note(call, inputs, result)
             self._add(findings_of(seen, self._trace, self._origins))
@@ -190,6 +192,12 @@ class Lint(Written):
     # --- models and steps --------------------------------------------------------------------------
 
     def _note_model(self, module: nn.Module, args: Any) -> None:
+        if self._step % self._every:
+            self._attached.pause()
+            self._kernels.pause()
+            return
+        if id(module) not in self._lines:
+            self._lines[id(module)] = own_line(user_location())
         if module is spot()[0] and id(module) not in self._models and may_read():
             self._models[id(module)] = module
             self._check_model(module)
@@ -198,34 +206,34 @@ class Lint(Written):
     def _check_model(self, model: nn.Module) -> None:
         self._owned |= {id(each) for _, each in named_tensors(model)}
         self._check_made(named_tensors(model))
-        self._add(mixed_modules(model))
+
+    def _parameters(self) -> list[Tensor]:
+        """Returns the models' parameters and the other leaves."""
+        known = [each for model in self._models.values() for each in model.parameters()]
+        return [*{id(each): each for each in [*known, *self._leaves]}.values()]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_scaling()
         if self._step % self._every:
-            return
-        self._note_parameters(optimizer)
+            self._attached.pause()
+            self._kernels.pause()
+        else:
+            self._note_parameters(optimizer)
 
     @unseen
     def _note_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        names = {
-            id(each): name for model in self._models.values() for name, each in named_tensors(model)
-        }
-        groups = optimizer.param_groups
-        models = [each for model in self._models.values() for each in model.parameters()]
-        leaves = [*models, *self._leaves]
-        low = {each.shape for each in leaves if each.dtype in LOW_DTYPES}  # of masters
-        stepped = [
-            (names.get(id(each), f"parameter {count}"), each, group.get("lr") != 0)
-            for count, (group, each) in enumerate((g, each) for g in groups for each in g["params"])
+        named = [each for model in self._models.values() for each in named_tensors(model)]
+        names = {id(each): name for name, each in named}
+        low = {each.shape for each in self._parameters() if each.dtype in LOW_DTYPES}  # of masters
+        groups = [
+            (each.get("lr") != 0, of) for each in optimizer.param_groups for of in each["params"]
         ]
-        self._check_made(
-            [
-                (name, each)
-                for name, each, _ in stepped
-                if id(each) not in names and each.shape not in low
-            ]
-        )
+        stepped = [
+            (names.get(id(each), f"parameter {count}"), each, moves)
+            for count, (moves, each) in enumerate(groups)
+        ]
+        others = [each for each in stepped if id(each[1]) not in names and each[1].shape not in low]
+        self._check_made([each[:2] for each in others])
         self._kernels.stepped = frozenset(
             memory(each) for _, each, _ in stepped if is_readable(each)
         )
@@ -240,10 +248,9 @@ class Lint(Written):
     @unseen
     def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """HP107: low-precision parameters that a step can't move."""
-        if self._kernels.has_drawn:  # for stochastic rounding
-            self._before = []
+        known, self._before = self._before, []
         with without_casts(), torch.no_grad():
-            for name, tensor, before in self._before:
+            for name, tensor, before in () if self._kernels.has_drawn else known:  # to round
                 if tensor.grad is None and memory(tensor) not in self._kernels.stepped_on:
                     continue
                 moves = (before if tensor.grad is None else tensor.grad) != 0
@@ -252,16 +259,16 @@ class Lint(Written):
                 if share > 0.5 and not _has_copy(tensor, optimizer.state.get(tensor, {})):
                     evidence = f"{share:.0%} of the {short_name(tensor.dtype)} values did not move"
                     remedy = "keep float32 parameters and convert instead, or round stochastically"
-                    self._add([Finding("HP107", name, "", "", evidence, share, None, remedy)])
-        self._before = []
+                    place = name, "", user_location()
+                    self._add([Finding("HP107", *place, evidence, share, None, remedy)])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_parameters(optimizer)
         self._kernels.stepped = None
         self._step += 1
-        for each in (self._attached, self._kernels):
-            if each is not None:
-                each.pause() if self._step % self._every else each.resume()
+        if not self._step % self._every:
+            self._attached.resume()
+            self._kernels.resume()
         self._trace, self._origins = Trace(self._intended), Origins()  # which keep tensors alive
 
     @unseen
@@ -271,33 +278,25 @@ class Lint(Written):
         self._fp16, self._backward = None, ""
         if call is None or any(each.is_enabled() for each in list(SCALERS)):
             return
-        known = [each for model in self._models.values() for each in model.parameters()]
-        gradients = [
-            each.grad
-            for each in {id(each): each for each in [*known, *self._leaves]}.values()
-            if each.grad is not None and is_readable(each.grad)
-        ]
+        known = [each.grad for each in self._parameters() if each.grad is not None]
+        gradients = [*filter(is_readable, known)]
         with without_casts(), torch.no_grad():
             nonzero = sum((each != 0).sum().item() for each in gradients)
             share = sum(map(_subnormal_in_fp16, gradients)) / max(1, nonzero)
-        kind = "subnormal"
-        if line and gradients and not nonzero:
-            share, kind = 1.0, "zero"
-        if share > 0.01:
-            evidence = f"{share:.0%} of the gradients are {kind} in fp16, without a loss scaler"
+        are_lost = bool(line and gradients and not nonzero and self._kernels.has_underflown)
+        self._kernels.has_underflown = False
+        if share > 0.01 or are_lost:
+            evidence = f"{max(share, are_lost):.0%} of the gradients are {'zero' if are_lost else 'subnormal'} in fp16, without a loss scaler"
             remedy = "scale the loss with torch.amp.GradScaler, or use bfloat16"
             place = call.op, call.module, line or call.location
-            self._add([Finding("HP110", *place, evidence, share, None, remedy)])
+            self._add([Finding("HP110", *place, evidence, share or 1.0, None, remedy)])
 
     @unseen
     def _check_made(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """HP111: fp32 parameters and buffers whose contents are low."""
         for name, tensor in tensors:
-            if (
-                is_readable(tensor)
-                and tensor.dtype is torch.float32
-                and (found := contents(tensor)) in LOW_DTYPES
-            ):
+            is_wide = is_readable(tensor) and tensor.dtype is torch.float32
+            if is_wide and (found := contents(tensor)) in LOW_DTYPES:
                 evidence = f"{short_name(found)} values in float32"
                 remedy = "make it in float32, or load it from a float32 checkpoint"
                 self._add([Finding("HP111", name, "", "", evidence, 1.0, None, remedy)])
@@ -305,11 +304,8 @@ class Lint(Written):
 
 def _has_copy(parameter: Tensor, state: Mapping[str, Any]) -> bool:
     """Whether an optimizer's state has the values of ``parameter`` in a wider type."""
-    wide = [each for each in tensors_in(state.values()) if each.shape == parameter.shape]
-    return any(
-        each.itemsize > parameter.itemsize and torch.equal(each.to(parameter.dtype), parameter)
-        for each in wide
-    )
+    known = [each for each in tensors_in(state.values()) if each.itemsize > parameter.itemsize]
+    return any(torch.equal(each.to(parameter.dtype), parameter) for each in known)
 
 
 def _at_users_line(finding: Finding) -> Finding | None:
@@ -317,16 +313,13 @@ def _at_users_line(finding: Finding) -> Finding | None:
 
     Dtypes that the package, and torch.autocast, choose are not the program's, unless hmpx's lists decide.
     """
+    if (line := own_line(finding.location)) == finding.location:
+        return finding
     is_theirs = finding.code == "HP106" or (
         finding.code in {"HP105", "HP108"} and is_any_autocast_enabled()
     )
     if is_theirs and not casts_any():
         return None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_installed(line := user_location(frame)):
-        frame = frame.f_back
-    if frame is None or not line:
-        return finding
     evidence = f"{finding.evidence}; at {located(finding.location)}"
     return replace(finding, location=line, evidence=evidence)
 
@@ -342,8 +335,8 @@ def lint(*, every: int = 50, select: Iterable[str] = (), ignore: Iterable[str] =
     """Finds calls of the block that lose precision or time, without changing a result.
 
     Works with and without a conversion, also over torch.autocast. Effects are measured in float64;
-    a finding about values is reported only if its effect is over five times that of one rounding,
-    and over four times that of the remedy. ``# hmpx: ignore[HP103]`` on a line of the program
+    a finding about values is reported only if its effect is over 1%, and over four times that of
+    the remedy. ``# hmpx: ignore[HP103]`` on a line of the program
     leaves it out. Keeps the arguments of the last 64 calls alive.
 
     Args:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
+from hmpx.checking.lint_kernels import scatters_terms
 from tests.upstream_bugs import BUGS, Bug, drawn
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -337,12 +338,131 @@ def towers(dtype: torch.dtype) -> None:
     model()
 
 
+def experts(dtype: torch.dtype) -> None:
+    """Equal ones, of which one gets another dtype."""
+
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(drawn(4, 4).to(BF16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.to(x.dtype)
+
+    model = nn.ModuleList([Expert(), Expert(), Expert()])
+    model.forward = lambda x: [
+        each(x.to(d)) for each, d in zip(model, (BF16, BF16, dtype), strict=True)
+    ]
+    model(drawn(2, 4))
+
+
+#: Ways to add 3,000 values to two.
+SCATTERS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "index_put_": lambda out, at, x: out.index_put_((at,), x, accumulate=True),
+    "index_put": lambda out, at, x: torch.index_put(out, (at,), x, True),
+    "put_": lambda out, at, x: out.put_(at, x, accumulate=True),
+    "index_reduce": lambda out, at, x: out.index_reduce(0, at, x, "mean"),
+    "segment_reduce": lambda out, at, x: torch.segment_reduce(x, "sum", lengths=at.bincount()),
+    "embedding": lambda out, at, x: F.embedding(at, _learnt(out[:, None])).backward(x[:, None]),
+    "index": lambda out, at, x: _learnt(out)[at].backward(x),
+    "take": lambda out, at, x: torch.take(_learnt(out), at).backward(x),
+}
+
+
+def _learnt(tensor: Tensor) -> Tensor:
+    return tensor.requires_grad_()
+
+
+def scattered(way: str, dtype: torch.dtype, count: int = 3000) -> None:
+    SCATTERS[way](
+        torch.zeros(2, dtype=dtype), torch.arange(count) % 2, drawn(count).abs().to(dtype)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("way", SCATTERS)
+def test_sums_at_indices_are_found(way: str) -> None:
+    assert codes(lambda: scattered(way, BF16)) == ["HP104"]
+    assert not codes(lambda: scattered(way, torch.float32))
+    assert not codes(lambda: scattered(way, BF16, 4))
+
+
+def test_kernels_that_add_at_indices_are_known_by_their_schemas() -> None:
+    names = {each.name for each in torch._C._jit_get_all_schemas() if each.name[:6] == "aten::"}
+    packets = [getattr(torch.ops.aten, name[6:], None) for name in names]
+    found = {
+        packet.__name__.strip("_")
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for each in packet.overloads()
+        if scatters_terms(getattr(packet, each))
+    }
+    assert found >= {
+        "index_put", "index_add", "index_reduce", "scatter", "scatter_add", "scatter_reduce", "segment_reduce",
+        "put", "embedding_bag", "embedding_dense_backward",
+    }  # fmt: skip
+    assert not found & {"index_copy", "gather", "index_select", "embedding", "topk"}
+
+
 def stepped_by_hand(dtype: torch.dtype) -> None:
     weight = nn.Parameter(drawn(16, 16).to(dtype))
     for _ in range(4):
         F.linear(drawn(4, 16).to(dtype), weight).sum().backward()
         with torch.no_grad():
             weight -= 1e-5 * weight.grad
+
+
+def updated_once(way: str, dtype: torch.dtype) -> None:
+    """By one small step of one of `UPDATES`."""
+    weight = nn.Parameter(drawn(16, 16).sign().to(dtype))
+    (gradient,) = torch.autograd.grad(F.linear(drawn(4, 16).to(dtype), weight).sum(), [weight])
+    with torch.no_grad():
+        UPDATES[way](weight, 1e-5 * gradient)
+
+
+#: Ways to add a small tensor to a weight.
+UPDATES: dict[str, Callable[[nn.Parameter, Tensor], object]] = {
+    "sub_": lambda w, u: w.sub_(u),
+    "add_ to data": lambda w, u: w.data.add_(u, alpha=-2),
+    "isub": lambda w, u: w.__isub__(u),
+    "lerp_": lambda w, u: w.lerp_(u, 1e-3),
+    "mul_ and add_": lambda w, u: w.mul_(1 - 1e-4).add_(u),
+    "addcdiv_": lambda w, u: w.addcdiv_(u, torch.full_like(u, 2.0)),
+    "addcmul_": lambda w, u: w.addcmul_(u, u),
+    "data": lambda w, u: setattr(w, "data", w.data - u),
+    "copy of an upcast weight": lambda w, u: w.copy_(w.float() - u.float()),
+    "copy of a low average": lambda w, u: w.copy_(w * 0.9999 + u),
+    "foreach": lambda w, u: torch._foreach_sub_([w], [u]),
+    "foreach lerp": lambda w, u: torch._foreach_lerp_([w], [u], 1e-3),
+}
+
+
+@pytest.mark.parametrize("way", UPDATES)
+def test_weights_that_one_update_does_not_move_are_found_without_an_optimizer(way: str) -> None:
+    with hmpx.lint() as findings:
+        updated_once(way, BF16)
+    assert {each.code for each in findings} == {"HP107"}
+    assert all(f'"{way}"' in _line(each) or "UPDATES[way]" in _line(each) for each in findings)
+    assert not codes(lambda: updated_once(way, torch.float32))
+
+
+def _line(finding: hmpx.Finding) -> str:
+    path, _, line = finding.location.rpartition(":")
+    return linecache.getline(path, int(line))
+
+
+def target_after_the_step(dtype: torch.dtype) -> None:
+    """An average of weights that follows the optimizer's step."""
+    online, target = nn.Linear(16, 16), nn.Linear(16, 16, dtype=dtype)
+    optimizer = torch.optim.SGD(online.parameters(), lr=1e-2)
+    for _ in range(2):
+        with torch.no_grad():
+            target(drawn(4, 16).to(dtype))
+        online(drawn(4, 16)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+                slow.lerp_(fast.to(dtype), 1e-4)
 
 
 def decayed(dtype: torch.dtype) -> None:
@@ -397,10 +517,11 @@ def bin_edges(dtype: torch.dtype) -> None:
         *[(each, BF16, torch.float32, "HP104") for each in (average_in_place, average_by_lerp)],
         *[(each, BF16, torch.float32, "HP104") for each in (average_of_a_list, micro_batches)],
         (position_embedding, torch.float32, BF16, "HP105"),
-        (stepped_by_hand, BF16, torch.float32, "HP107"),
+        *[(each, BF16, torch.float32, "HP107") for each in (stepped_by_hand, target_after_the_step)],
         (decayed, BF16, torch.float32, "HP107"),
         (chosen, torch.float32, BF16, "HP108"),
         (towers, torch.float32, BF16, "HP108"),
+        (experts, torch.float32, BF16, "HP108"),
         (all_infinite, 300.0, 2.0, "HP109"),
         (cast_small, 1e-6, 1.0, "HP109"),
         (cast_small, 1e-9, 1.0, "HP109"),
@@ -455,6 +576,106 @@ def stochastic_rounding() -> None:
     train(Stochastic)
 
 
+def overwritten(dtype: torch.dtype) -> None:
+    """Writes the last of many values."""
+    out = torch.ones(2, dtype=dtype)
+    out[torch.arange(3000) % 2] += drawn(3000).abs().to(dtype)
+
+
+def by_hand(step: Callable[[nn.Parameter, Tensor], object]) -> None:
+    weight = nn.Parameter(drawn(16, 16).to(BF16))
+    for _ in range(3):
+        (gradient,) = torch.autograd.grad((drawn(4, 16).to(BF16) @ weight).sum(), [weight])
+        with torch.no_grad():
+            step(weight, 1e-5 * gradient)
+
+
+def masters_by_hand() -> None:
+    masters: list[Tensor] = []
+
+    def step(weight: nn.Parameter, update: Tensor) -> None:
+        masters[:] = masters or [weight.float()]
+        weight.copy_(masters[0].sub_(update))
+
+    by_hand(step)
+
+
+def new_masters_by_hand() -> None:
+    masters: list[Tensor] = []
+
+    def step(weight: nn.Parameter, update: Tensor) -> None:
+        masters[:] = [(masters or [weight.float()])[0] - update]
+        weight.copy_(masters[0])
+
+    by_hand(step)
+
+
+def stochastic_rounding_by_hand() -> None:
+    def step(weight: nn.Parameter, update: Tensor) -> None:
+        noise = (torch.rand(weight.shape) - 0.5) * 2**-8 * weight.float().abs()
+        weight.copy_(weight.float() - update + noise)
+
+    by_hand(step)
+
+
+class Compensated(torch.optim.Optimizer):
+    """Keeps what each update loses, and adds it to the next."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            lost = self.state[each].setdefault("lost", torch.zeros_like(each))
+            compensate(each, lost.sub_(each.grad, alpha=1e-5))
+
+
+def compensate(weight: Tensor, lost: Tensor) -> None:
+    before = weight.detach().clone()
+    weight.data.add_(lost)
+    lost.copy_(before.sub_(weight.data).add_(lost))
+
+
+def compensated_by_hand() -> None:
+    lost = torch.zeros(16, 16, dtype=BF16)
+    by_hand(lambda weight, update: compensate(weight, lost.sub_(update)))
+
+
+def far_from_a_teacher() -> None:
+    """An error of 0.9% in a gradient."""
+    x = drawn(16, 32, seed=1).to(BF16)
+    logits = x @ (drawn(32, 50, seed=2) * 2).to(BF16), x @ (drawn(32, 50, seed=1) * 0.3).to(BF16)
+    target, found = (F.log_softmax(each.float() / 2, -1) for each in logits)
+    F.kl_div(found, target, log_target=True, reduction="batchmean")
+
+
+def gradients_of_zero(model: nn.Module, lose: Callable[[Tensor], Tensor], count: int = 4) -> None:
+    with torch.autocast("cpu", FP16):
+        found = model(drawn(count, 16))
+    lose(found.float()).sum().backward()
+
+
+def zero_head() -> nn.Module:
+    head = nn.Linear(16, 4)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return nn.Sequential(nn.Linear(16, 16), head)
+
+
+def nearest_code() -> None:
+    """The distances of the codes that are chosen are 0."""
+    codebook, ids = drawn(16, 32).to(BF16), torch.arange(64) % 16
+    found = F.one_hot(ids, 16).to(BF16) @ codebook
+    (found - codebook[ids]).float().square().mean()
+
+
+def scaled_mask() -> None:
+    mask = (drawn(64, 64) > 0).half()
+    (1 - mask) * -1e4 + mask * 1e-5
+
+
+def converged() -> None:
+    by_hand(lambda weight, update: weight.sub_(update * 0))
+
+
 def train(kind: Callable[..., torch.optim.Optimizer]) -> None:
     model = nn.Linear(16, 16).to(BF16)
     optimizer = kind(model.parameters(), {})
@@ -476,10 +697,38 @@ def promoted_on_purpose() -> None:
         stochastic_rounding,
         promoted_on_purpose,
         lambda: tied_weight(True),
+        lambda: overwritten(BF16),
+        masters_by_hand,
+        new_masters_by_hand,
+        stochastic_rounding_by_hand,
+        converged,
+        compensated_by_hand,
+        far_from_a_teacher,
+        nearest_code,
+        scaled_mask,
+        lambda: gradients_of_zero(nn.Linear(16, 16), lambda found: found * 0),
+        lambda: gradients_of_zero(nn.Linear(16, 16), lambda found: found.clamp(99, 100)),
+        lambda: gradients_of_zero(nn.Linear(16, 16), Tensor.square, 0),
+        lambda: gradients_of_zero(zero_head(), Tensor.square),
     ],
 )
 def test_healthy_programs_are_no_findings(program: Callable[[], object]) -> None:
     assert not codes(program)
+
+
+def test_an_optimizer_that_compensates_runs() -> None:
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16).to(BF16)
+        optimizer = Compensated(model.parameters(), {})
+        for seed in range(3):
+            model(drawn(4, 16, seed=seed).to(BF16)).square().sum().backward()
+            optimizer.step()
+        return [*model.parameters()]
+
+    expected = run()
+    with hmpx.lint():
+        assert all(map(torch.equal, run(), expected))
 
 
 def test_gradients_that_all_underflow_are_found() -> None:
