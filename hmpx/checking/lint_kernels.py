@@ -132,7 +132,8 @@ def _traits(func: Any) -> _KernelTraits:
         return _KernelTraits(name)
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     written = [n for n, e in enumerate(schema.arguments) if e.alias_info and e.alias_info.is_write]
-    writes = torch.Tag.inplace in func.tags and written == [0] and not is_random
+    is_torchs = schema.name.startswith("aten::")  # other packages' names may mean something else
+    writes = is_torchs and name.endswith("_") and written == [0] and not is_random
     adds = torch.Tag.pointwise in func.tags or "add" in name or name.startswith("_foreach")
     scatters = scatters_terms(func)
     is_noted = is_random or name in COPIES

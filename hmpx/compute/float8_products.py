@@ -20,7 +20,7 @@ from .. import ops
 from ..errors import OptionError
 from ..number_formats import Format, Scaled, get
 from ..tensors import CAST
-from ..torch_internals import has_tangents, transforms
+from ..torch_internals import has_kernel_for, has_tangents, transforms
 from ..torch_state import without_casts
 from .emulated_products import WINDOW, EmulatedProduct
 from .watching import COMPUTED
@@ -71,6 +71,8 @@ def has_float8(device_type: str, hardware: str = "auto") -> bool:
 def kernels_on(device: torch.device) -> Float8Kernels | None:
     """Returns a device's kernels, or None."""
     found = KERNELS.get(device.type)
+    if device.type == "cpu":  # since torch 2.12
+        return found if has_kernel_for("aten::_scaled_mm_v2", "CPU") else None
     if device.type != "cuda" or found is None:
         return found
     if torch.version.hip or not torch.cuda.is_available():  # fake tensors need no device

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..data_files import read_sections
+from ..torch_internals import torch_version
 
 
 def facts(section: str) -> Mapping[str, tuple[str, ...]]:
@@ -28,12 +29,13 @@ def renamings(section: str) -> Mapping[str, str]:
 
 @functools.cache
 def _all_facts() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-    return {
-        section: types.MappingProxyType(
-            {name: tuple(value.split()) for name, value in keys.items()}
-        )
-        for section, keys in read_sections(__package__, "ops.ini").items()
-    }
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    for header, keys in read_sections(__package__, "ops.ini").items():
+        section, _, ended = header.partition(" ; torch < ")
+        if not ended or torch_version() < tuple(map(int, ended.split("."))):
+            words = {name: tuple(value.split()) for name, value in keys.items()}
+            found.setdefault(section, {}).update(words)
+    return {section: types.MappingProxyType(keys) for section, keys in found.items()}
 
 
 @dataclass(frozen=True)

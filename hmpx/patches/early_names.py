@@ -14,6 +14,7 @@ import collections
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import os
 import sys
@@ -41,7 +42,7 @@ _PASSED_OVER = {*_LEFT_ALONE, *_WITHOUT_TORCH}
 _CONTAINERS = frozenset({dict, list, collections.OrderedDict})
 _TABLES = frozenset({dict, set, collections.OrderedDict})
 _DATA = frozenset({str, bytes, int, float, bool, type(None)})
-_ATOMS = _DATA | {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, tuple, frozenset}
+_ATOMS = _DATA | {types.ModuleType, types.FunctionType, tuple, frozenset}
 _LONGEST = 1000
 
 
@@ -73,8 +74,8 @@ def in_module(
             if id(value.func) in wanted:
                 function = replacements[id(value.func)]
                 rebound[id(value)] = functools.partial(function, *value.args, **value.keywords)
-        elif kind is types.MethodType and id(value.__func__) in wanted:
-            rebound[id(value)] = types.MethodType(replacements[id(value.__func__)], value.__self__)
+        elif kind in _BOUND and id(value) not in wanted and id(function_in(value)) in wanted:
+            rebound[id(value)] = _bound(replacements[id(function_in(value))], value.__self__)
         elif issubclass(kind, type) and not (id(value) in seen or _is_plain(value, seen)):
             yield from _class_patches(value, replacements, seen)
     for key, value in list(held.items()) if rebound else ():
@@ -305,7 +306,10 @@ _originals: Final[weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., An
 #: The names of torch's modules that had been imported before torch was converted.
 _before: set[str] = set()
 
-_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+_FUNCTIONS: Final = (
+    *(types.FunctionType, types.BuiltinFunctionType),
+    *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
+)
 
 
 def note_torchs_modules() -> None:
@@ -337,10 +341,20 @@ def function_in(value: Any) -> Any:
     """Returns the function in a method or a partial, and any other value unchanged."""
     if isinstance(value, functools.partial):
         return value.func
+    if type(value) is types.BuiltinFunctionType and isinstance(value.__self__, type):
+        # `Function.apply` since torch 2.14
+        return inspect.getattr_static(value.__self__, value.__name__, value)
     return value.__func__ if isinstance(value, _METHODS) else value
 
 
+def _bound(function: Any, owner: Any) -> Any:
+    if isinstance(function, types.ClassMethodDescriptorType):
+        return function.__get__(None, owner)
+    return types.MethodType(function, owner)
+
+
 _METHODS: Final = (classmethod, staticmethod, types.MethodType)
+_BOUND: Final = (types.MethodType, types.BuiltinFunctionType)
 
 
 def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> Iterator[Patch]:

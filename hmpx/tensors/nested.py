@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from ..errors import raised_here
-from ..torch_internals import dispatch_modes, is_graph_made, is_jit_tracing, transforms
+from ..torch_internals import (
+    TRACES_COPIES,
+    dispatch_modes,
+    is_graph_made,
+    is_jit_tracing,
+    transforms,
+)
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -97,13 +103,14 @@ def with_items(sequence: Any, items: list[Any]) -> Any:
     if isinstance(sequence, list):
         made: Any = list.__new__(cls)
         list.extend(made, items)  # torch.fx's lists reject modification
-    elif hasattr(cls, "_make"):  # named tuples; torch.compile traces this
-        made = cls._make(items)
+    elif hasattr(sequence, "_make"):  # named tuples
+        is_traced = not TRACES_COPIES and torch.compiler.is_dynamo_compiling()
+        made = cls(*items) if is_traced else cls._make(items)
     elif cls.__new__ is tuple.__new__ or isinstance(cls.__new__, types.FunctionType):
         made = tuple.__new__(cls, items)
     else:
         made = cls(items)  # torch.return_types and torch.Size are made from one sequence
-    if hasattr(sequence, "__dict__"):
+    if cls.__dictoffset__:  # its instances have attributes
         vars(made).update(vars(sequence))
     return made
 

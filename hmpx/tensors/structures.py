@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import raised_here, shown
+from ..torch_internals import TRACES_COPIES
 from .dtypes import LOW_DTYPES
 from .nested import SEQUENCES, with_items
 
@@ -74,32 +75,28 @@ def copied(value: Any) -> Any:
 
 def widened(value: Any) -> Any:
     """Returns ``value`` with all low-precision tensors upcast; the same object if there are none."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in LOW_DTYPES else value
-    if isinstance(value, SEQUENCES):
-        items = [widened(item) for item in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
-            return value
-        return with_items(value, items)
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value)]
-        items = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-    else:
+    # Torch 2.11 can't compile `is` between lists.
+    if not any([each.dtype in LOW_DTYPES for each in tensors_of(value)]):  # noqa: C419
         return value
-    result = value
-    for key, item in items:
-        wide = widened(item)
-        if wide is item:
-            continue
-        if result is value:
-            # torch.compile can't trace copies of this class
-            result = dict(value) if type(value) is dict else copy.copy(value)
-        if isinstance(value, dict):
-            result[key] = wide
-        else:
-            object.__setattr__(result, key, wide)  # the class may be frozen
+    if isinstance(value, Tensor):
+        return value.float()
+    if isinstance(value, SEQUENCES):
+        return with_items(value, [widened(item) for item in value])
+    if not (isinstance(value, dict) or dataclasses.is_dataclass(value)):
+        return value
+    if type(value) is dict:
+        result: Any = dict(value)
+    elif TRACES_COPIES or isinstance(value, dict) or not torch.compiler.is_dynamo_compiling():
+        result = copy.copy(value)
+    else:
+        result = object.__new__(type(value))
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            result[key] = widened(item)
+    else:
+        for name in [field.name for field in dataclasses.fields(value)]:
+            if hasattr(value, name):  # the class may be frozen
+                object.__setattr__(result, name, widened(getattr(value, name)))
     return result
 
 

@@ -26,6 +26,7 @@ from .blocked_convolutions import ConvolutionSettings, can_be_laid_out, convolve
 from .compiler import (
     CAN_KEEP_CASTS,
     TRACES_AUTOCAST_STATES,
+    TRACES_COPIES,
     Later,
     add_guard,
     casts_of_aten,
@@ -141,6 +142,7 @@ from .operators import (
     foreach_copy,
     foreach_norm,
     has_kernel,
+    has_kernel_for,
     own_operator,
     schemas_of,
     set_kernel,

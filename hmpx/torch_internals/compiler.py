@@ -118,10 +118,46 @@ def run_when_traced(function: _F) -> _F:
 run_when_traced(is_transformed)
 
 
+def _take_dataclasses(functions: Any) -> None:
+    """Makes torch.compile pass frozen dataclasses to functions that run when traced, as since torch 2.12.
+
+    Args:
+        functions: The module ``torch._dynamo.variables.functions``.
+    """
+    invoke = functions.invoke_and_store_as_constant
+
+    def constant(variable: Any) -> Any:
+        found = variable.realize()
+        if type(found).__name__ != "FrozenDataClassVariable":
+            return found
+        if found.source is not None:
+            guards: Any = importlib.import_module(Later.DYNAMO_GUARDS)
+            guards.install_guard(found.make_guard(guards.GuardBuilder.ID_MATCH))
+        return types.SimpleNamespace(
+            is_tensor=lambda: False, as_python_constant=lambda: found.value
+        )
+
+    def invoke_with(tx: Any, fn: Any, name: str, args: Any, kwargs: Any) -> Any:
+        named = {key: constant(value) for key, value in kwargs.items()}
+        return invoke(tx, fn, name, [constant(value) for value in args], named)
+
+    functions.invoke_and_store_as_constant = invoke_with
+
+
+if torch_version() < (2, 12):
+    _name: Final = "torch._dynamo.variables.functions"
+    if _name in sys.modules:
+        _take_dataclasses(sys.modules[_name])
+    else:
+        sys.meta_path.insert(0, AfterImport({_name: _take_dataclasses}))
+
+
 #: Whether inductor can be configured to round where eager mode does, on CPUs too.
 CAN_KEEP_CASTS: Final = torch_version() >= (2, 13)
 #: Whether torch.compile puts `torch.set_autocast_enabled` into graphs by itself.
 TRACES_AUTOCAST_STATES: Final = torch_version() >= (2, 12)
+#: Whether it traces `copy.copy`, and ``_make`` of named tuples.
+TRACES_COPIES: Final = torch_version() >= (2, 12)
 
 # Read now: a conversion replaces the first.
 _is_autocast_enabled: Any = torch.is_autocast_enabled
@@ -159,6 +195,16 @@ def _set_in_graph(variable: Any, translator: Any, *args: Any) -> Any:
     before = _is_autocast_enabled(*values[:-1])
     output.add_cleanup_hook(lambda: _set_autocast_enabled(*values[:-1], before))
     _set_autocast_enabled(*values)
+    compile_graph = output.call_user_compiler
+
+    def compile_unchanged(*given: Any, **named: Any) -> Any:
+        found = _is_autocast_enabled(*values[:-1])  # a backend that traces the graph sets it again
+        try:
+            return compile_graph(*given, **named)
+        finally:
+            _set_autocast_enabled(*values[:-1], found)
+
+    output.call_user_compiler = compile_unchanged
     return sys.modules["torch._dynamo.variables"].ConstantVariable.create(None)
 
 
@@ -266,7 +312,7 @@ def uncompiled() -> Iterator[None]:
             if not _asking and "torch._dynamo" not in sys.modules:  # its import takes seconds
                 sys.meta_path.insert(0, _later_stance)
             elif not _asking:
-                _stance.enter_context(torch.compiler.set_stance("force_eager"))
+                _enter_stance()
             _asking.add(block)
         yield
     finally:
@@ -282,7 +328,16 @@ def uncompiled() -> Iterator[None]:
 def _set_stance(module: object) -> None:
     with _stance_lock:
         if _asking:
-            _stance.enter_context(torch.compiler.set_stance("force_eager"))
+            _enter_stance()
+
+
+def _enter_stance() -> None:
+    _stance.enter_context(torch.compiler.set_stance("force_eager"))
+    if torch_version() == (2, 12):  # it warns that nothing is compiled, whatever the stance
+        frames: Any = sys.modules["torch._dynamo.eval_frame"]
+        name = "set_fullgraph_compiled_frame_count"
+        _stance.callback(setattr, frames, name, getattr(frames, name))
+        setattr(frames, name, lambda count: 1)
 
 
 _later_stance: Final = AfterImport({"torch._dynamo": _set_stance})

@@ -142,17 +142,20 @@ def standing_in(device_type: str) -> Iterator[None]:
 
     shown = torch.device(device_type, 0)
     device: Any = vars(FakeTensor)["device"]
-    normalize: Callable[[torch.device], torch.device] = FakeTensor._normalize_fake_device
+    # Gets a new fake tensor's device. Before torch 2.12 that is the constructor.
+    name = next(each for each in ("_normalize_fake_device", "__new__") if hasattr(FakeTensor, each))
+    original: Callable[..., Any] = getattr(FakeTensor, name)
 
     def seen(self: Any) -> torch.device:
         found: torch.device = device.__get__(self)
         return shown if found == HERE else found
 
-    def placed(found: torch.device) -> torch.device:
-        return HERE if found.type == device_type else normalize(found)
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        named = {key: here(value, device_type) for key, value in kwargs.items()}
+        return original(*[here(value, device_type) for value in args], **named)
 
     FakeTensor.device = property(seen, device.__set__)
-    FakeTensor._normalize_fake_device = staticmethod(placed)
+    setattr(FakeTensor, name, staticmethod(placed))
     flag = f"is_{device_type}"
     has_flag = hasattr(Tensor, flag)
     if has_flag:
@@ -180,7 +183,7 @@ def standing_in(device_type: str) -> Iterator[None]:
             delattr(torch, device_type)
         meta.device_hint = hint
         FakeTensor.device = device
-        FakeTensor._normalize_fake_device = staticmethod(normalize)
+        setattr(FakeTensor, name, staticmethod(original))
         if has_flag:
             delattr(FakeTensor, flag)
 

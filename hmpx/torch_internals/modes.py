@@ -12,6 +12,7 @@ import torch
 import torch.masked.maskedtensor.core
 from torch import Tensor
 
+from .operators import has_kernel_for
 from .torch_part import do_nothing, rely_on
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -29,7 +30,9 @@ FakeTensor, DisableTorchFunctionSubclass, _DisableTorchFunction, _has_function_m
 #: A context in which no dispatch mode sees a call; the class of modes; tensors of graphs being traced;
 #: whether a tensor contains others.
 disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_on(
-    "dispatch modes and tensors in graphs"
+    "dispatch modes and tensors in graphs",
+    instead=(contextlib.nullcontext, object, (), lambda t: False),
+    is_needed=True,
 )
 
 with disable_modes():
@@ -191,8 +194,8 @@ SCRIPTED: Final[tuple[type[Any], ...]] = rely_on("TorchScript", instead=())
 #: Whether torch.autocast is on for any device type here; and a context in which it casts nothing.
 is_any_autocast_enabled, DisableAutocast = rely_on("calls inside of torch.autocast")
 
-_Outside, _set_excluded, _keys_of, _keys_after, _has_kernel, _aten = rely_on(
-    "casts inside of kernels", instead=(None,) * 6
+_Outside, _set_excluded, _keys_of, _keys_after, _aten = rely_on(
+    "casts inside of kernels", instead=(None,) * 5
 )
 #: Ops whose kernels call ops that torch.autocast casts -> the op that the program calls. All such ops of OpInfo.
 _COMPOSED: Final = (
@@ -227,7 +230,7 @@ def call_in(mode: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     with _Outside():
         is_cast = torch.is_autocast_enabled(device_type)
     name = f"Autocast{device_type.upper()}"
-    if not is_cast or _has_kernel(_COMPOSED[func], name):  # which casts nothing inside of it
+    if not is_cast or has_kernel_for(_COMPOSED[func], name):  # which casts nothing inside of it
         return func(*args, **kwargs)
     _set_excluded(getattr(_dispatch_keys, name), False)
     try:

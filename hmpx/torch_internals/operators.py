@@ -10,8 +10,9 @@ import torch
 
 from .torch_part import rely_on
 
-#: The second says whether the dispatcher has a kernel for an operator such as ``"aten::add.Tensor"``.
-schemas_of, has_kernel, NN, VF = rely_on("the table of torch's ops")
+#: The second says whether the dispatcher has a kernel for an operator such as ``"aten::add.Tensor"``, the third
+#: whether it has one for a key such as ``"CPU"``.
+schemas_of, has_kernel, has_kernel_for, NN, VF = rely_on("the table of torch's ops")
 #: The names of these namespaces according to their modules and docs.
 NN_NAMESPACE, VF_NAMESPACE = "torch._C._nn", "torch._VF"
 
@@ -64,6 +65,26 @@ def effectful_operator(signature: str, function: Callable[..., None]) -> Any:
     if operator is not None:
         _register_effect(operator, _ORDERED)
     return operator
+
+
+# --- what older versions of torch lack -----------------------------------------------------------
+
+_Excluding, _Keys, _BATCHED, _batches = rely_on("number formats in torch.vmap", instead=(None,) * 4)
+
+
+def _view_batch(batch: torch.Tensor, dtype: torch.dtype) -> Any:
+    """The rule of `torch.vmap` for `Tensor.view(dtype)`, as torch has it since 2.13."""
+    with _Excluding(_Keys(_BATCHED)):
+        level = _batches.maybe_current_level()
+        if _batches.maybe_get_level(batch) != level:
+            return batch.view(dtype)
+        rows = _batches.get_unwrapped(batch).movedim(_batches.maybe_get_bdim(batch), 0)
+        return _batches._add_batch_dim(rows.view(dtype), 0, level)
+
+
+if None not in (_batches, has_kernel_for) and not has_kernel_for("aten::view.dtype", _BATCHED):
+    _ATEN: Final = _library("aten", "IMPL")
+    _ATEN.impl("view.dtype", _view_batch, "FuncTorchBatched")
 
 
 _register_effect, _ORDERED = rely_on(

@@ -164,6 +164,9 @@ IN_PYTHON = [
 ]
 #: Ops of integers, of symbols, and such as hand out what there is.
 OF_NO_VALUES = {"backward", "index", "resize", "resize_as", "rlshift", "rrshift", "unravel_index"}
+if not hasattr(F, "linear_cross_entropy"):
+    del CALLS["torch.nn.functional.linear_cross_entropy"]
+
 NAMES = sorted(
     {
         name

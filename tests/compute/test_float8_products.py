@@ -19,6 +19,11 @@ from ..values import normal
 
 FP32 = torch.float32
 
+pytestmark = pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),
+    reason="before torch 2.12 CPUs have no F.scaled_mm",
+)
+
 #: Recipes: the rest of an op's line.
 RECIPES = {
     "plain": "float8_e4m3fn",

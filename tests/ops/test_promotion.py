@@ -118,7 +118,11 @@ def is_equal(name: str, *, in_second_order: bool = True) -> bool:
     call = WITH_GRADIENTS.get(name) or (lambda a, b: getattr(torch, name)(a, b))
     for first, second in MIXED:
         a, b = value((64,), first), value((64,), second).flip(0) - 0.45
-        found = [outcome(call, a, b, cast=cast) for cast in (False, True)]
+        try:
+            found = [outcome(call, a, b, cast=cast) for cast in (True, False)]
+        except RuntimeError as error:  # of torch 2.11: mse_loss has none
+            assert "Found dtype" in str(error)
+            return False
         if not in_second_order:
             found = [each[:3] for each in found]
         for actual, expected in zip(*found, strict=True):

@@ -76,7 +76,7 @@ def waits(calls: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], Co
             patches.setattr(torch.accelerator, "synchronize", counted(None, "synchronize"))
             for part in ("step", "end"):
                 methods.clear()
-                with profile(activities=[ProfilerActivity.CPU]) as profiled:
+                with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
                     if part == "step":
                         y = given
                         for _ in range(calls):
