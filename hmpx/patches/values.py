@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,14 +150,10 @@ def _alike(value: Any, given: Any) -> Any:
 # --- gradients from hooks, and for `.grad` -----------------------------------------------------
 
 
-_HAS_GRAD_DTYPE: Final = hasattr(Tensor, "grad_dtype")  # torch 2.10 and newer
-
-
 def _grad(slot: Any) -> property:
     def set_grad(tensor: Tensor, value: Any) -> None:
         if type(value) in PLAIN_TENSORS and type(tensor) in PLAIN_TENSORS:
-            is_free = _HAS_GRAD_DTYPE and tensor.is_leaf
-            value = _cast(value, tensor.grad_dtype if is_free else tensor.dtype)
+            value = _cast(value, tensor.grad_dtype if tensor.is_leaf else tensor.dtype)
         slot.__set__(tensor, value)
 
     return property(slot.__get__, set_grad, slot.__delete__, slot.__doc__)

@@ -210,8 +210,7 @@ def _set_in_graph(variable: Any, translator: Any, *args: Any) -> Any:
 
 def add_guard(builder: Any, guard: Any, holds: Callable[[Any], bool], meaning: str) -> None:
     """Makes a graph run only if ``holds``."""
-    stack = (guard.user_stack,) if torch_version() >= (2, 11) else ()
-    builder.guard_manager.root.add_lambda_guard(holds, [meaning], *stack)
+    builder.guard_manager.root.add_lambda_guard(holds, [meaning], guard.user_stack)
 
 
 def leave_uncompiled(function: Any, *, with_callees: bool = True) -> None:
