@@ -300,6 +300,20 @@ _stance_lock: Final = new_lock()
 #: The open blocks: torch has one stance for the whole process, which lasts from the first to the last.
 _asking: Final[set[object]] = set()
 _stance: Final = contextlib.ExitStack()
+_eagerly: Any = functools.partial(torch.compiler.set_stance, "force_eager")
+
+if torch_version() == (2, 12):  # it warns that nothing is compiled, whatever the stance
+
+    @contextlib.contextmanager
+    def _eagerly() -> Iterator[None]:
+        frames: Any = sys.modules["torch._dynamo.eval_frame"]
+        count = frames.set_fullgraph_compiled_frame_count
+        frames.set_fullgraph_compiled_frame_count = lambda number: 1
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            frames.set_fullgraph_compiled_frame_count = count
 
 
 @contextlib.contextmanager
@@ -311,7 +325,7 @@ def uncompiled() -> Iterator[None]:
             if not _asking and "torch._dynamo" not in sys.modules:  # its import takes seconds
                 sys.meta_path.insert(0, _later_stance)
             elif not _asking:
-                _enter_stance()
+                _stance.enter_context(_eagerly())
             _asking.add(block)
         yield
     finally:
@@ -327,16 +341,7 @@ def uncompiled() -> Iterator[None]:
 def _set_stance(module: object) -> None:
     with _stance_lock:
         if _asking:
-            _enter_stance()
-
-
-def _enter_stance() -> None:
-    _stance.enter_context(torch.compiler.set_stance("force_eager"))
-    if torch_version() == (2, 12):  # it warns that nothing is compiled, whatever the stance
-        frames: Any = sys.modules["torch._dynamo.eval_frame"]
-        name = "set_fullgraph_compiled_frame_count"
-        _stance.callback(setattr, frames, name, getattr(frames, name))
-        setattr(frames, name, lambda count: 1)
+            _stance.enter_context(_eagerly())
 
 
 _later_stance: Final = AfterImport({"torch._dynamo": _set_stance})
