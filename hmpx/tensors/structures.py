@@ -84,19 +84,15 @@ def widened(value: Any) -> Any:
         return with_items(value, [widened(item) for item in value])
     if not (isinstance(value, dict) or dataclasses.is_dataclass(value)):
         return value
-    if type(value) is dict:
-        result: Any = dict(value)
-    elif TRACES_COPIES or isinstance(value, dict) or not torch.compiler.is_dynamo_compiling():
-        result = copy.copy(value)
-    else:
-        result = object.__new__(type(value))
     if isinstance(value, dict):
+        result: Any = dict(value) if type(value) is dict else copy.copy(value)
         for key, item in list(value.items()):
             result[key] = widened(item)
-    else:
-        for name in [field.name for field in dataclasses.fields(value)]:
-            if hasattr(value, name):  # the class may be frozen
-                object.__setattr__(result, name, widened(getattr(value, name)))
+        return result
+    is_traced = not TRACES_COPIES and torch.compiler.is_dynamo_compiling()
+    result = object.__new__(type(value)) if is_traced else copy.copy(value)
+    for name in [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]:
+        object.__setattr__(result, name, widened(getattr(value, name)))  # the class may be frozen
     return result
 
 

@@ -23,7 +23,8 @@ from ..data_files import read_sections
 from ..errors import said_by
 from ..forks import new_lock
 from ..later import AfterImport
-from .modes import is_transformed
+from .modes import SNAPSHOT, is_transformed
+from .operators import excluding
 from .torch_part import TorchPart, refuse, rely_on, torch_version, warn_once
 
 
@@ -119,11 +120,7 @@ run_when_traced(is_transformed)
 
 
 def _take_dataclasses(functions: Any) -> None:
-    """Makes torch.compile pass frozen dataclasses to functions that run when traced, as since torch 2.12.
-
-    Args:
-        functions: The module ``torch._dynamo.variables.functions``.
-    """
+    """Makes torch.compile pass frozen dataclasses to functions that run when traced, as since torch 2.12."""
     invoke = functions.invoke_and_store_as_constant
 
     def constant(variable: Any) -> Any:
@@ -133,9 +130,8 @@ def _take_dataclasses(functions: Any) -> None:
         if found.source is not None:
             guards: Any = importlib.import_module(Later.DYNAMO_GUARDS)
             guards.install_guard(found.make_guard(guards.GuardBuilder.ID_MATCH))
-        return types.SimpleNamespace(
-            is_tensor=lambda: False, as_python_constant=lambda: found.value
-        )
+        found.as_python_constant = lambda: found.value
+        return found
 
     def invoke_with(tx: Any, fn: Any, name: str, args: Any, kwargs: Any) -> Any:
         named = {key: constant(value) for key, value in kwargs.items()}
@@ -144,12 +140,25 @@ def _take_dataclasses(functions: Any) -> None:
     functions.invoke_and_store_as_constant = invoke_with
 
 
+def _fold_below_dispatcher(folding: Any) -> None:
+    """Hides comparisons of tensors that torch.compile made for itself before torch 2.12."""
+    run = folding.ConstantFolder.run
+
+    def run_below(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with excluding(SNAPSHOT):
+            return run(self, *args, **kwargs)
+
+    folding.ConstantFolder.run = run_below
+
+
 if torch_version() < (2, 12):
-    _name: Final = "torch._dynamo.variables.functions"
-    if _name in sys.modules:
-        _take_dataclasses(sys.modules[_name])
-    else:
-        sys.meta_path.insert(0, AfterImport({_name: _take_dataclasses}))
+    _mending: Final = {
+        "torch._dynamo.variables.functions": _take_dataclasses,
+        "torch._inductor.constant_folding": _fold_below_dispatcher,
+    }
+    for _name in _mending.keys() & sys.modules.keys():
+        _mending[_name](sys.modules[_name])
+    sys.meta_path.insert(0, AfterImport(_mending))
 
 
 #: Whether inductor can be configured to round where eager mode does, on CPUs too.

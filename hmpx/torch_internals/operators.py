@@ -72,9 +72,14 @@ def effectful_operator(signature: str, function: Callable[..., None]) -> Any:
 _Excluding, _Keys, _BATCHED, _batches = rely_on("number formats in torch.vmap", instead=(None,) * 4)
 
 
+def excluding(key: Any) -> Any:
+    """Returns a context without a key of torch's dispatcher."""
+    return _Excluding(_Keys(key))
+
+
 def _view_batch(batch: torch.Tensor, dtype: torch.dtype) -> Any:
     """The rule of `torch.vmap` for `Tensor.view(dtype)`, as torch has it since 2.13."""
-    with _Excluding(_Keys(_BATCHED)):
+    with excluding(_BATCHED):
         level = _batches.maybe_current_level()
         if _batches.maybe_get_level(batch) != level:
             return batch.view(dtype)

@@ -124,7 +124,7 @@ _LEFT_OUT = ("jiterator", "empty", "new_empty", "svd_lowrank", "pca_lowrank")
 #: and for `linalg.eig` without a check of its gradient; and `pinverse`, which hmpx can't tell from `linalg.pinv` there.
 _FOLLOW_MODES = (
     "nn.functional.linear_cross_entropy", "ormqr", "linalg.eig", "linalg.matrix_rank", "pinverse",
-    *["cumprod"] * (torch_version() < (2, 12)),
+    *["cumprod", "masked.cumprod"] * (torch_version() < (2, 12)),
 )  # fmt: skip
 #: How many ops run without ``--whole``; always the same ones.
 _MOST = 60
