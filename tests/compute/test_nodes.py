@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -68,7 +67,7 @@ def converted(*, with_nodes: bool = True, **options: Any) -> Iterator[None]:
         patch.setattr(retiring, "_shared", {})  # wrappers of other conversions
         forget_regions_in_graphs(patch)
         if not with_nodes:
-            patch.setattr(nodes, "nodes_in_use", functools.cache(nodes.Nodes))
+            patch.setattr(nodes, "nodes_in_use", nodes.Nodes)
         switching.forget_left()  # it would be restored with its wrappers
         with hmpx.convert(device_types={"cpu"}, **options):
             yield

@@ -60,7 +60,12 @@ def nodes_in_use() -> Nodes:
     return _refused(f"{path.name} is needed for this torch, Python and hmpx, and there is {names}")
 
 
+#: The byte that says whether GELU is looked up; None until nodes are loaded.
+_looks_up: Any = None
+
+
 def _loaded(path: Path) -> Nodes:
+    global _looks_up
     spec = importlib.util.spec_from_file_location(f"{__name__}.nodes", path)
     assert spec is not None
     assert spec.loader is not None
@@ -70,6 +75,7 @@ def _loaded(path: Path) -> Nodes:
     except ImportError as error:  # torch has the version, but other symbols
         return _refused(printable(str(error)))
     Node.register(module.Node)
+    _looks_up = module.looks_up
     return Nodes(module, path)
 
 
@@ -80,8 +86,7 @@ def _refused(fault: str) -> Nodes:
 
 def looking_up(device_types: frozenset[str]) -> list[ItemPatch]:
     """Returns the patch that has GELU of bfloat16 looked up if there are CPUs among the devices, and nodes loaded."""
-    nodes = nodes_in_use().module if nodes_in_use.cache_info().currsize else None
-    return [] if nodes is None else [ItemPatch(nodes.looks_up, 0, int("cpu" in device_types))]
+    return [] if _looks_up is None else [ItemPatch(_looks_up, 0, int("cpu" in device_types))]
 
 
 #: How a linear layer is computed, as in nodes.cpp.
