@@ -295,7 +295,9 @@ class LintedKernels(Kernels):
         if not all(map(is_readable, inputs)) or not is_known:
             return
         written = {key: copy for key, (_, copy) in self.written.items() if key == id(result)}
-        op = "random" if _traits(func).is_random else _traits(func).name
+        op = _traits(func).name
+        if _traits(func).is_random:  # torch would copy a new tensor that is held, and programs' modes see that
+            op, result = "random", result.detach()
         place = op, str(func), func, "PASS", "", None, (), (), ()
         call = OpCall(*place, result.device.type, 0, spot()[1], user_location())
         trace.add(LintedCall(call, inputs, args, kwargs, result, written))
