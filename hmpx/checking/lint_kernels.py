@@ -296,7 +296,9 @@ class LintedKernels(Kernels):
             return
         written = {key: copy for key, (_, copy) in self.written.items() if key == id(result)}
         op = _traits(func).name
-        if _traits(func).is_random:  # torch would copy a new tensor that is held, and programs' modes see that
+        if _traits(
+            func
+        ).is_random:  # torch would copy a new tensor that is held, and programs' modes see that
             op, result = "random", result.detach()
         place = op, str(func), func, "PASS", "", None, (), (), ()
         call = OpCall(*place, result.device.type, 0, spot()[1], user_location())

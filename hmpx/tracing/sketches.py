@@ -202,11 +202,11 @@ def _read(parts: Sequence[tuple[Tensor, int]]) -> list[tuple[Sketch, bool]]:
             return of.sum(0, keepdim=True)
         return of.new_zeros(len(parts), *of.shape[1:]).index_add_(0, owners, of)
 
-    # Times an odd number, the highest bit is the same but for its sign: flips of signs would cancel.
-    mixed = (bits >> 15).bitwise_xor_(bits) if bits.dtype is torch.int32 else bits.int()
+    # Times an odd number, a sign's bit would stay alone, and so would a change of it in the sum.
+    mixed = (bits >> 15).bitwise_xor_(bits) if bits.dtype is torch.int32 else bits
     weights, row_weights = _weights(str(device))
-    mixed *= weights[: bits.shape[1]]
-    digests = sums(mixed.sum(1, dtype=torch.int32) * of_rows(row_weights)).tolist()
+    mixed = mixed.long().mul_(weights[: bits.shape[1]])
+    digests = sums(mixed.sum(1) * of_rows(row_weights)).tolist()
     del mixed  # its memory, in the cache, is used again
     if not dtype.is_floating_point:
         return [(Sketch(each), True) for each in digests]
@@ -250,7 +250,7 @@ def _stream(name: str, size: int) -> bytearray:
 @functools.lru_cache(maxsize=8)
 def _weights(device: str) -> tuple[Tensor, Tensor]:
     """Returns odd factors for the columns of a row of up to 8 bytes each, and for the rows of a part."""
-    columns = torch.frombuffer(_stream("columns", 8 * _COLUMNS), dtype=torch.int32)
+    columns = torch.frombuffer(_stream("columns", 16 * _COLUMNS), dtype=torch.int64)
     rows = torch.frombuffer(_stream("rows", 8 * _PART), dtype=torch.int64)
     return (columns | 1).to(device), (rows | 1).to(device)
 

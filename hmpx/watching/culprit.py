@@ -3,8 +3,7 @@
 Some infinities are intended: masks, and their smallest numbers after rounding to low precision; a softmax
 turns them into zeros. So -inf, and +inf that float32 gives, too, are reported only once NaN follows from them, or
 they reach the end of the forward or a gradient. The same holds for NaN from infinities that the program made itself, such as a softmax
-over -inf alone, and for non-finite data. NaN is not reported either where every call that takes it, such as
-``torch.where``, gives finite results.
+over -inf alone, and for non-finite data.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class Origin:
     gradients: GradientRecord | None = None  # the gradients, if its backward made them
     parameter: Leaf | None = None  # the non-finite one, for this source
     is_written: bool = False  # the program gave them as a number
-    is_sure: bool = False  # NaN from finite values
     is_reported: bool = False
 
 
@@ -49,7 +47,6 @@ class OriginSearch:
         self._calls: list[CallRecord] = []
         self._positions: dict[int, int] = {}
         self._last: CallRecord | None = None
-        self._held: list[tuple[CallRecord, Cell]] = []  # results with NaN
         self._has_gradients = self._has_bad_gradients = False
 
     def judge(
@@ -68,11 +65,8 @@ class OriginSearch:
         if ends_step:
             if not self._has_gradients:
                 self._confirm_last()
-            for call, cell in self._held:
-                if not cell.is_taken and (cell.origin.is_sure or not call.call.module):
-                    self._report(cell.origin)
             self._last, self._has_gradients, self._has_bad_gradients = None, False, False
-            self._calls, self._positions, self._held = [], {}, []
+            self._calls, self._positions = [], {}
         return self.found
 
     # --- calls -----------------------------------------------------------------------------------
@@ -81,14 +75,9 @@ class OriginSearch:
         if record.call.phase == "forward" and record.results:
             self._has_gradients = False  # another forward, if there was a backward
             self._last = record
-        for given in record.inputs:
-            for cell in given.cells:
-                cell.is_taken = True
         made = _bits(record.results)
         if not made:
             return
-        # Those of inference mode have no versions, by which later calls would know them.
-        is_followed = all([version >= 0 for _, version in record.alive])  # noqa: C419
         had, is_unsure, origins = self._inputs(record)
         origin = origins[0] if origins else None
         if record.is_intended:
@@ -97,8 +86,7 @@ class OriginSearch:
                 origin.is_written = True
         elif not (had or is_unsure):
             origin = self._origin(record, "op", made)
-            origin.is_sure = bool(made & NAN)
-            if (made & NAN and not is_followed) or (made & POSITIVE and _is_rounded(record)):
+            if made & NAN or (made & POSITIVE and _is_rounded(record)):
                 self._report(origin)
         elif not had & NAN:
             if made & NAN and origin is not None and origin.source == "op":
@@ -110,9 +98,6 @@ class OriginSearch:
                 origin = self._origin(record, "input" if is_passed_on else "op", made)
         for cell in record.results:
             cell.origin = origin
-            is_nan = bool((cell.bits or 0) & NAN)
-            if origin is not None and not origin.is_written and is_nan and is_followed:
-                self._held.append((record, cell))
 
     def _inputs(self, record: CallRecord) -> tuple[int, bool, list[Origin]]:
         """Returns the inputs' non-finite values, whether some inputs are unknown, and the origins."""

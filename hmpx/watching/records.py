@@ -39,7 +39,7 @@ class Cell:
     data; None if an observed call or its backward made it.
     """
 
-    __slots__ = ("extremes", "is_hooked", "is_taken", "maker", "origin", "slot", "sources")
+    __slots__ = ("extremes", "is_hooked", "maker", "origin", "slot", "sources")
 
     def __init__(
         self, slot: int | None, maker: str | None = None, *, is_hooked: bool = True
@@ -47,7 +47,6 @@ class Cell:
         self.slot, self.maker, self.is_hooked = slot, maker, is_hooked
         self.extremes: Extremes | None = (0.0, 0.0) if slot is None else None  # None while unknown
         self.origin: Any = None  # where its non-finite values come from, once known
-        self.is_taken = False  # by a later call
         self.sources: list[Cell] = []  # it was computed from, if no observed call made it
 
     @property

@@ -550,6 +550,11 @@ def test_they_are_used(low: str) -> None:
         assert is_fused(F.linear(X[0], weight))
         assert is_fused(F.linear(X, weight, bias=bias))
         assert is_fused(F.linear(input=X, weight=weight))
+        for wrong in (torch.Tensor, nn.Parameter, int):
+            with pytest.raises(TypeError):
+                F.linear(X, weight, wrong)  # type: ignore[arg-type]
+            with pytest.raises(TypeError):
+                F.linear(X, wrong, weight=weight)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="weight"):
             F.linear(X, weight, weight=weight)
         assert is_fused(F.linear(learning_x(), weight.detach().to(getattr(torch, low)), None))
@@ -901,3 +906,39 @@ def test_gelu_has_torchs_bits(approximate: str, size: int) -> None:
     assert torch.equal(torch.stack(found[0]), torch.stack(expected))
     assert torch.equal(torch.stack(found[1])[:, 0], torch.stack(expected))
     assert torch.equal(torch.stack(gelu_bits(gapped, approximate)), torch.stack(found[2]))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_has_torchs_bits_under_its_settings(approximate: str) -> None:
+    values = torch.arange(65536).to(torch.int16).view(BF16)
+    for is_enabled in (True, False, True):
+        with torch.backends.mkldnn.flags(enabled=is_enabled):
+            expected = gelu_bits(values, approximate)
+            with converted():
+                found = gelu_bits(values, approximate)
+        assert torch.equal(torch.stack(found), torch.stack(expected))
+
+
+OTHERS_GELU = """\
+import torch
+import torch.nn.functional as F
+
+library = torch.library.Library("aten", "IMPL")
+library.impl("gelu", lambda x, approximate="none": torch.zeros_like(x), "CPU")
+
+import hmpx
+
+x = torch.ones(8192, dtype=torch.bfloat16)
+for _ in range(2):
+    with hmpx.convert(device_types={"cpu"}):
+        assert not F.gelu(x).any()
+    assert not F.gelu(x).any()
+"""
+
+
+@pytest.mark.usefixtures("built")
+def test_gelu_of_another_library_stays() -> None:
+    done = forks.run("-W", "ignore", "-c", OTHERS_GELU, imported=forks.TORCH)
+    assert done.returncode == 0, done.stderr

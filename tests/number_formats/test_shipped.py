@@ -270,7 +270,7 @@ def test_modes_and_kinds_in_the_docs() -> None:
     """Are those that there are."""
     cells = " ".join([row[0] for row in rows_after("## Rounding", DOCUMENT)])
     assert sorted(re.findall(r'"(\w+)"', cells)) == sorted(ROUNDING_MODES)
-    kinds = [row[0].strip('`"') for row in rows_after("## Formats of one's own", DOCUMENT)]
+    kinds = [row[0].strip('`"') for row in rows_after("## Kinds of floats", NAMES)]
     assert kinds == list(get_args(get_type_hints(Float)["kind"]))
 
 

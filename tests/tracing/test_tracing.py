@@ -745,6 +745,18 @@ def test_values_are_those_at_the_time_of_the_call(tmp_path: Path) -> None:
     assert len(tensors[0]) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_digests_of_values_of_other_signs(dtype: torch.dtype) -> None:
+    """Only the highest bit of one value, or of some, differs."""
+    from hmpx.tracing.sketches import sketches, values_of
+
+    flips = torch.eye(1021, dtype=torch.bool)
+    drawn = torch.rand(2000, 1021, generator=torch.Generator().manual_seed(0)) < 0.01
+    signs = torch.where(torch.cat([flips, drawn]), -1.0, 1.0).unique(dim=0)
+    found = sketches([values_of((0.7 * each).to(dtype)) for each in signs])
+    assert len({each.digest for each, _ in found}) == len(signs)
+
+
 def test_few_values_have_the_sketches_of_many() -> None:
     """Read together: integers, low and wide dtypes, NaN and infinities, views that are not contiguous."""
     from hmpx.tracing.sketches import sketches, values_of

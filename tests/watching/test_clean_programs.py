@@ -68,15 +68,6 @@ def nan_that_is_replaced_in_inference_mode(low: torch.dtype) -> Tensor:
 
 
 @clean
-def nan_that_is_replaced(low: torch.dtype) -> Tensor:
-    seen = torch.tensor([0.0, 2.0, 4.0])
-    shares = seen / (seen * 2)
-    kept = [torch.where(seen > 0, shares, 0.0), shares.nan_to_num(), shares[~shares.isnan()]]
-    kept += [torch.nanmean(seen / seen), (seen / seen).masked_fill(seen == 0, 0.0)]
-    return torch.cat([each.flatten() for each in kept]).sum()
-
-
-@clean
 def fused_attention_with_masks(low: torch.dtype) -> None:
     q = x(1, 2, 5, 4).requires_grad_()
     F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()

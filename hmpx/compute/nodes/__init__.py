@@ -141,7 +141,10 @@ def _attention(  # noqa: PLR0917  # as the op's, with its mask or what stands fo
     is_causal: Any = False,
     **named: Any,
 ) -> Any:
-    has_mask = named.pop("attn_mask", None) is not None or not (mask is None or type(mask) is type)
+    has_mask = named.pop("attn_mask", None) is not None
+    has_mask |= not (
+        mask is None or getattr(mask, "__name__", "") == "missing"
+    )  # its class of source.py
     scale, has_groups = named.pop("scale", None), named.pop("enable_gqa", False)
     if has_mask or dropout_p or has_groups or named or type(scale) not in (float, NoneType):
         return None

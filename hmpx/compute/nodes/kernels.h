@@ -2,13 +2,24 @@
 #pragma once
 
 #include <ATen/CPUFunctions.h>
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 namespace {
 
@@ -97,15 +108,31 @@ struct Gelu {
   }
 };
 
-// None for calls that torch's kernel computes. It computes the last ones of many, less than a vector, by itself.
+// Whether arithmetic in this thread flushes subnormal numbers, which tables would keep.
+bool flushes() {
+#if defined(__x86_64__)
+  return (_mm_getcsr() & 0x8040) != 0;
+#else
+  return false;
+#endif
+}
+
+// None for calls that torch's kernel computes. It computes the last ones of many, less than a vector, by itself; each
+// thread does.
 const Gelu* gelu_for(const Tensor& x, c10::string_view approximate) {
-  constexpr int64_t least = 1 << 12, vectors = 64;
-  if (!looks_up || !has_kernels || x.scalar_type() != kBFloat16 || !x.is_contiguous() || x.numel() < least ||
-      x.numel() % (vectors * at::get_num_threads()) != 0) {
+  constexpr int64_t least = 1 << 12, vectors = 64, grain = 1 << 15;
+  const int64_t n = x.numel(), threads = std::min<int64_t>(at::get_num_threads(), (n + grain - 1) / grain);
+  if (!looks_up || !has_kernels || x.scalar_type() != kBFloat16 || n < least || !x.is_contiguous() ||
+      n % vectors != 0 || (n + threads - 1) / threads % vectors != 0 ||
+      !(approximate == "none" || approximate == "tanh")) {
     return nullptr;
   }
-  static const Gelu exact("none"), by_tanh("tanh");
-  return approximate == "none" ? &exact : approximate == "tanh" ? &by_tanh : nullptr;
+  // Torch's values depend on these settings.
+  const size_t number = (approximate == "none") + 2 * at::globalContext().userEnabledMkldnn() + 4 * flushes();
+  static std::array<std::once_flag, 8> made;
+  static std::array<std::optional<Gelu>, 8> tables;
+  std::call_once(made[number], [&] { tables[number].emplace(approximate); });
+  return &*tables[number];
 }
 
 Tensor gelu(const Tensor& x, c10::string_view approximate) {
@@ -113,7 +140,7 @@ Tensor gelu(const Tensor& x, c10::string_view approximate) {
   if (table == nullptr) {
     return at::cpu::gelu(x, approximate);
   }
-  const Tensor result = at::empty_like(x);
+  const Tensor result = at::empty(x.sizes(), x.options());
   const auto *in = static_cast<const uint16_t*>(x.const_data_ptr()), *values = data<uint16_t>(table->values);
   each(x.numel(), [=, out = data<uint16_t>(result)](int64_t i) { out[i] = values[in[i]]; });
   return result;
@@ -125,7 +152,7 @@ Tensor gelu_backward(const Tensor& gradient, const Tensor& x, c10::string_view a
   if (table == nullptr || !table->has_slopes) {
     return at::cpu::gelu_backward(gradient, x, approximate);
   }
-  const Tensor result = at::empty_like(x);
+  const Tensor result = at::empty(x.sizes(), x.options());
   const auto* in = static_cast<const uint16_t*>(x.const_data_ptr());
   const auto* gradients = static_cast<const uint16_t*>(gradient.const_data_ptr());
   const auto* slopes = data<float>(table->slopes);
@@ -140,8 +167,14 @@ Tensor gelu_backward(const Tensor& gradient, const Tensor& x, c10::string_view a
 #pragma GCC pop_options
 #endif
 
-// Puts both in torch's place, which says so, once.
-void register_gelu() {
+// Puts both in torch's place, which says so, once. Returns whether they were torch's, not another library's.
+bool register_gelu() {
+  for (const auto* name : {"aten::gelu", "aten::gelu_backward"}) {
+    const auto kernels = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").dumpState();
+    if (kernels.find("CPU (inactive)") != std::string::npos || kernels.find("RegisterCPU") == std::string::npos) {
+      return false;
+    }
+  }
   struct Silent : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   } silent;
@@ -149,6 +182,7 @@ void register_gelu() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
   library.impl("gelu", gelu);
   library.impl("gelu_backward", gelu_backward);
+  return true;
 }
 
 }  // namespace

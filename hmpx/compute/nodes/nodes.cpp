@@ -29,6 +29,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
 #include <mutex>
 #include <span>
 
@@ -89,6 +90,11 @@ bool is_usual(const Tensor& tensor, c10::Device device) {
   return tensor.device() == device && impl->key_set().has(c10::DispatchKey::Dense) &&
       !impl->key_set().has_any(unusual_keys()) && impl->layout() == at::kStrided &&
       !impl->has_symbolic_sizes_strides() && impl->numel() > 0 && !tensor._fw_grad(/*level=*/0).defined();
+}
+
+// Whether it stands for a missing argument: the class of that name in casting/source.py.
+bool is_missing(PyObject* value) {
+  return PyType_Check(value) && std::strcmp(reinterpret_cast<PyTypeObject*>(value)->tp_name, "missing") == 0;
 }
 
 bool is_plain(PyObject* value) {
@@ -578,7 +584,7 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* n
     while (place < 3 && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, i), known[place]) != 0) {
       place++;
     }
-    if (place == 3 || !PyType_Check(given[place])) {
+    if (place == 3 || !is_missing(given[place])) {
       Py_RETURN_NONE;
     }
     given[place] = args[count + i];
@@ -590,7 +596,7 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* n
   const auto& [x, weight, bias] = tensors;
   bool is_cast = how & LEGALIZED;
   for (size_t i = 0; i < tensors.size(); i++) {
-    if (i == 2 && (given[i] == Py_None || PyType_Check(given[i]))) {  // no bias, given or not
+    if (i == 2 && (given[i] == Py_None || is_missing(given[i]))) {  // no bias, given or not
       continue;
     }
     if (!is_plain(given[i])) {
@@ -744,9 +750,9 @@ PyMODINIT_FUNC PyInit_nodes() {
   const pybind11::object parameter = pybind11::module_::import("torch.nn").attr("Parameter");
   parameter_class = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
   const auto module = owned(PyModule_Create(&definition));
-  register_gelu();
-  // A byte that Python writes: whether GELU is looked up.
-  module.attr("looks_up") = owned(PyMemoryView_FromMemory(reinterpret_cast<char*>(&looks_up), 1, PyBUF_WRITE));
+  // A byte that Python writes: whether GELU is looked up. None where another library computes it.
+  module.attr("looks_up") = !register_gelu() ? pybind11::none().cast<pybind11::object>() :
+      owned(PyMemoryView_FromMemory(reinterpret_cast<char*>(&looks_up), 1, PyBUF_WRITE));
   // The class of all nodes that torch has no class for.
   const auto node = owned(functionToPyObject(make_node<LinearBackward>()));
   module.attr("Node") = pybind11::type::of(node);
