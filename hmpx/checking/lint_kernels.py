@@ -296,9 +296,8 @@ class LintedKernels(Kernels):
             return
         written = {key: copy for key, (_, copy) in self.written.items() if key == id(result)}
         op = _traits(func).name
-        if _traits(
-            func
-        ).is_random:  # torch would copy a new tensor that is held, and programs' modes see that
+        # Torch would copy a new tensor that is held, and the program's modes would see that.
+        if _traits(func).is_random:
             op, result = "random", result.detach()
         place = op, str(func), func, "PASS", "", None, (), (), ()
         call = OpCall(*place, result.device.type, 0, spot()[1], user_location())

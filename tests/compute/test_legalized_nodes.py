@@ -249,6 +249,16 @@ def test_errors_are_those_without_nodes() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("wrong", [torch.Tensor, nn.Parameter, int])
+def test_a_class_is_no_argument(wrong: Any) -> None:
+    with legalized():
+        F.scaled_dot_product_attention(Q, K, V)
+        with pytest.raises(TypeError):
+            F.scaled_dot_product_attention(Q, K, V, wrong)
+        with pytest.raises(TypeError):
+            F.linear(X, WEIGHT, wrong)
+
+
 def test_writes_before_the_backward_are_errors() -> None:
     with legalized():
         x, weight = X.to(BF16), nn.Parameter(W.detach().clone())

@@ -921,6 +921,27 @@ def test_gelu_has_torchs_bits_under_its_settings(approximate: str) -> None:
         assert torch.equal(torch.stack(found), torch.stack(expected))
 
 
+FLUSHED = """\
+import torch
+import torch.nn.functional as F
+
+import hmpx
+
+values = torch.arange(65536).to(torch.int16).view(torch.bfloat16)
+for flushes in (True, False, True):
+    torch.set_flush_denormal(flushes)
+    expected = F.gelu(values, approximate="tanh").view(torch.int16)
+    with hmpx.convert(device_types={"cpu"}):
+        assert torch.equal(F.gelu(values, approximate="tanh").view(torch.int16), expected)
+"""
+
+
+@pytest.mark.usefixtures("built")
+def test_gelu_has_torchs_subnormal_numbers() -> None:
+    done = forks.run("-W", "ignore", "-c", FLUSHED, imported=forks.TORCH)
+    assert done.returncode == 0, done.stderr
+
+
 OTHERS_GELU = """\
 import torch
 import torch.nn.functional as F

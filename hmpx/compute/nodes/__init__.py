@@ -142,9 +142,8 @@ def _attention(  # noqa: PLR0917  # as the op's, with its mask or what stands fo
     **named: Any,
 ) -> Any:
     has_mask = named.pop("attn_mask", None) is not None
-    has_mask |= not (
-        mask is None or getattr(mask, "__name__", "") == "missing"
-    )  # its class of source.py
+    # The class in casting/source.py stands for a missing one.
+    has_mask |= not (mask is None or getattr(mask, "__name__", "") == "missing")
     scale, has_groups = named.pop("scale", None), named.pop("enable_gqa", False)
     if has_mask or dropout_p or has_groups or named or type(scale) not in (float, NoneType):
         return None

@@ -5,8 +5,8 @@
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
-#include <c10/util/Exception.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <algorithm>
