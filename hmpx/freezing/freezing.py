@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import arguments, number_formats, patches, session, torch_state
-from ..compute import prepare
 from ..errors import FreezeError, OptionError, also, printable, warn
 from ..inputs import arguments_of
 from ..policy import LowType
@@ -38,7 +37,7 @@ from .weights import (
 
 _OUTPUTS: Final = ("fp32", "keep")
 _LAYER_CAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORES: Final = ("dtype", "prepared", "codes", *_LAYER_CAST)
+_STORES: Final = ("dtype", "codes", *_LAYER_CAST)
 
 
 @session.restoring
@@ -66,10 +65,9 @@ def freeze(
         inputs: The arguments of the forward to watch ([inputs](#inputs)).
         outputs: ``"fp32"`` upcasts low outputs of the model to float32; ``"keep"`` leaves them
             unchanged.
-        store: ``"dtype"`` stores weights in the low type. ``"prepared"`` also keeps float32 copies
-            of large convolution weights, laid out for their kernel. ``"codes"`` stores weights used
-            in a single number format as its codes, in uint8, uint16 or int32, if the policy has one
-            format and no rules. ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
+        store: ``"dtype"`` stores weights in the low type. ``"codes"`` stores weights used in a single
+            number format as its codes, in uint8, uint16 or int32, if the policy has one format and
+            no rules. ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
         compute: ``"float32"`` for LayerCast; None for the conversion in force.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
 
@@ -142,8 +140,6 @@ def freeze(
                 for module in {slot.module: None for slot in slots}:
                     if isinstance(module, nn.RNNBase):  # as cuDNN requires for the current dtype
                         module.flatten_parameters()
-            if store == "prepared":
-                undo.more.append(prepare([f.tensor for f in lows.values()], model))
 
         slots = [f for f in found if id(f.tensor) in lows]
         others = {

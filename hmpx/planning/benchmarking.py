@@ -69,8 +69,8 @@ def bench(
             Called for each variant, with torch unconverted.
         inputs: The model's arguments ([inputs](#inputs)), or a function that returns them.
         variants: Any of ``"autocast"``; values of ``legalize``: ``"auto"``, ``"fast"``, ``"always"``,
-            ``"never"``; for a model ``"frozen"`` and ``"prepared"``. ``"fp32"`` always runs. None: the
-            first three, and ``"frozen"`` for a model.
+            ``"never"``; for a model ``"frozen"``. ``"fp32"`` always runs. None: the first three, and
+            ``"frozen"`` for a model.
         runs: Number of runs per variant.
         warmup: Steps before the first run.
         run_s: Seconds per run, if more than one step fits.

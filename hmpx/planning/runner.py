@@ -51,7 +51,6 @@ VARIANTS: Final[Mapping[str, Variant]] = {
         Variant("auto", "hmpx auto", legalize="auto"),
         Variant("fast", "hmpx fast", legalize="fast"),
         Variant("frozen", "hmpx frozen", legalize="auto", store="dtype"),
-        Variant("prepared", "hmpx prepared", legalize="auto", store="prepared"),
         Variant("always", "hmpx always", legalize="always"),
         Variant("never", "hmpx never", legalize="never"),
     )
