@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from hmpx.casting import legalized
-from hmpx.compute.legalize import capability
-from hmpx.compute.legalize.capability import Capability
+from hmpx.compute import capability
+from hmpx.compute.capability import Capability
 
 
 def known_as(patches: pytest.MonkeyPatch, answer: Callable[..., Capability]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..compute import (
     COMPUTED,
     CONVOLUTIONS,
+    FEW_ROWS,
     FOR_FILES,
     PRODUCTS,
     SMALL_PRODUCT,
@@ -24,15 +25,17 @@ from ..compute import (
     Precision,
     call_raised,
     computed_in_fp32,
-    convolutions,
+    convolution,
     in_graph,
     in_reused_memory,
     inputs_of,
+    is_large,
+    is_read_once,
     is_reported_of_all,
     is_watched,
     keeping_low,
     known_capability,
-    linears,
+    linear,
     names_dtype,
     note_unrounded,
     rounded,
@@ -138,8 +141,8 @@ class Legalization:
             return False
         x, weight = args[:2]
         if self._op != "linear":
-            return convolutions.is_large(x, weight)
-        return self._dtype is not None and linears.is_read_once(x, weight, self._dtype)
+            return is_large(x, weight)
+        return self._dtype is not None and is_read_once(x, weight, self._dtype)
 
     def _route(
         self, args: Args, kwargs: Kwargs, *, is_cast: bool
@@ -192,9 +195,9 @@ class Legalization:
             return False
         if how:  # a size of 1 is known, without a guard
             return all([size == 1 for size in a.shape[:-1]])  # noqa: C419  # Dynamo traces lists better
-        if not a.dim() or a.numel() > linears.FEW_ROWS * a.shape[-1]:
+        if not a.dim() or a.numel() > FEW_ROWS * a.shape[-1]:
             return False
-        if self._reads_once and self._dtype and linears.is_read_once(a, b, self._dtype):
+        if self._reads_once and self._dtype and is_read_once(a, b, self._dtype):
             return False
         is_dense = b.dim() > 1 and b.layout is torch.strided
         return not is_dense or bool(b.stride(-1 if self._op == "linear" else -2) == 1)
@@ -239,9 +242,9 @@ class Legalization:
         if is_eager and not kwargs and (self._is_linear or self._is_convolution):
             layer: Any = None
             if self._is_convolution:
-                layer = convolutions.compute(self._op, function, args, dtype, rounds_inputs=rounds)
+                layer = convolution(self._op, function, args, dtype, rounds_inputs=rounds)
             elif rounds:
-                layer = linears.compute(args, dtype)
+                layer = linear(args, dtype)
             if layer is not None:
                 return layer
         if not is_cast and rounds:
@@ -263,8 +266,6 @@ class Legalization:
             precision = Precision(dtype, self._upcast, is_product, rounds, splits)
             return keeping_low(function, args, kwargs, given, precision)
         first = self._first or 0
-        if self._kind in PRODUCTS and convolutions.is_large(
-            *(*args, None, None, None)[first : first + 2]
-        ):
+        if self._kind in PRODUCTS and is_large(*(*args, None, None, None)[first : first + 2]):
             return in_reused_memory(function, args, kwargs, dtype)
         return rounded(call_raised(function, args, kwargs, self._upcast), CAST[dtype])

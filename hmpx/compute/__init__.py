@@ -7,6 +7,17 @@ from typing import TYPE_CHECKING
 from ..later import shown_later
 from .accumulation import Accumulation
 from .amaxes import Histories, end_step, ended_steps, has_history, histories_patch
+from .capability import (
+    KINDS,
+    PRODUCTS,
+    SLOW_KINDS,
+    SMALL_PRODUCT,
+    UNMEASURED,
+    capability,
+    is_reported_of_all,
+    known_capability,
+    reported,
+)
 from .composition import (
     FOR_FILES,
     Inputs,
@@ -24,20 +35,7 @@ from .composition import (
     widen,
     widen_matrices,
 )
-from .legalize import convolutions, linears
-from .legalize.capability import (
-    KINDS,
-    PRODUCTS,
-    SLOW_KINDS,
-    SMALL_PRODUCT,
-    UNMEASURED,
-    capability,
-    is_reported_of_all,
-    known_capability,
-    reported,
-)
-from .legalize.convolutions import CONVOLUTIONS
-from .legalize.scratch import in_reused_memory
+from .layers import CONVOLUTIONS, FEW_ROWS, convolution, is_large, is_read_once, linear
 from .lowered import LOWERINGS
 from .missing_kernels import (
     Callee,
@@ -61,6 +59,7 @@ from .saved_tensors import (
     saved_by,
     tensors_saved_by,
 )
+from .scratch import in_reused_memory
 from .watching import (
     COMPUTED,
     DECIDING_WATCHERS,

@@ -24,6 +24,8 @@ from ..torch_internals import (
     run_when_traced,
     transforms,
 )
+from . import capability
+from .capability import PRODUCTS
 from .composition import (
     Inputs,
     are_casts_kept,
@@ -36,8 +38,6 @@ from .composition import (
     widen,
     widen_matrices,
 )
-from .legalize import capability
-from .legalize.capability import PRODUCTS
 from .saved_tensors import Precision, keeping_low
 
 

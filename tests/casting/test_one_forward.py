@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import ops
-from hmpx.compute.legalize import capability
+from hmpx.compute import capability
 from tests.samples import sample_inputs, spread
 from tests.speeds import Capability, known_as
 from tests.values import mapped, normal, same_or_nan, tensors
@@ -218,7 +218,7 @@ def attention(*inputs: Tensor) -> Program:
     return layer(module, *inputs)
 
 
-#: Name -> the program. Weights of 131,072 elements or more are large, see `linears.LEAST`.
+#: Name -> the program. Weights of 131,072 elements or more are large, see `layers.LEAST`.
 PROGRAMS: dict[str, Callable[[], Program]] = {
     **{
         f"linear {tuple(shape)} to {n}": functools.partial(

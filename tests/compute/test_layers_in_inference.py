@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.compute.legalize import linears, scratch
+from hmpx.compute import layers, scratch
 from tests.compute.keeping import Keeping
 from tests.values import normal, same
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linears, "LEAST", 0)
+    monkeypatch.setattr(layers, "LEAST", 0)
 
 
 #: Layer, and the shape of its input.

@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import hmpx
 from hmpx import Policy
-from hmpx.casting import retiring
-from hmpx.compute import nodes
-from hmpx.compute.legalize import convolutions, linears
-from hmpx.compute.legalize import scratch as temporaries
+from hmpx.casting import legalized, retiring
+from hmpx.compute import layers, nodes
+from hmpx.compute import scratch as temporaries
 from tests.compute.keeping import Keeping
 from tests.values import normal, same
 
@@ -63,7 +62,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 def compute_from(least: int, patches: pytest.MonkeyPatch) -> None:
     """Has convolutions of this size and larger ones computed here."""
-    patches.setattr(convolutions, "_LEAST", least)
+    patches.setattr(layers, "LEAST", least)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +83,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return computing
 
-    monkeypatch.setattr(convolutions, "compute", noting(convolutions.compute))
+    monkeypatch.setattr(legalized, "convolution", noting(legalized.convolution))
     return found
 
 
@@ -208,7 +207,7 @@ def test_a_layer_of_few_rows_is_the_composition_of_casts(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for the order of sums in the forward, where the weight is rounded while it is read."""
-    monkeypatch.setattr(linears, "LEAST", 0)
+    monkeypatch.setattr(layers, "LEAST", 0)
     data, layer = normal(rows, 64).requires_grad_(), nn.Linear(64, 256)
     inputs = (data, layer.weight, layer.bias)
     with low():

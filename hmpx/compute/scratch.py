@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from ...number_formats import bfloat16_kernels
-from ...tensors import CAST, Args, Kwargs, is_in_memory
-from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
-from ..composition import call_raised, rounded, widen, widen_matrices
+from ..number_formats import bfloat16_kernels
+from ..tensors import CAST, Args, Kwargs, is_in_memory
+from ..torch_internals import dispatch_modes, has_tangents, is_batch, transforms
+from .composition import call_raised, rounded, widen, widen_matrices
 
 if TYPE_CHECKING:
-    from ...number_formats import Bfloat16Kernels
+    from ..number_formats import Bfloat16Kernels
 
 # Read before anything is patched: op lists may name any of them.
 _as_strided, _copy_, _view = Tensor.as_strided, Tensor.copy_, Tensor.view

@@ -19,11 +19,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...errors import raised_here
-from ...forks import in_own_thread, new_lock
-from ...tensors import CAST
-from ...torch_internals import run_when_traced
-from ...torch_state import without_casts
+from ..errors import raised_here
+from ..forks import in_own_thread, new_lock
+from ..tensors import CAST
+from ..torch_internals import run_when_traced
+from ..torch_state import without_casts
 
 LOGGER: Final = logging.getLogger("hmpx")
 
