@@ -1,6 +1,6 @@
 """The device types with known facts: one row each.
 
-Any other type of torch's works without a row. ``compute.capability`` measures what a device computes
+Any other type of torch's works without a row. ``compute.capabilities`` measures what a device computes
 natively; facts about single ops are in ``ops.ini`` and ``kernels.ini``.
 """
 

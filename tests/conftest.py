@@ -22,7 +22,7 @@ import torch._inductor  # both replace attributes of torch when they are first i
 import hmpx
 from hmpx import ops
 from hmpx.casting import retiring
-from hmpx.compute import capability
+from hmpx.compute import capabilities as capability
 from hmpx.ops.sites import NAMESPACES
 from hmpx.patches import early_names, kept_values
 from hmpx.session import switching

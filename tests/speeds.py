@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from hmpx.casting import legalized
-from hmpx.compute import capability
-from hmpx.compute.capability import Capability
+from hmpx.compute import capabilities as capability
+from hmpx.compute.capabilities import Capability
 
 
 def known_as(patches: pytest.MonkeyPatch, answer: Callable[..., Capability]) -> None:

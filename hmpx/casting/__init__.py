@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .calls import hands_over
-from .judging import CachedRules
 from .making import make_choosing_wrapper, make_wrapper, make_wrapper_where_lacking
 from .observed import make_observed_wrapper
 from .plan import (
@@ -20,6 +19,7 @@ from .plan import (
 from .retiring import held_by_others, in_force, in_use, retirements, shared
 from .rules import (
     RULES,
+    CachedRules,
     Registered,
     all_rules,
     are_alike,

@@ -21,9 +21,9 @@ from ..tensors import LOW_DTYPES, Args, Kwargs
 from ..torch_state import is_off, is_outside, open_regions
 from .calls import call_of, cast_where_on, is_overridden, narrower, override, retry_in_fp32
 from .inputs import widener
-from .judging import MOST_VERDICTS, CachedRules
 from .plan import CallPlan
 from .retiring import Control, named_after
+from .rules import MOST_VERDICTS, CachedRules
 from .running import callee_of, keeping_parameters
 from .source import make_generated
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..later import shown_later
 from .accumulation import Accumulation
 from .amaxes import Histories, end_step, ended_steps, has_history, histories_patch
-from .capability import (
+from .capabilities import (
     KINDS,
     PRODUCTS,
     SLOW_KINDS,
@@ -36,7 +36,6 @@ from .composition import (
     widen_matrices,
 )
 from .layers import CONVOLUTIONS, FEW_ROWS, convolution, is_large, is_read_once, linear
-from .lowered import LOWERINGS
 from .missing_kernels import (
     Callee,
     Lacking,
@@ -64,6 +63,7 @@ from .watching import (
     COMPUTED,
     DECIDING_WATCHERS,
     EMULATION_WATCHERS,
+    LOWERINGS,
     is_watched,
     note_deciding,
     note_legalized,

@@ -24,8 +24,8 @@ from ..torch_internals import (
     run_when_traced,
     transforms,
 )
-from . import capability
-from .capability import PRODUCTS
+from . import capabilities
+from .capabilities import PRODUCTS
 from .composition import (
     Inputs,
     are_casts_kept,
@@ -152,7 +152,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     if dtype is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         return False  # these kernels reject it
-    return capability.reported(capability.name_of(device), dtype) is not False
+    return capabilities.reported(capabilities.name_of(device), dtype) is not False
 
 
 run_when_traced(has_kernel)

@@ -23,7 +23,7 @@ from ..tensors import Args, Kwargs, map_all, map_tensors
 from ..torch_internals import HAS_OPERATORS, may_learn
 from ..torch_state import without_casts
 from .composition import is_exported, is_traced
-from .lowered import LOWERINGS, Lowerings
+from .watching import LOWERINGS, Lowerings
 
 
 @dataclass(frozen=True)

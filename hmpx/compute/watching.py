@@ -1,20 +1,28 @@
-"""Reports about calls: for `hmpx.freeze`, and whether a call has computed in fp32."""
+"""Users' functions for ops in number formats; reports about calls: for `hmpx.freeze`, and whether one computed in fp32."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from torch import Tensor, nn
 
+from ..registry import Registry
 from ..tensors import SEQUENCES, Args, Kwargs
 from ..torch_internals import run_when_traced
 
 if TYPE_CHECKING:
     from ..number_formats import Format
+    from .lowering import Lowering
+
+#: Op and format -> device type -> the function.
+Lowerings: TypeAlias = "Mapping[tuple[str, str], Mapping[str | None, Lowering]]"
+
+LOWERINGS: Final[Registry[Lowerings]] = Registry({})
+
 
 #: Called with the name of an op and some of its inputs.
 Note = Callable[[str, list[Tensor]], None]

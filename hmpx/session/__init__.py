@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..later import shown_later
-from .about import about_run
 from .converting import (
+    about_run,
     casts_enabled,
     check_names,
     checked_policy,

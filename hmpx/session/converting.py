@@ -6,10 +6,14 @@ import contextlib
 import functools
 import inspect
 import os
+import shlex
+import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import torch
@@ -28,11 +32,13 @@ from ..policy import (
     PolicySource,
     made_policy,
     options_of_lists,
+    policy_line,
     reading_options,
 )
 from ..registry import exclusive
 from ..tensors import default_device_types, is_present, parse_device_types
 from ..torch_internals import mode_stack, restore_modes
+from ..version import __version__
 from .session import Session
 from .switching import current, forget_left, left_one, switch_to, without_collections
 
@@ -413,3 +419,39 @@ def refuse_where_off(tool: str) -> None:
             f"{tool} was called where casts are off; call it outside of hmpx.disable_casts() and of "
             "torch.autocast(enabled=False)"
         )
+
+
+#: Longer command lines are cut.
+_LONGEST: Final = 300
+
+
+def about_run(policy: Policy | None = None) -> dict[str, str]:
+    """Returns the command, date, device, versions, policy (None: that in force) and its digest, and the rank.
+
+    Equal digests mean equal decisions.
+    """
+    session = current()
+    threads = torch.get_num_threads()
+    command = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+    found = {
+        "command": shlex.join(command)[:_LONGEST],
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "device": f"cpu, {torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' * (threads > 1)}",
+        "torch": str(torch.__version__),
+        "hmpx": __version__,
+    }
+    # Naming a device that nobody used would initialize CUDA.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["device"] = f"{torch.cuda.get_device_name()}; {found['device']}"
+    if policy is None and session is not None:
+        policy = session.policy
+        found["device types"] = ", ".join(sorted(session.device_types))
+        found["legalize"] = session.options.legalize
+        if session.options.within is not None:
+            found["within"] = type(session.options.within()).__name__
+    if policy is not None:
+        found["policy"] = policy_line(policy)
+        found["digest of the policy"] = policy.fingerprint()[:12]
+    if "RANK" in os.environ:
+        found["rank"] = os.environ["RANK"]
+    return found

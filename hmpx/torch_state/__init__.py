@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from .conversions import (
-    casts_any,
-    conversion,
-    conversion_patches,
-    decided,
-    in_force,
-    is_below_dispatcher,
-    is_covered,
-)
 from .disabling import (
+    Phase,
     apart,
+    as_recomputation,
+    as_training,
     disable_casts,
     is_off_by_program,
+    is_training,
+    keeps_kind,
     keeps_state,
+    phase,
     unobserved_by,
     unobserved_casts,
     without_casts,
@@ -42,16 +39,22 @@ from .module_path import (
     spot,
     traced_places,
 )
-from .phases import Phase, as_recomputation, as_training, is_training, keeps_kind, phase
 from .switch import (
     AUTOCAST_STATE,
     ON,
     TO_LOW,
     Region,
+    casts_any,
     close_region,
+    conversion,
+    conversion_patches,
+    decided,
     end_conversion,
     has_casts,
+    in_force,
     is_autocast_on,
+    is_below_dispatcher,
+    is_covered,
     is_enabled,
     is_off,
     last_region,

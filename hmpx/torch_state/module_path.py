@@ -33,7 +33,7 @@ from ..torch_internals import (
     run_when_traced,
     tracing_context,
 )
-from . import conversions
+from . import switch
 from .module_names import names_change, place_in, serial_of, unwrapped, without_optimized
 
 #: The name under which torch.export puts a model into its own module, and its name in graphs.
@@ -200,7 +200,7 @@ class _Running(threading.local):
     @property
     def is_outside(self) -> bool:
         """Whether the module that alone is converted is not running; False without one."""
-        within = conversions.within
+        within = switch.within
         if within is None:
             return False
         module = within()
@@ -260,7 +260,7 @@ def is_outside() -> bool:
 
     In a graph it has to run around the graph: then its result is the program's, which is upcast.
     """
-    if conversions.within is None:
+    if switch.within is None:
         return False
     if may_be_compiled() and is_compiled():
         translators = _translators()
@@ -276,7 +276,7 @@ def _result_of(
 
     Unless it computes in low precision itself.
     """
-    within = None if conversions.within is None else conversions.within()
+    within = None if switch.within is None else switch.within()
     if within is None or unwrapped(module) is not within or any(each is within for each in around):
         return result
     wide = widened(result)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import ops
-from hmpx.compute import capability
+from hmpx.compute import capabilities as capability
 from tests.samples import sample_inputs, spread
 from tests.speeds import Capability, known_as
 from tests.values import mapped, normal, same_or_nan, tensors

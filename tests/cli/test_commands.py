@@ -17,7 +17,8 @@ import torch
 
 import hmpx
 from hmpx import cli, ops
-from hmpx.compute import capability, nodes_in_use
+from hmpx.compute import capabilities as capability
+from hmpx.compute import nodes_in_use
 from hmpx.policy import lists as oplists
 from hmpx.torch_internals import torch_part as torch_parts
 from tests import forks

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import OptionError
-from hmpx.compute import capability
-from hmpx.compute.capability import KINDS, Capability, known_capability
+from hmpx.compute import capabilities as capability
+from hmpx.compute.capabilities import KINDS, Capability, known_capability
 from hmpx.policy import LEGALIZE_MODES
 from tests.speeds import measured_by
 

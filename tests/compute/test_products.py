@@ -246,7 +246,7 @@ def test_which_devices_have_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     assert accumulation.has_kernel(torch.device("cuda", 0), FP16)
     assert not accumulation.has_kernel(torch.device("cuda", 0), FP32)
     assert not accumulation.has_kernel(torch.device("cpu"), BF16)
-    monkeypatch.setattr(hmpx.compute.capability, "reported", lambda device, dtype: dtype is FP16)
+    monkeypatch.setattr(hmpx.compute.capabilities, "reported", lambda device, dtype: dtype is FP16)
     assert not accumulation.has_kernel(torch.device("cuda", 0), BF16)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not accumulation.has_kernel(torch.device("cuda", 0), FP16)

@@ -142,7 +142,7 @@ assert outcome(lambda: program(0.1)) == 0
 
 #: A signal handler forks while its thread changes torch, and while another one measures the CPU for it.
 HANDLER = """
-from hmpx.compute import capability
+from hmpx.compute import capabilities as capability
 changing, measuring, found, parent = threading.Event(), threading.Event(), [], os.getpid()
 
 def measured(kind, device, dtype, original=capability._measured):

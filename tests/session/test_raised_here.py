@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx.checking import lint_trace
-from hmpx.compute import capability, missing_kernels
+from hmpx.compute import capabilities as capability
+from hmpx.compute import missing_kernels
 from hmpx.errors import passing_over, raised_here
 from hmpx.planning import places
 from hmpx.tracing import repeating, writing

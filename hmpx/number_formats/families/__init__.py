@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias, get_args
 
-from .blocks import Block
 from .exponents import Exponent
 from .fixed import Fixed
 from .floats import Float
@@ -23,7 +22,7 @@ from .number_format import (
     params_of,
 )
 from .posits import Posit, Takum
-from .scaled import Scaled
+from .scaled import Block, Scaled
 from .shared_scales import SharedScales
 from .tables import Table
 
