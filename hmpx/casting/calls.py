@@ -27,7 +27,7 @@ from ..torch_state import TO_LOW, is_off, open_regions, partly_off, without_cast
 from .inputs import cast_args, floating_inputs, placer, usual_caster, written
 from .plan import CallPlan
 from .retiring import Control, in_slot
-from .running import layered, runner, runs_plainly, statistics_of
+from .running import Statistics, layered, runner, runs_plainly
 
 LOGGER: Final = logging.getLogger("hmpx")
 
@@ -158,9 +158,8 @@ def retry_in_fp32(  # noqa: PLR0917  # all there is to one call
         return None
     given = floating_inputs(plan, args, kwargs)
     args, kwargs = cast_args(plan, args, kwargs)
-    statistics = statistics_of(plan)
-    if statistics is not None:
-        original, args, kwargs = statistics.set_apart(original, args, kwargs)
+    if plan.site.statistics:
+        original, args, kwargs = Statistics(plan).set_apart(original, args, kwargs)
     inputs = floating_inputs(plan, args, kwargs)
     if not any(t.dtype in LOW_DTYPES for t in inputs):
         return None

@@ -6,7 +6,8 @@ emulated; composed; with running statistics hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -18,18 +19,20 @@ from ..compute import (
     LEAST_ELEMENTS,
     Accumulation,
     Callee,
-    Statistics,
+    argument,
     computed_in_fp32,
     in_fp32,
     inputs_of,
     is_onnx_made,
     names_dtype,
     note_deciding,
+    rounded,
     rounding_last,
     selected,
 )
 from ..policy import INPUT, CastPolicy
-from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
+from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
+from ..torch_internals import data_of, transforms
 from ..torch_state import is_below_dispatcher, without_casts
 from .inputs import (
     cast_args,
@@ -58,9 +61,8 @@ def runner(plan: CallPlan, control: Control) -> Runner:
         run = Legalization(plan, run, control).run
     if plan.composes:
         run = _composed(plan, run)
-    statistics = statistics_of(plan)
-    if statistics is not None:
-        run = _beside(statistics, plan, run)
+    if plan.site.statistics:
+        run = _beside(Statistics(plan), plan, run)
     return _selecting(plan, run) if plan.selects else run
 
 
@@ -112,22 +114,6 @@ def keeping_parameters(plan: CallPlan) -> Runner:
 
 #: Casts of at least this number of bytes are not kept by autograd.
 _LARGE: Final = 2 * LEAST_ELEMENTS
-
-
-def statistics_of(plan: CallPlan) -> Statistics | None:
-    """Returns the running statistics of a norm, if it has any."""
-    if not plan.site.statistics:
-        return None
-    position = {name: position for position, name in enumerate(plan.site.parameters.names)}
-    updates_if = plan.facts.updates_if
-    return Statistics(
-        positions={name: position[name] for name in plan.site.statistics},
-        parameters={name: position[name] for name in sorted(plan.facts.norm_parameters)},
-        first=plan.site.parameters.names[0],
-        updates_if=None if updates_if is None else (updates_if, position[updates_if]),
-        mixed_device_types=plan.facts.mixed_device_types,
-        are_rounded=plan.facts.rounds_statistics,
-    )
 
 
 def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
@@ -284,3 +270,112 @@ def _run_plainly(
     function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
 ) -> Any:
     return function(*args, **kwargs)
+
+
+# --- running statistics ------------------------------------------------------------------------
+# They bypass all code that casts, upcasts or rounds arguments, and go straight to torch's function. If its kernel
+# rejects their dtypes with those of the inputs, it gets copies in another dtype, and the updated copies are copied back.
+
+_copy_ = Tensor.copy_  # read before anything is patched
+
+
+class Statistics:
+    """The running statistics among a norm's arguments, and the dtypes that its kernels accept."""
+
+    def __init__(self, plan: CallPlan) -> None:
+        self._facts, self._names = plan.facts, plan.site.parameters.names
+        self._statistics = plan.site.statistics
+        self._parameters = sorted(plan.facts.norm_parameters)
+        self._positions = [self._names.index(n) for n in (*self._statistics, *self._parameters)]
+
+    def are_fp32(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether statistics and parameters are positional, and fp32 or None; False if it needs a closer look."""
+        if kwargs or transforms() is not None:
+            return False
+        count = len(args)
+        for position in self._positions:
+            value = args[position] if position < count else None
+            # One overload of _native_batch_norm_legit has a bool in the position of a statistic.
+            if value is not None and getattr(value, "dtype", None) is not torch.float32:
+                return False
+        return True
+
+    def set_apart(
+        self, function: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> tuple[Callable[..., Any], Args, Kwargs]:
+        """Returns the call with None for the statistics, and a function that supplies them."""
+        values, named = list(args), dict(kwargs)
+        held = []
+        for where, key in self._places(self._statistics, values, named):
+            held.append((key, where[key]))
+            where[key] = None
+        if not held:
+            return function, args, kwargs
+        return functools.partial(self._call, function, held), tuple(values), named
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        held: list[tuple[Any, Tensor]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        values = list(args)
+        for key, statistic in held:
+            where: Any = values if isinstance(key, int) else kwargs
+            where[key] = statistic
+        first = values[0] if values else kwargs[self._names[0]]
+        statistics = list(self._places(self._statistics, values, kwargs))
+        parameters = list(self._places(self._parameters, values, kwargs))
+        dtype = self._dtype(first, {where[key].dtype for where, key in statistics + parameters})
+        if dtype is None or is_below_dispatcher():
+            return function(*values, **kwargs)
+        is_transformed = transforms() is not None
+        is_upcast = is_transformed or (self._facts.rounds_statistics and dtype is not first.dtype)
+        if is_upcast:
+            parameters.append((values, 0) if values else (kwargs, self._names[0]))
+        for where, key in parameters:
+            where[key] = CAST[dtype](where[key])
+        copied = []
+        for where, key in statistics:
+            statistic = where[key]
+            if statistic.dtype is not dtype:
+                where[key] = CAST[dtype](statistic)
+                copied.append((statistic, where[key]))
+        result = function(*values, **kwargs)
+        name = self._facts.updates_if
+        if name is None or argument(name, self._names, args, kwargs):
+            with torch.no_grad():
+                for statistic, copy in copied:
+                    # Bypasses the version counter, like the kernels, for later gradients.
+                    _copy_(statistic if is_transformed else data_of(statistic), copy)
+        return rounded(result, CAST[first.dtype], dtype) if is_upcast else result
+
+    def _dtype(self, first: Tensor, found: set[torch.dtype]) -> torch.dtype | None:
+        """Returns the dtype for statistics and parameters; None if they need no cast.
+
+        The input gets the same cast in torch.func.vmap, whose formulas reject mixed dtypes, and if torch's
+        function would round the statistics.
+        """
+        dtype = first.dtype
+        if dtype not in CAST or found <= {dtype}:
+            return None
+        if dtype not in LOW_DTYPES:
+            return dtype
+        if transforms() is not None or self._facts.rounds_statistics:
+            return torch.float32
+        if first.device.type not in self._facts.mixed_device_types:
+            return dtype
+        return None if found <= {torch.float32} else torch.float32
+
+    def _places(
+        self, names: Iterable[str], args: list[Any], kwargs: Kwargs
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yields the container (``args`` or ``kwargs``) and the key of each of these tensors in the call."""
+        for name in names:
+            position = self._names.index(name)
+            if position < len(args):
+                if isinstance(args[position], Tensor):
+                    yield args, position
+            elif isinstance(kwargs.get(name), Tensor):
+                yield kwargs, name

@@ -39,6 +39,7 @@ from .layers import CONVOLUTIONS, FEW_ROWS, convolution, is_large, is_read_once,
 from .missing_kernels import (
     Callee,
     Lacking,
+    argument,
     completed,
     in_fp32,
     lacking_kernels,
@@ -46,7 +47,6 @@ from .missing_kernels import (
     selected,
 )
 from .nodes import Fused, fused, legalized, looking_up, nodes_in_use
-from .norm_statistics import Statistics
 from .numbers import adding_masks, cast_finite, completed_by_numbers, held, taking_numbers
 from .saved_tensors import (
     LEAST_ELEMENTS,
