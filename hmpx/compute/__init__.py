@@ -35,7 +35,15 @@ from .composition import (
     widen,
     widen_matrices,
 )
-from .layers import CONVOLUTIONS, FEW_ROWS, convolution, is_large, is_read_once, linear
+from .layers import (
+    CONVOLUTIONS,
+    FEW_ROWS,
+    convolution,
+    in_reused_memory,
+    is_large,
+    is_read_once,
+    linear,
+)
 from .missing_kernels import (
     Callee,
     Lacking,
@@ -58,7 +66,6 @@ from .saved_tensors import (
     saved_by,
     tensors_saved_by,
 )
-from .scratch import in_reused_memory
 from .watching import (
     COMPUTED,
     DECIDING_WATCHERS,

@@ -8,13 +8,13 @@ from .early_names import (
     forget_overrides,
     function_in,
     held_by_models,
+    held_function_patches,
     missed,
     note_torchs_modules,
     standing_for,
     taken_name_patches,
 )
 from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
-from .held_functions import held_function_patches
 from .kept_values import kept_value_patches
 from .pickling import pickle_patch, retired, retired_name
 from .regions import SCALERS, region_patches

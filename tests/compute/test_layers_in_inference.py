@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.compute import layers, scratch
+from hmpx.compute import layers
 from tests.compute.keeping import Keeping
 from tests.values import normal, same
 
@@ -83,7 +83,7 @@ def reround(tensor: Tensor, dtype: torch.dtype = BF16) -> Tensor:
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With compiled kernels, and without."""
     if request.param == "torch":
-        monkeypatch.setattr(scratch, "bfloat16_kernels", lambda: None)
+        monkeypatch.setattr(layers, "bfloat16_kernels", lambda: None)
         return "torch"
     return "kernels"
 

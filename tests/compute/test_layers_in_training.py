@@ -17,7 +17,6 @@ import hmpx
 from hmpx import Policy
 from hmpx.casting import legalized, retiring
 from hmpx.compute import layers, nodes
-from hmpx.compute import scratch as temporaries
 from tests.compute.keeping import Keeping
 from tests.values import normal, same
 
@@ -305,7 +304,7 @@ def test_modes_may_keep_what_they_see(kind: Kind) -> None:
         with mode:
             first, second = layer(kind.data()), layer(kind.data(seed=1))
             torch.autograd.grad(first.sum() + second.sum(), layer.parameters())
-    memory = temporaries._thread.memory
+    memory = layers._thread.memory
     own = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
     assert len(mode.seen) > 10
     for tensor, before in mode.seen:

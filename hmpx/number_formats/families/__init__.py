@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias, get_args
 
-from .exponents import Exponent
-from .fixed import Fixed
+from .fixed import Exponent, Fixed
 from .floats import Float
 from .number_format import (
     CodedFormat,
