@@ -14,22 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import compute
-from ..compute import (
-    DECIDING_WATCHERS,
-    LEAST_ELEMENTS,
-    Accumulation,
-    Callee,
-    argument,
-    computed_in_fp32,
-    in_fp32,
-    inputs_of,
-    is_onnx_made,
-    names_dtype,
-    note_deciding,
-    rounded,
-    rounding_last,
-    selected,
-)
 from ..policy import INPUT, CastPolicy
 from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import data_of, transforms
@@ -72,7 +56,7 @@ def layered(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any]:
     if site.is_python:
         function = without_casts()(function)  # ops inside it are not cast again
         if plan.rounds_last:
-            function = rounding_last(function, site.parameters.names, plan.device_types)
+            function = compute.rounding_last(function, site.parameters.names, plan.device_types)
     elif plan.facts.norm_parameters:
         function = _for_onnx(plan, function)
     if plan.is_fp32 and not plan.facts.promotes:  # else torch's kernel rounds into it once
@@ -113,7 +97,7 @@ def keeping_parameters(plan: CallPlan) -> Runner:
 
 
 #: Casts of at least this number of bytes are not kept by autograd.
-_LARGE: Final = 2 * LEAST_ELEMENTS
+_LARGE: Final = 2 * compute.LEAST_ELEMENTS
 
 
 def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
@@ -138,7 +122,7 @@ def _emulated(plan: CallPlan) -> Runner:
     ) -> Any:
         args, kwargs, is_emulated = emulated_args(plan, args, kwargs)
         # With a dtype, the output has that one.
-        if not is_emulated or (names_dtype(args, kwargs) and not plan.lowerings):
+        if not is_emulated or (compute.names_dtype(args, kwargs) and not plan.lowerings):
             return function(*args, **kwargs)
         return emulation.compute(function, args, kwargs, given)
 
@@ -154,9 +138,9 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
     """Returns a runner of the op in its ``accumulate_dtype`` that casts the result of ``run``."""
     decision = plan.decision
 
-    def ending_in(output: torch.dtype | None) -> Accumulation:
+    def ending_in(output: torch.dtype | None) -> compute.Accumulation:
         op, kind, casts_first = plan.site.op, plan.facts.kind, plan.facts.casts_first
-        return Accumulation(op, kind, casts_first, decision.accumulate_dtype, output)
+        return compute.Accumulation(op, kind, casts_first, decision.accumulate_dtype, output)
 
     output = decision.output_dtype
     accumulation = ending_in(None if output == INPUT else output)
@@ -176,11 +160,11 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
         if (
             is_below_dispatcher()
             or written(plan, args, kwargs) is not None
-            or names_dtype(args, kwargs)  # its output has the requested dtype
+            or compute.names_dtype(args, kwargs)  # its output has the requested dtype
         ):
             return run(function, args, kwargs, given, named)
         inputs = counted(plan, floating_inputs(plan, args, kwargs))
-        known = inputs_of(args, kwargs)  # None: all are in lists of lists, which are not upcast
+        known = compute.inputs_of(args, kwargs)  # None: all are in lists of lists
         if (
             not inputs
             or any([t.dtype not in ELIGIBLE for t in inputs])  # noqa: C419
@@ -188,9 +172,9 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
             or known is None
         ):
             return run(function, args, kwargs, given, named)
-        if DECIDING_WATCHERS:
+        if compute.DECIDING_WATCHERS:
             deciding = first or (inputs if all_decide else inputs[:1] if first_decides else [])
-            note_deciding(plan.site.op, deciding)
+            compute.note_deciding(plan.site.op, deciding)
 
         def inner(*args: Any, **kwargs: Any) -> Any:
             return run(function, args, kwargs, given, named)
@@ -209,11 +193,11 @@ def _selecting(plan: CallPlan, run: Runner) -> Runner:
         function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
     ) -> Any:
         dtype = target_dtype(plan, args, kwargs)
-        inputs = inputs_of(args, kwargs)
+        inputs = compute.inputs_of(args, kwargs)
         if dtype is torch.float32 and inputs is not None and kwargs.get("out") is None:
             is_here = inputs.first.device.type in plan.device_types
             call = plan.site.op, plan.site.parameters.names, function, args, kwargs
-            result = selected(*call, inputs, dtype) if is_here else None
+            result = compute.selected(*call, inputs, dtype) if is_here else None
             if result is not None:
                 return result
         return run(function, *cast_args(plan, args, kwargs), given, named)
@@ -230,7 +214,7 @@ def _rounding_into_out(plan: CallPlan, function: Callable[..., Any]) -> Callable
             return function(*args, **kwargs)
         if not rounds_into_out(plan, args, kwargs) or target_dtype(plan, args, kwargs) is None:
             return function(*args, **kwargs)
-        return in_fp32(callee, args, kwargs, torch.float32)
+        return compute.in_fp32(callee, args, kwargs, torch.float32)
 
     return into_out
 
@@ -242,19 +226,19 @@ def _for_onnx(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any
     """
 
     def norm(*args: Any, **kwargs: Any) -> Any:
-        if is_onnx_made():
+        if compute.is_onnx_made():
             dtype = floating_inputs(plan, args, kwargs)[0].dtype
             if dtype in LOW_DTYPES:
-                return computed_in_fp32(function, args, kwargs, dtype)
+                return compute.computed_in_fp32(function, args, kwargs, dtype)
         return function(*args, **kwargs)
 
     return norm
 
 
-def callee_of(function: Callable[..., Any], plan: CallPlan) -> Callee:
+def callee_of(function: Callable[..., Any], plan: CallPlan) -> compute.Callee:
     """Returns ``function``, which computes the op of ``plan``, as a `Callee` for `compute`."""
     site, facts = plan.site, plan.facts
-    return Callee(
+    return compute.Callee(
         site.op,
         function,
         site.parameters.names,
@@ -344,12 +328,12 @@ class Statistics:
                 copied.append((statistic, where[key]))
         result = function(*values, **kwargs)
         name = self._facts.updates_if
-        if name is None or argument(name, self._names, args, kwargs):
+        if name is None or compute.argument(name, self._names, args, kwargs):
             with torch.no_grad():
                 for statistic, copy in copied:
                     # Bypasses the version counter, like the kernels, for later gradients.
                     _copy_(statistic if is_transformed else data_of(statistic), copy)
-        return rounded(result, CAST[first.dtype], dtype) if is_upcast else result
+        return compute.rounded(result, CAST[first.dtype], dtype) if is_upcast else result
 
     def _dtype(self, first: Tensor, found: set[torch.dtype]) -> torch.dtype | None:
         """Returns the dtype for statistics and parameters; None if they need no cast.

@@ -16,31 +16,9 @@ from typing import Any, Final
 import torch
 import torch.amp.autocast_mode
 
+from .. import torch_internals, torch_state
 from ..patching import Draft, Patch
-from ..torch_internals import (
-    AUTOCAST_OPENERS,
-    CUSTOM_BACKWARD,
-    CUSTOM_FORWARD,
-    Later,
-    enter_autocast,
-    exit_autocast,
-    is_dynamo_frame,
-    run_when_traced,
-)
-from ..torch_state import (
-    ON,
-    Region,
-    close_region,
-    has_casts,
-    is_autocast_on,
-    is_covered,
-    is_enabled,
-    last_region,
-    note_autocast,
-    off,
-    open_region,
-    settle_autocast,
-)
+from ..torch_state import is_enabled, off
 
 _DTYPE_GETTERS: Final = ("get_autocast_dtype", "get_autocast_gpu_dtype")
 
@@ -50,30 +28,30 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
 
     Regions are recorded, so that calls outside need not check whether autocast is on.
     """
-    if is_autocast_on():
-        note_autocast()
+    if torch_state.is_autocast_on():
+        torch_state.note_autocast()
 
     def noted_enter(enter: Callable[..., Any], self: torch.autocast) -> Any:
         region = None
         try:
-            if is_covered(self.device):
+            if torch_state.is_covered(self.device):
                 region = _region(self, sys._getframe(2))
-                open_region(region)
+                torch_state.open_region(region)
             else:
-                note_autocast()
+                torch_state.note_autocast()
             return enter(self)
         except BaseException:  # no exit follows
-            close_region(region)
-            settle_autocast()
+            torch_state.close_region(region)
+            torch_state.settle_autocast()
             raise
 
     def noted_exit(leave: Callable[..., Any], self: torch.autocast, *exc_info: Any) -> Any:
-        region = last_region(self)
+        region = torch_state.last_region(self)
         try:
             return leave(self, *exc_info)
         finally:
-            close_region(region)
-            settle_autocast()
+            torch_state.close_region(region)
+            torch_state.settle_autocast()
 
     yield draft.around(torch.autocast, "__enter__", noted_enter)
     yield draft.around(torch.autocast, "__exit__", noted_exit)
@@ -84,26 +62,26 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
         yield Patch(torch, name, _telling(dtype_of, is_enabled, low_dtype))
 
 
-def _region(autocast: torch.autocast, frame: types.FrameType | None) -> Region:
+def _region(autocast: torch.autocast, frame: types.FrameType | None) -> torch_state.Region:
     """Returns the region that ``autocast`` opens, which ``frame`` enters."""
     device = frozenset([autocast.device])
-    if frame is not None and frame.f_code is CUSTOM_BACKWARD:
+    if frame is not None and frame.f_code is torch_internals.CUSTOM_BACKWARD:
         ctx = frame.f_locals["args"][0]
         if (off := getattr(ctx, _FORWARD_OFF, None)) is not None:
             autocast._enabled = False  # the conversion's casts, as in the forward
             autocast.fast_dtype = torch.get_autocast_dtype(autocast.device)
-            return Region(autocast, off=off)
+            return torch_state.Region(autocast, off=off)
     if autocast._enabled:
-        return Region(autocast, less=device)
+        return torch_state.Region(autocast, less=device)
     if autocast.fast_dtype is _AS_AROUND:
         autocast.fast_dtype = torch.get_autocast_dtype(autocast.device)
-        return Region(autocast)
+        return torch_state.Region(autocast)
     while frame is not None and _module(frame) in _BETWEEN:
         frame = frame.f_back
     module = "" if frame is None else _module(frame)
     # In DataParallel's replicas, recomputation and traced backwards, torch restores a state that it has saved.
-    restores = module.startswith("torch.") and module not in AUTOCAST_OPENERS
-    return Region(autocast, more=ON if restores else device)
+    restores = module.startswith("torch.") and module not in torch_internals.AUTOCAST_OPENERS
+    return torch_state.Region(autocast, more=torch_state.ON if restores else device)
 
 
 #: Modules through which a region is entered on behalf of others.
@@ -127,19 +105,19 @@ def tracing_patches(draft: Draft) -> Iterator[Patch]:
         handle: Any, self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         is_replayed = _module(sys._getframe(2)) != "torch.amp.autocast_mode"
-        if is_replayed and func is enter_autocast:
+        if is_replayed and func is torch_internals.enter_autocast:
             region = None
             autocast = torch.autocast(*args)
-            if is_covered(autocast.device):
+            if torch_state.is_covered(autocast.device):
                 region = _region(autocast, None)
                 region.opener = weakref.ref(self)  # a failed export leaves none open
-                open_region(region)
+                torch_state.open_region(region)
             vars(self).setdefault(_REPLAYED, []).append(region)
-        elif is_replayed and func is exit_autocast:
-            close_region(vars(self)[_REPLAYED].pop())
+        elif is_replayed and func is torch_internals.exit_autocast:
+            torch_state.close_region(vars(self)[_REPLAYED].pop())
         return handle(self, func, types, args, kwargs)
 
-    mode = sys.modules[Later.TRACER].PreDispatchTorchFunctionMode
+    mode = sys.modules[torch_internals.Later.TRACER].PreDispatchTorchFunctionMode
     yield draft.around(mode, "__torch_function__", noting)
 
 
@@ -179,9 +157,9 @@ def _telling(
         if asker is None:
             return dtype
         device_type = args[0] if args else kwargs.get("device_type", "cuda")
-        if asker.f_code is CUSTOM_FORWARD:
+        if asker.f_code is torch_internals.CUSTOM_FORWARD:
             is_plain = not _casts_inputs(asker) and not is_enabled(device_type)
-            if not is_plain or not has_casts(device_type):
+            if not is_plain or not torch_state.has_casts(device_type):
                 return dtype
             if low_dtype is None or not isinstance(asker, types.FrameType):
                 return _AS_AROUND
@@ -189,9 +167,9 @@ def _telling(
             return low_dtype
         if low_dtype is None or not _acts_on_casts(asker) or is_autocast_enabled(device_type):
             return dtype
-        return low_dtype if has_casts(device_type) else dtype
+        return low_dtype if torch_state.has_casts(device_type) else dtype
 
-    run_when_traced(telling)
+    torch_internals.run_when_traced(telling)
     return telling
 
 
@@ -219,16 +197,16 @@ def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., b
         answer = asked(*args, **kwargs)
         device_type = args[0] if args else kwargs.get("device_type", "cuda")
         asker = _asker(sys._getframe(1), "is_autocast_enabled")
-        if asker is None or answer or not has_casts(device_type):
+        if asker is None or answer or not torch_state.has_casts(device_type):
             return answer
-        if asker.f_code is CUSTOM_FORWARD:
+        if asker.f_code is torch_internals.CUSTOM_FORWARD:
             is_real = isinstance(asker, types.FrameType)
             return _casts_inputs(asker) or (
                 is_real and hasattr(asker.f_locals["args"][0], _FORWARD_OFF)
             )
         return _acts_on_casts(asker, tells_dtype=tells_dtype)
 
-    run_when_traced(answering)
+    torch_internals.run_when_traced(answering)
     return answering
 
 
@@ -238,7 +216,7 @@ def _asker(frame: Any, name: str) -> Any:
     None if torch.compile itself saves and restores the state of autocast. Its own code then contains the
     name, unlike its code that evaluates traced functions.
     """
-    if not is_dynamo_frame(frame):
+    if not torch_internals.is_dynamo_frame(frame):
         return frame
     if name in frame.f_code.co_names:
         return None

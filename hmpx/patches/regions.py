@@ -23,43 +23,11 @@ import torch.utils.checkpoint
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..compute import (
-    Callee,
-    ended_steps,
-    in_fp32,
-    inputs_of,
-    may_run_again,
-    note_legalized,
-)
+from .. import compute, torch_internals, torch_state
 from ..errors import CheckpointError, HmpxWarning
 from ..patching import Draft, Patch
 from ..places import is_installed
 from ..tensors import LOW_DTYPES, Args, Kwargs, tensors_of
-from ..torch_internals import (
-    CHECKPOINT_GENERATOR,
-    CLIPPING,
-    PREPARE_STEP,
-    SCRIPTED,
-    OpOverload,
-    OpOverloadPacket,
-    dispatch_modes,
-    has_hooked_step,
-)
-from ..torch_state import (
-    as_recomputation,
-    as_training,
-    casts_any,
-    conversion,
-    has_casts,
-    in_force,
-    is_below_dispatcher,
-    is_off,
-    is_training,
-    keeps_kind,
-    keeps_place,
-    keeps_state,
-    without_casts,
-)
 from . import autocast_regions
 from .early_names import subclasses
 
@@ -72,12 +40,12 @@ def region_patches(
 ) -> Iterator[Patch]:
     """Yields the patches that make these regions."""
     represent = draft.attribute(torch.Tensor, "__repr__")
-    yield Patch(torch.Tensor, "__repr__", without_casts()(represent))
+    yield Patch(torch.Tensor, "__repr__", torch_state.without_casts()(represent))
     yield from _optimizer_patches(draft, add)
     yield from _scaler_patches(draft, add)
-    for cell in CLIPPING:
+    for cell in torch_internals.CLIPPING:
         clip = draft.read(Patch(cell, "cell_contents", None))
-        yield Patch(cell, "cell_contents", without_casts()(clip), stays_idle=True)
+        yield Patch(cell, "cell_contents", torch_state.without_casts()(clip), stays_idle=True)
     yield from _checkpoint_patches(draft)
     yield draft.around(torch.backends.mha, "get_fastpath_enabled", _has_fastpath)
     yield draft.around(torch.nn.RNNBase, "check_input", _check)
@@ -90,17 +58,17 @@ def region_patches(
 
 def _optimizer_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
     for optimizer_class in subclasses(Optimizer):
-        if has_hooked_step(optimizer_class):
+        if torch_internals.has_hooked_step(optimizer_class):
             yield from _step_patches(optimizer_class, draft)
 
     def prepare(patch_step_function: Callable[..., Any], self: Optimizer) -> None:
-        had_hooked_step = has_hooked_step(type(self))
+        had_hooked_step = torch_internals.has_hooked_step(type(self))
         patch_step_function(self)
-        if not had_hooked_step and has_hooked_step(type(self)):
+        if not had_hooked_step and torch_internals.has_hooked_step(type(self)):
             for patch in _step_patches(type(self), Draft()):
                 add(patch)
 
-    yield draft.around(Optimizer, PREPARE_STEP, prepare)
+    yield draft.around(Optimizer, torch_internals.PREPARE_STEP, prepare)
 
 
 def _step_patches(optimizer_class: type[Optimizer], draft: Draft) -> Iterator[Patch]:
@@ -119,14 +87,14 @@ def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple(
-            keeps_state(each)
+            torch_state.keeps_state(each)
             if callable(each) and not isinstance(each, (Optimizer, torch.nn.Module))
             else each
             for each in args
         )
         if callable(kwargs.get("closure")):
-            kwargs["closure"] = keeps_state(kwargs["closure"])
-        with without_casts():
+            kwargs["closure"] = torch_state.keeps_state(kwargs["closure"])
+        with torch_state.without_casts():
             return step(self, *args, **kwargs)
 
     return wrapper
@@ -181,11 +149,11 @@ def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: GradScaler, outputs: Any) -> Any:
         SCALERS.add(self)
         if isinstance(outputs, Iterator):
-            outputs = iter(keeps_state(outputs.__next__), _NO_LOSS)
-        with without_casts():
+            outputs = iter(torch_state.keeps_state(outputs.__next__), _NO_LOSS)
+        with torch_state.without_casts():
             scaled = scale(self, outputs)
         if isinstance(scaled, Iterator):
-            return iter(without_casts()(scaled.__next__), _NO_LOSS)
+            return iter(torch_state.without_casts()(scaled.__next__), _NO_LOSS)
         return scaled
 
     return wrapper
@@ -203,7 +171,7 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
 
     # The descriptor of a class method: since torch 2.14 a C descriptor, called with the class.
     apply_to = getattr(apply, "__func__", apply)
-    apply_as_training = as_training(apply_to)
+    apply_as_training = torch_state.as_training(apply_to)
 
     def forward(original: Callable[..., Any], ctx: Any, function: Any, *args: Any) -> Any:
         setattr(ctx, _NOTED, True)
@@ -212,7 +180,7 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     def backward(original: Callable[..., Any], ctx: Any, *args: Any) -> Any:
         if hasattr(ctx, _NOTED):
             return original(ctx, *args)
-        with without_casts():  # its forward ran before convert
+        with torch_state.without_casts():  # its forward ran before convert
             return original(ctx, *args)
 
     def non_reentrant(original: Callable[..., Any], fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,13 +189,13 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     @functools.wraps(apply_to)
     def counting(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         # Its forward records no gradients; its backward may run the same calls again, recording them.
-        run = apply_as_training if is_training() else apply_to
+        run = apply_as_training if torch_state.is_training() else apply_to
         return run(cls, *args, **kwargs)
 
     module = torch.utils.checkpoint
     yield draft.around(module.CheckpointFunction, "forward", forward)
     yield draft.around(module.CheckpointFunction, "backward", backward)
-    yield draft.around(module, CHECKPOINT_GENERATOR, non_reentrant)
+    yield draft.around(module, torch_internals.CHECKPOINT_GENERATOR, non_reentrant)
     yield Patch(torch.autograd.Function, "apply", classmethod(counting))
 
 
@@ -237,15 +205,15 @@ _NOTED: Final = "_hmpx_noted"
 
 def _as_it_runs_here(function: Callable[..., Any], *, runs_first: bool) -> Callable[..., Any]:
     """Makes a checkpoint's ``function`` rerun under the conditions of its forward, or raise an error."""
-    again = keeps_place(keeps_state(keeps_kind(function)))
-    again = as_recomputation(again, after_first=runs_first)
-    if is_off():
+    again = torch_state.keeps_place(torch_state.keeps_state(torch_state.keeps_kind(function)))
+    again = torch_state.as_recomputation(again, after_first=runs_first)
+    if torch_state.is_off():
         return again
-    its_own, its_step = conversion(), ended_steps()
+    its_own, its_step = torch_state.conversion(), compute.ended_steps()
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if conversion() != its_own:
+        if torch_state.conversion() != its_own:
             raise CheckpointError(
                 f"the checkpoint of {getattr(function, '__qualname__', type(function).__qualname__)} "
                 "can't be recomputed: the conversion that its forward ran under was reverted or "
@@ -253,7 +221,7 @@ def _as_it_runs_here(function: Callable[..., Any], *, runs_first: bool) -> Calla
                 "forward. Call backward() before hmpx.revert(), another hmpx.convert() or a change "
                 "of rules"
             )
-        if ended_steps() != its_step:
+        if compute.ended_steps() != its_step:
             _warn_of_step(function)
         return again(*args, **kwargs)
 
@@ -266,9 +234,9 @@ _warned_of_step: object = None  # the conversion that has warned
 def _warn_of_step(function: Callable[..., Any]) -> None:
     """Warns, once per conversion, that a checkpoint is recomputed with the scales of another step."""
     global _warned_of_step
-    if _warned_of_step is in_force():
+    if _warned_of_step is torch_state.in_force():
         return
-    _warned_of_step = in_force()
+    _warned_of_step = torch_state.in_force()
     warnings.warn(
         f"the checkpoint of {getattr(function, '__qualname__', type(function).__qualname__)} is recomputed "
         "after a step of an optimizer: formats with a history scale by other amaxes than in its forward; "
@@ -284,14 +252,14 @@ def _warn_of_step(function: Callable[..., Any]) -> None:
 def _has_fastpath(get_fastpath_enabled: Callable[[], bool]) -> bool:
     # The inference fast path of TransformerEncoder and MultiheadAttention is one fused kernel,
     # which no list names.
-    return is_off() and get_fastpath_enabled()
+    return torch_state.is_off() and get_fastpath_enabled()
 
 
 def _check(check_input: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     # It raises an error if the input's dtype differs from the weights', unless autocast is on.
     # The check calls no op, so autocast casts nothing.
     was_enabled = torch.is_autocast_enabled("cpu")
-    torch.set_autocast_enabled("cpu", was_enabled or not is_off())
+    torch.set_autocast_enabled("cpu", was_enabled or not torch_state.is_off())
     try:
         check_input(*args, **kwargs)
     finally:
@@ -319,20 +287,24 @@ def _retry(
 ) -> Callable[[], Any] | None:
     """Returns a function that computes the call in fp32; None if it failed for another reason."""
     # A traced graph would keep the failed call.
-    if dispatch_modes() or is_below_dispatcher() or not may_run_again(error):
+    if (
+        torch_internals.dispatch_modes()
+        or torch_state.is_below_dispatcher()
+        or not compute.may_run_again(error)
+    ):
         return None
-    inputs = inputs_of(args, kwargs)
-    if inputs is None or inputs.low is None or not has_casts(inputs.low.device.type):
+    inputs = compute.inputs_of(args, kwargs)
+    if inputs is None or inputs.low is None or not torch_state.has_casts(inputs.low.device.type):
         return None
-    is_one = isinstance(operator, OpOverload)
+    is_one = isinstance(operator, torch_internals.OpOverload)
     overloads = [operator] if is_one else [getattr(operator, n) for n in operator.overloads()]
     arguments = [each for overload in overloads for each in overload._schema.arguments]
     names = [each.name for each in overloads[0]._schema.arguments if not each.kwarg_only]
     writes = {each.name for each in arguments if each.alias_info and each.alias_info.is_write}
-    callee = Callee(str(operator), function, tuple(names), frozenset(writes), False, False)
-    note_legalized()
+    callee = compute.Callee(str(operator), function, tuple(names), frozenset(writes), False, False)
+    compute.note_legalized()
     _log(callee.op)
-    return functools.partial(in_fp32, callee, args, kwargs, inputs.first.dtype)
+    return functools.partial(compute.in_fp32, callee, args, kwargs, inputs.first.dtype)
 
 
 @functools.cache
@@ -355,7 +327,7 @@ def _beneath_patches(
         caller = sys._getframe(2)
         is_by_torch = str(caller.f_globals.get("__name__")).startswith("torch.")
         is_users = not (is_by_torch or is_installed(caller.f_code.co_filename))
-        if is_users and not has_warned and casts_any():
+        if is_users and not has_warned and torch_state.casts_any():
             has_warned = True
             warnings.warn(
                 "torch.jit.script takes only torch's own functions, so scripted code is not cast. "
@@ -367,15 +339,15 @@ def _beneath_patches(
 
     def trace(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         traced = original(*args, **kwargs)
-        if in_force() is not None:
-            _traced.add(traced if isinstance(traced, SCRIPTED) else traced.forward)
+        if torch_state.in_force() is not None:
+            _traced.add(traced if isinstance(traced, torch_internals.SCRIPTED) else traced.forward)
         return traced
 
     def cast_inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args[0] in _traced:
             return call(*args, **kwargs)
         for tensor in tensors_of((args[1:], kwargs)):
-            if tensor.dtype in LOW_DTYPES and has_casts(tensor.device.type):
+            if tensor.dtype in LOW_DTYPES and torch_state.has_casts(tensor.device.type):
                 with torch.autocast(tensor.device.type, low_dtype):
                     return call(*args, **kwargs)
         return call(*args, **kwargs)
@@ -384,6 +356,8 @@ def _beneath_patches(
     # torch.compile also patches it on its first use.
     yield draft.around(torch.jit, "trace", trace, stays_idle=True)
     if low_dtype is not None:
-        yield from [draft.around(kind, "__call__", cast_inside) for kind in SCRIPTED]
-    for operator_class in (OpOverload, OpOverloadPacket):
+        yield from [
+            draft.around(kind, "__call__", cast_inside) for kind in torch_internals.SCRIPTED
+        ]
+    for operator_class in (torch_internals.OpOverload, torch_internals.OpOverloadPacket):
         yield draft.around(operator_class, "__call__", _complete)
