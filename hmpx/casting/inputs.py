@@ -94,7 +94,6 @@ def argument(plan: CallPlan, name: str, args: Args, kwargs: Kwargs) -> Any:
 
 
 def given_out(plan: CallPlan, args: Args, kwargs: Kwargs) -> Any:
-    """Returns the call's ``out=``; None if there is none."""
     return argument(plan, "out", args, kwargs) if plan.site.is_python else kwargs.get("out")
 
 

@@ -40,7 +40,6 @@ class Control:
     is_held: bool = False  # other code had references when the last conversion took it
 
     def settle(self) -> None:
-        """Ends the legalization of calls."""
         self.legalizes = False
         self.reset()
 
@@ -98,7 +97,6 @@ class _Retirement(Patch):
         return str(vars(self.owner)["__hmpx_site__"])
 
     def read(self) -> bool:
-        """Returns whether it is retired now."""
         return vars(self.owner)["__hmpx_control__"].forward is not None
 
     def write(self, value: bool) -> None:

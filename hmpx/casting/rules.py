@@ -202,7 +202,6 @@ def registered(op: str) -> tuple[Registered, ...]:
 
 
 def all_rules() -> tuple[Registered, ...]:
-    """Returns all rules, in the order of their registration."""
     return RULES.value
 
 

@@ -176,7 +176,6 @@ _GLOBALS: Final[dict[str, Any]] = {
 
 
 def source_of(plan: CallPlan, *, is_fused: bool = False, has_nodes: bool = False) -> str:
-    """Returns the source of the function that creates the wrapper for ``plan``."""
     names = [f"a{position}" for position in range(plan.position_count)]
     listed = "".join([f"{name}, " for name in names])
     arguments = f"given({listed}rest)" if names else "rest"

@@ -73,7 +73,6 @@ class History:
         self.is_replayed |= isinstance(amax, Tensor) and is_captured(amax)
 
     def roll(self) -> None:
-        """Ends a step."""
         self.amaxes.copy_(_roll(self.amaxes, 1))
         self.amaxes[0].fill_(self.pending)
         amax = self.amaxes[0] if self.format.amax_rule == "most_recent" else _max(self.amaxes)

@@ -75,7 +75,6 @@ class Contraction:
         return f"{','.join(given)}->{kept}", kept
 
     def multiply(self, factors: Sequence[Tensor]) -> Tensor:
-        """Returns the product."""
         if self.convolution is not None:
             value, weight = factors
             return _convolution(value, weight, None, *self.convolution)
@@ -129,7 +128,6 @@ def contraction(product: Product, factors: Sequence[Tensor]) -> Contraction | No
 
 
 def _expanded(letters: str, dims: int, result: str) -> str | None:
-    """Returns a letter for each of ``dims`` dimensions."""
     if WINDOW in letters:
         return letters.replace(WINDOW, WINDOW * (dims - len(letters) + 1))
     group = next((letter for letter in letters if letter.isupper()), None)
@@ -213,7 +211,6 @@ class EmulatedProduct:
     gradient: ByAxis | None
 
     def compute(self, factors: Sequence[Tensor]) -> Tensor:
-        """Returns the product of the rounded factors."""
         if self.gradient is None:
             return self.multiplied(factors)
         return self.applied(factors)
@@ -225,7 +222,6 @@ class EmulatedProduct:
         return _EmulatedMatmul.apply(self, *factors)  # type: ignore[no-any-return, no-untyped-call]
 
     def multiplied(self, factors: Sequence[Tensor]) -> Tensor:
-        """Returns the product, by values."""
         return self.contraction.multiply(self.rounded(factors))
 
     def rounded(self, factors: Sequence[Tensor], target: int | None = None) -> list[Tensor]:
@@ -237,7 +233,6 @@ class EmulatedProduct:
         ]
 
     def gradient_of(self, target: int, factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
-        """Returns the unrounded gradient of a factor."""
         axis = self.contraction.axes(target)[-1]
         rounded = self.rounded_gradient(gradient, axis)
         return self.contraction.gradient(target, self.rounded(factors, target), rounded)

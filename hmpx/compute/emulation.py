@@ -56,7 +56,7 @@ class Formats:
     overflow: str | None = None  # likewise
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Emulation:
     """Computes one op in number formats."""
 
@@ -70,22 +70,11 @@ class Emulation:
     is_product: bool = False  # mostly with weights, which may be frozen to codes
     #: Device type -> the function that computes the op instead of torch; None for every other device type.
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
-    line: str = field(default="", compare=False)  # the origin of the decision
+    line: str = ""  # the origin of the decision
     numbers: frozenset[int] = frozenset()  # the positions that may hold a tensor or a number
     hardware: str = (
         "never"  # or "auto", "require": whether kernels compute products, as in `convert`
     )
-
-    #: Factors are rounded separately for each product, in `compute`.
-    rounds_late: bool = field(init=False, repr=False, compare=False)
-    _lowers: bool = field(init=False, repr=False, compare=False)
-    _has_axes: bool = field(init=False, repr=False, compare=False)
-    _has_history: bool = field(init=False, repr=False, compare=False)
-    _tells_weights: bool = field(init=False, repr=False, compare=False)
-    _addend: str | None = field(init=False, repr=False, compare=False)
-    _kinds: dict[str, str | None] = field(init=False, repr=False, compare=False)
-    _rounders: dict[str, Rounder] = field(init=False, repr=False, compare=False)
-    _computes_in: torch.dtype = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Sets the derived fields; raises `OptionError` if a format does not support rounding or overflow."""
@@ -102,28 +91,26 @@ class Emulation:
             raise OptionError(
                 f'{self.line}: hardware="require": {self.op} would be emulated: {why}'
             )
-        lowers = self.hardware != "never" and not why
-        vars(self).update(
-            _lowers=lowers,
-            rounds_late=is_factored and (is_late or lowers),
-            _has_axes=needs_axes,
-            _has_history=any(map(has_history, [*factors, formats.result, gradients])),
-            _tells_weights=formats.weights != formats.activations
-            and not ops.names_weights(self.names),
-            _addend=found.addend if found is not None else None,
-            _rounders={
-                "weights": self._looking(formats.weights, "a weight"),
-                "activations": self._looking(formats.activations, "an input"),
-            },
-            _computes_in=self.accumulate_dtype or (torch.float64 if is_wide else torch.float32),
-        )
+        self._lowers = self.hardware != "never" and not why
+        #: Factors are rounded separately for each product, in `compute`.
+        self.rounds_late = is_factored and (is_late or self._lowers)
+        self._has_axes = needs_axes
+        self._has_history = any(map(has_history, [*factors, formats.result, gradients]))
+        differ = formats.weights != formats.activations
+        self._tells_weights = differ and not ops.names_weights(self.names)
+        self._addend = found.addend if found is not None else None
+        self._rounders = {
+            "weights": self._looking(formats.weights, "a weight"),
+            "activations": self._looking(formats.activations, "an input"),
+        }
+        self._computes_in = self.accumulate_dtype or (torch.float64 if is_wide else torch.float32)
         if self.output_dtype is None:
             self._rounders["result"] = self._looking(formats.result, "a result")
         if gradients is not None:
             self._rounders["gradients"] = self._rounder(gradients)
         if self._has_history:
             from . import delayed  # noqa: F401  # not in a graph
-        vars(self)["_kinds"] = {name: self._kind_of(name) for name in ("", *self.names)}
+        self._kinds = {name: self._kind_of(name) for name in ("", *self.names)}
 
     def _looking(self, format: Format, what: str) -> Rounder:
         found = self._rounder(format)

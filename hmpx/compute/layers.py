@@ -85,7 +85,6 @@ class Temporaries(New):
         return _as_strided(self._memory, shape, strides, start)
 
     def widen(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of ``tensor``."""
         return _copy_(self.empty(tensor.shape, _dense_strides(tensor)), tensor)
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

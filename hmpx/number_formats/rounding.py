@@ -253,7 +253,6 @@ def text_of(format: Format, mode: str, overflow: str | None) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def rounding_in(text: str) -> FormatRounding:
-    """Returns the rounding of a result of `text_of`."""
     return rounding_of(*json.loads(text, object_hook=_format_of))
 
 

@@ -150,7 +150,6 @@ def parameter_named(keyword: str, names: Sequence[str]) -> str:
 
 
 def parameters(site: Site) -> Parameters:
-    """Returns the parameters of the callable at ``site``."""
     if site.is_python:
         return python_parameters(site.function())
     return schema_parameters(aten_name(site), site.namespace == "torch.Tensor")

@@ -112,7 +112,6 @@ def held_by_models(
 
 
 def subclasses(base: type) -> set[type[Any]]:
-    """Returns ``base`` and all classes derived from it."""
     return {base}.union(*map(subclasses, type.__subclasses__(base)))
 
 

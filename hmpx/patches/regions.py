@@ -38,7 +38,6 @@ def region_patches(
     run_suspended: Callable[..., Any],
     low_dtype: torch.dtype | None,
 ) -> Iterator[Patch]:
-    """Yields the patches that make these regions."""
     represent = draft.attribute(torch.Tensor, "__repr__")
     yield Patch(torch.Tensor, "__repr__", torch_state.without_casts()(represent))
     yield from _optimizer_patches(draft, add)

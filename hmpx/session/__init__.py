@@ -23,16 +23,8 @@ from .session import Session
 from .switching import current
 
 if TYPE_CHECKING:
-    from .asking import explain, explanations
-    from .explanation import (
-        Explanation,
-        Explanations,
-        call_sites,
-        listable,
-        matching,
-        outcome,
-        why_no_match,
-    )
+    from .asking import *
+    from .explanation import *
 else:
     __getattr__ = shown_later(
         __name__,

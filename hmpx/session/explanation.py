@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -90,12 +90,12 @@ class Explanation:
         yield from _wrapped(f"{self.op}: {self._what()}", "", 2)
         line = "no list" if self.reason in ("", UNDECIDED.reason) else self.reason
         yield from _field("decided by", f"{line} ({self.policy})")
-        yield from _fields("asked first", self.asked_first)
+        yield from _field("asked first", *self.asked_first)
         if self.covers:
             yield from _field("also decides", ", ".join(self.covers))
         for device_type, note in self.device_notes:
             yield from _field(f"on {device_type}", note)
-        yield from _fields("note", self.notes)
+        yield from _field("note", *self.notes)
         yield from _field("call sites", ", ".join(self.sites))
         if writes := ", ".join([*self.in_place, *["out="] * self.takes_out]):
             text = f"{writes}: the dtype of the tensor that is written to decides, not the lists"
@@ -171,14 +171,11 @@ class Explanations(tuple[Explanation, ...]):
         return lined([*lines, f"by {', '.join(policies)}; a single name says more"])
 
 
-def _field(name: str, text: str) -> Iterable[str]:
-    return _wrapped(text, f"  {name}".ljust(_INDENT - 1) + " ", _INDENT)
-
-
-def _fields(name: str, texts: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of a field with several values, one per line."""
-    for position, text in enumerate(texts):
-        yield from _field("" if position else name, text)
+def _field(name: str, *texts: str) -> Iterator[str]:
+    """Yields the lines of a field with any number of values."""
+    for text in texts:
+        yield from _wrapped(text, f"  {name}".ljust(_INDENT - 1) + " ", _INDENT)
+        name = ""
 
 
 def _wrapped(text: str, before: str, indent: int) -> list[str]:

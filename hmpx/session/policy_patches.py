@@ -201,7 +201,6 @@ def foreign_patches(
 
 
 def originals(wrappers: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
-    """Returns the functions that these wrappers wrap."""
     return [vars(wrapper)["__wrapped__"] for wrapper in wrappers]
 
 

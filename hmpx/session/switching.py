@@ -103,7 +103,6 @@ _IS_COUNTED: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def current() -> Session | None:
-    """Returns the session in force, or None."""
     return _current
 
 

@@ -23,7 +23,6 @@ LOW_DTYPES: Final = frozenset(LOW_PRECISION)
 
 
 def is_low(dtype: object) -> TypeGuard[torch.dtype]:
-    """Whether any value is a low-precision dtype."""
     return isinstance(dtype, torch.dtype) and dtype in LOW_DTYPES
 
 

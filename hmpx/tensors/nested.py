@@ -66,7 +66,6 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 def is_floating(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is floating-point or complex."""
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 

@@ -26,7 +26,6 @@ def stored_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in ``value``, in its order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, SEQUENCES):
@@ -50,7 +49,6 @@ def floats_of(value: Any) -> list[Tensor]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether each element of ``tensor`` is stored."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 

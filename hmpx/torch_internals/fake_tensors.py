@@ -85,7 +85,6 @@ def is_planned() -> bool:
 
 
 def passes_for_real(tensor: Tensor) -> bool:
-    """Whether a tensor is fake and stands for a real one."""
     return _planning > 0 and _here.plans and isinstance(tensor, FakeTensor)
 
 

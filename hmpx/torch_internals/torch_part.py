@@ -129,7 +129,6 @@ def rely_on(
 
 
 def one() -> Tensor:
-    """Returns a tensor of one element."""
     return torch.ones(1, dtype=torch.float32, device="cpu")
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import torch
 
 from ..torch_internals import (
+    OFF_MARK,
     TRAINING_MARK,
     DisableAutocast,
     current_graph_task,
@@ -33,12 +34,12 @@ from .switch import (
     Region,
     close_region,
     innermost,
-    is_every_marked,
+    is_enabled,
     last_region,
-    mark_every,
     note_traced_region,
     off,
     open_region,
+    set_enabled,
 )
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -73,14 +74,14 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
             # torch.compile runs wrappers instead of tracing into them: they read the mark, which
             # becomes part of the graph.
             note_traced_region()
-            self._was_marked = is_every_marked()
-            mark_every(True)
+            self._was_marked = is_enabled(OFF_MARK)
+            set_enabled(OFF_MARK, True)
         else:
             open_region(Region(weakref.ref(self), more=ALL))
 
     def __exit__(self, *exc_info: object) -> None:
         if torch.compiler.is_dynamo_compiling():
-            mark_every(self._was_marked)
+            set_enabled(OFF_MARK, self._was_marked)
         else:
             close_region(last_region(self))
 
@@ -284,8 +285,6 @@ def _is_marked() -> bool:
 
 
 def as_training(function: _F) -> _F:
-    """Makes all calls of ``function`` count as training."""
-
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         global _was_marked

@@ -44,7 +44,6 @@ class RandomStates:
             self.states.append((numpy.random.set_state, (numpy.random.get_state(),)))
 
     def restore(self) -> None:
-        """Restores them."""
         for set_state, state in self.states:
             set_state(*state)
 
@@ -140,7 +139,6 @@ def _held_by_function(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _leads(value: Any) -> bool:
-    """Whether ``value`` may contain such objects."""
     kinds = (
         nn.Module, torch.Generator, functools.partial, types.MethodType, types.FunctionType, list, tuple, dict
     )  # fmt: skip
@@ -207,7 +205,6 @@ class ModelState:
                     tensor.grad = gradient
 
     def _saved(self, roots: Iterable[Any]) -> list[Any]:
-        """Saves ``roots`` and all that they hold, and returns it."""
         seen: dict[int, Any] = {}
         rest = list(roots)
         while rest:

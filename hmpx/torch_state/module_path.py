@@ -295,7 +295,6 @@ def running_module() -> nn.Module | None:
 
 
 def _running_modules() -> list[nn.Module]:
-    """Returns the running modules, outermost first."""
     return _running.modules or ([] if _running.since is _noting else _running_frames())
 
 

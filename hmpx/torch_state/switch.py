@@ -126,9 +126,8 @@ ON: Final[frozenset[str]] = frozenset()
 # The state is also marked in the autocast bits of device types that don't exist. torch.compile guards on
 # these bits and captures them, and autograd's backward threads inherit them. Neither is true of
 # thread-locals and context variables.
-_MARK = OFF_MARK
 #: Entry of such a set -> the device type whose bit marks it. It only grows: marks keep their meaning.
-_marks: dict[str, str] = {EVERY: _MARK}
+_marks: dict[str, str] = {EVERY: OFF_MARK}
 #: In the order of use.
 _SPARE: Final = tuple(
     [
@@ -144,24 +143,12 @@ AUTOCAST_STATE: Final = (torch.is_autocast_enabled, torch.get_autocast_dtype)
 
 
 def mark(off: frozenset[str]) -> None:
-    """Marks exactly what is off."""
     for name, bit in list(_marks.items()):
         set_enabled(bit, name in off)
 
 
 def marked() -> frozenset[str]:
-    """Returns the marked set."""
     return frozenset([name for name, bit in list(_marks.items()) if is_enabled(bit)])
-
-
-def mark_every(is_off: bool) -> None:
-    """Marks whether all casts are off."""
-    set_enabled(_MARK, is_off)
-
-
-def is_every_marked() -> bool:
-    """Whether all casts are marked as off."""
-    return is_enabled(_MARK)
 
 
 def is_autocast_on() -> bool:
@@ -242,7 +229,6 @@ class Region:
         return self.is_closed or (type(opener) is weakref.ref and opener() is None)
 
     def is_opened_by(self, opener: object) -> bool:
-        """Whether ``opener`` opened it."""
         own = self.opener
         return opener is (own() if type(own) is weakref.ref else own)
 
@@ -315,7 +301,6 @@ def _forget(region: Region) -> None:
 
 
 def is_off() -> bool:
-    """Whether all casts are off in this thread."""
     if torch.compiler.is_dynamo_compiling():
         return _is_off_where_traced()
     return _covers_all(off())
@@ -333,11 +318,10 @@ def has_casts(device_type: str) -> bool:
 
 
 def off() -> frozenset[str]:
-    """Returns the casts that are off in this thread."""
     region = innermost()
     if region is None:
         return _inherited()
-    is_in_graph = IN_GRAPHS in open_regions and is_every_marked() and EVERY not in region.off
+    is_in_graph = IN_GRAPHS in open_regions and is_enabled(OFF_MARK) and EVERY not in region.off
     return region.off | ALL if is_in_graph and not _is_off_in_others() else region.off
 
 

@@ -19,5 +19,4 @@ def path_for(torch_version: str) -> Path:
 
 
 def compiled() -> list[Path]:
-    """Returns the paths of all that are there."""
     return sorted(FOLDER.glob("nodes.torch-*.so"))

@@ -108,7 +108,6 @@ class SharedScales(MeasuredFormat):
 
     @property
     def _largest(self) -> float:
-        """The largest magnitude of an element."""
         if isinstance(self.element, Table):
             return max(abs(to_float32(value)) for value in self.element.values)
         return self.element.max
@@ -193,7 +192,6 @@ class SharedScales(MeasuredFormat):
         return E4M3.round(scale, None, _E4M3_PARAMS) if is_coarse else scale
 
     def _tensor_scale(self, x: Tensor, p: ScaledParams) -> Tensor:
-        """Returns the scale of the whole tensor."""
         every = x.reshape(1, -1) if x.numel() else x.new_zeros(1, 1)
         return self.scale_of(amax_of(every, p.binary), p).reshape(())
 
@@ -350,7 +348,6 @@ def _most_of(blocks: Tensor, binary: Binary) -> Tensor:
 
 
 def _in_blocks(scales: Tensor, blocks: Tensor) -> Tensor:
-    """Returns scales in the dimensions of blocks."""
     return scales.reshape([1 if dim % 2 else n for dim, n in enumerate(blocks.shape)])
 
 
@@ -384,7 +381,6 @@ def check_shape(scales: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
 
 
 def exponent_of(largest: float) -> int:
-    """Returns the exponent of a positive number."""
     return math.frexp(largest)[1] - 1
 
 
