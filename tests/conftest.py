@@ -24,7 +24,7 @@ from hmpx import ops
 from hmpx.casting import retiring
 from hmpx.compute import capabilities as capability
 from hmpx.ops.sites import NAMESPACES
-from hmpx.patches import early_names, kept_values
+from hmpx.patches import early_names, values
 from hmpx.session import switching
 
 from . import fake_cuda
@@ -251,7 +251,7 @@ def low_parameters_are_hidden() -> Iterator[None]:
     By a patch of its own, so that those of tests are undone before `torch_is_left_untouched` looks.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_values, "gc", types.SimpleNamespace(get_objects=list))
+        patch.setattr(values, "gc", types.SimpleNamespace(get_objects=list))
         yield
 
 

@@ -14,7 +14,6 @@ from .foreign import (
     same,
     why_not,
 )
-from .known_facts import Product, draws, facts, product
 from .op_table import (
     Op,
     covered,
@@ -40,7 +39,7 @@ from .schemas import (
     statistics,
     written,
 )
-from .sites import Site
+from .sites import Product, Site, draws, facts, product
 from .traits import (
     computing,
     is_castable,

@@ -20,7 +20,6 @@ from torch.overrides import get_ignored_functions, get_overridable_functions
 from ..errors import shown, suggestion
 from ..torch_internals import NN_NAMESPACE, VF_NAMESPACE
 from . import foreign
-from .known_facts import facts, renamings
 from .schemas import has_overload
 from .sites import (
     NAMESPACES,
@@ -28,9 +27,11 @@ from .sites import (
     QUALIFIED_ONLY,
     RESERVED,
     Site,
+    facts,
     is_in_place,
     operator_in,
     plain_operator,
+    renamings,
 )
 
 

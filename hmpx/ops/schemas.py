@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import raised_here
 from ..torch_internals import VF_NAMESPACE, has_kernel, schemas_of
-from .known_facts import facts, renamings
-from .sites import QUALIFIED_ONLY, Site, operator_in, plain_operator
+from .sites import QUALIFIED_ONLY, Site, facts, operator_in, plain_operator, renamings
 
 #: Names of sparse products that ATen does not have.
 _SPARSE_ALIASES = frozenset({"dsmm", "hsmm", "saddmm", "spmm"})

@@ -10,10 +10,9 @@ import torch
 
 from ..torch_internals import NN_NAMESPACE
 from . import foreign
-from .known_facts import facts
 from .op_table import covered, covering, table
 from .schemas import aten_name, parameters, read_schemas
-from .sites import operator_in
+from .sites import facts, operator_in
 
 #: The options of a new tensor.
 _OF_NEW = frozenset({"dtype", "layout", "device", "pin_memory"})

@@ -15,7 +15,6 @@ from .early_names import (
     taken_name_patches,
 )
 from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
-from .kept_values import kept_value_patches
 from .pickling import pickle_patch, retired, retired_name
 from .regions import SCALERS, region_patches
-from .values import value_patches
+from .values import kept_value_patches, value_patches

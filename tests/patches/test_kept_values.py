@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, vector_to_parameters
 
 import hmpx
-from hmpx.patches import kept_values
+from hmpx.patches import values
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -29,7 +29,7 @@ def low_parameters_are_hidden(
 ) -> None:
     """Hides those of other tests, except where they are what is tested."""
     if "before" not in request.node.name:
-        monkeypatch.setattr(kept_values, "gc", types.SimpleNamespace(get_objects=list))
+        monkeypatch.setattr(values, "gc", types.SimpleNamespace(get_objects=list))
 
 
 def product() -> Tensor:
@@ -296,7 +296,7 @@ def test_a_dtype_that_is_read_from_a_result_asks_for_no_other_value(
     """Nothing is upcast that the program names a low dtype for, and nothing else is left low."""
     with hmpx.convert(device_types={"cpu"}):
         y = product()
-        monkeypatch.setattr(kept_values, "gc", types.SimpleNamespace(get_objects=lambda: [y]))
+        monkeypatch.setattr(values, "gc", types.SimpleNamespace(get_objects=lambda: [y]))
         kept = follow(y)
         assert nn.Parameter(product()).dtype is FP32
         if isinstance(kept, Tensor) and kept.dtype is BF16:
