@@ -16,11 +16,43 @@ from .vocabulary import (
 )
 
 if TYPE_CHECKING:
-    from .codes import *
-    from .families import *
-    from .kernels import *
-    from .registered import *
-    from .rounding import *
+    from .codes import decode, encode, from_uint16, to_uint16
+    from .families import (
+        FORMATS,
+        Block,
+        CodedFormat,
+        Custom,
+        Exponent,
+        Fixed,
+        Float,
+        Format,
+        Posit,
+        Rounder,
+        Scaled,
+        Table,
+        Takum,
+        code_dtype,
+    )
+    from .kernels import (
+        MOST_THREADS,
+        Bfloat16Kernels,
+        bfloat16_kernels,
+        extremes_kernels,
+        kernels_in_use,
+        largest_magnitude,
+    )
+    from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
+    from .rounding import (
+        FormatRounding,
+        Rounded,
+        quantize,
+        rounder,
+        rounding_in,
+        rounds_nothing,
+        straight_through,
+        takes_operators,
+        text_of,
+    )
 else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,

@@ -23,8 +23,16 @@ from .session import Session
 from .switching import current
 
 if TYPE_CHECKING:
-    from .asking import *
-    from .explanation import *
+    from .asking import explain, explanations
+    from .explanation import (
+        Explanation,
+        Explanations,
+        call_sites,
+        listable,
+        matching,
+        outcome,
+        why_no_match,
+    )
 else:
     __getattr__ = shown_later(
         __name__,
