@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..compute import computed_in_fp32, may_run_again, note_legalized, rounded
 from ..policy import INPUT, CastPolicy, Decision
-from ..tensors import CAST, LOW_DTYPES, SEQUENCES, Args, Kwargs, leaves
+from ..tensors import CAST, LOW_DTYPES, SEQUENCES, Args, Function, Kwargs, leaves
 from ..torch_internals import (
     DisableAutocast,
     DisableTorchFunctionSubclass,
@@ -35,11 +35,11 @@ Call = Callable[[Args, Kwargs], Any]
 
 
 def call_of(
-    original: Callable[..., Any],
-    complete: Callable[..., Any],
+    original: Function,
+    complete: Function,
     plan: CallPlan,
     control: Control,
-    narrowed: Callable[[], Callable[..., Any] | None] | None,
+    narrowed: Callable[[], Function | None] | None,
 ) -> tuple[Call, Call]:
     """Returns the function that makes any call of a wrapper, and the one for calls that are cast for sure."""
     is_overridable, is_named = plan.site.is_overridable, plan.decision.is_named
@@ -100,19 +100,17 @@ def cast_where_on(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 
 
 def narrower(
-    original: Callable[..., Any],
-    plan: CallPlan,
-    make: Callable[[CallPlan], Callable[..., Any] | None],
-) -> Callable[[], Callable[..., Any] | None] | None:
+    original: Function, plan: CallPlan, make: Callable[[CallPlan], Function | None]
+) -> Callable[[], Function | None] | None:
     """Returns a function that finds the wrapper for the casts that are on, and returns None if all are.
 
     None if the casts of ``plan`` are on or off together.
     """
     if not plan.narrows:
         return None
-    made: dict[frozenset[str], Callable[..., Any]] = {}
+    made: dict[frozenset[str], Function] = {}
 
-    def narrowed() -> Callable[..., Any] | None:
+    def narrowed() -> Function | None:
         off = partly_off()
         if not off:
             return None
@@ -136,7 +134,7 @@ _retried: set[tuple[str, torch.dtype | None]] = set()
 
 
 def retry_in_fp32(  # noqa: PLR0917  # all there is to one call
-    original: Callable[..., Any],
+    original: Function,
     plan: CallPlan,
     control: Control,
     error: Exception,
@@ -195,7 +193,7 @@ def is_overridden(args: Args, kwargs: Kwargs) -> bool:
     return bool(kwargs) and is_overridden(tuple(kwargs.values()), {})
 
 
-def hands_over(function: Callable[..., Any]) -> bool:
+def hands_over(function: Function) -> bool:
     """Whether torch lets modes and tensor subclasses override one of its functions.
 
     Functions in Python handle overrides themselves, or leave them to the functions that they call.
@@ -205,7 +203,7 @@ def hands_over(function: Callable[..., Any]) -> bool:
 
 
 def override(
-    original: Callable[..., Any],
+    original: Function,
     site: str,
     cast: Callable[[Args, Kwargs], tuple[Args, Kwargs]],
     args: Args,

@@ -17,7 +17,7 @@ from torch.overrides import has_torch_function
 from .. import compute
 from ..errors import raised_here
 from ..policy import CastPolicy, Decision, LowType, Rule
-from ..tensors import LOW_DTYPES, Args, Kwargs
+from ..tensors import LOW_DTYPES, Args, Function, Kwargs
 from ..torch_state import is_off, is_outside, open_regions
 from .calls import call_of, cast_where_on, is_overridden, narrower, override, retry_in_fp32
 from .inputs import widener
@@ -28,9 +28,7 @@ from .running import callee_of, keeping_parameters
 from .source import make_generated
 
 
-def make_wrapper(
-    original: Callable[..., Any], plan: CallPlan, *, fuses: bool = True
-) -> Callable[..., Any] | None:
+def make_wrapper(original: Function, plan: CallPlan, *, fuses: bool = True) -> Function | None:
     """Returns the wrapper of ``original`` at ``plan.site``; None if no call is ever cast.
 
     Without ``fuses`` autograd's nodes are torch's.
@@ -74,9 +72,7 @@ def make_wrapper(
     return named_after(original, wrapper, plan.site.name, control)
 
 
-def make_wrapper_where_lacking(
-    original: Callable[..., Any], plan: CallPlan
-) -> Callable[..., Any] | None:
+def make_wrapper_where_lacking(original: Function, plan: CallPlan) -> Function | None:
     """Returns the wrapper of a function that is never cast: it adds fallbacks to torch's.
 
     It computes in fp32 if a kernel is missing, and accepts numbers that the dtype does not hold. None if torch's
@@ -101,9 +97,7 @@ def make_wrapper_where_lacking(
     return named_after(original, wrapper, site.name, control)
 
 
-def _make_wrapper_taking_numbers(
-    original: Callable[..., Any], plan: CallPlan
-) -> Callable[..., Any] | None:
+def _make_wrapper_taking_numbers(original: Function, plan: CallPlan) -> Function | None:
     """Returns the wrapper of a function that is never cast and has all kernels.
 
     None if it takes no numbers. Modes and tensor subclasses see the wrapper only if a number must be
@@ -139,7 +133,7 @@ def _learns_low(values: Args) -> bool:
     return False
 
 
-def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+def completed(original: Function, plan: CallPlan) -> Function:
     """Adds fallbacks to ``original``: see `make_wrapper_where_lacking`."""
     site = plan.site
     callee = callee_of(original, plan)
@@ -163,8 +157,8 @@ def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any
 
 
 def _falling_back(
-    complete: Callable[..., Any], original: Callable[..., Any], plan: CallPlan, control: Control
-) -> Callable[..., Any]:
+    complete: Function, original: Function, plan: CallPlan, control: Control
+) -> Function:
     """Makes ``complete`` compute in fp32 where torch stops: the module that is converted gave it a low result."""
 
     def outside(*args: Any, **kwargs: Any) -> Any:
@@ -182,21 +176,17 @@ def _falling_back(
 _OUTSIDE: Final = Decision(CastPolicy.PASS, reason="outside of the module given as within=")
 
 #: Creates the wrapper for a decision; None if no call would be cast.
-Maker = Callable[[Decision], Callable[..., Any] | None]
+Maker = Callable[[Decision], Function | None]
 
 
 def make_choosing_wrapper(
-    original: Callable[..., Any],
-    plan: CallPlan,
-    rules: tuple[Rule, ...],
-    low_dtype: LowType,
-    make: Maker,
-) -> Callable[..., Any]:
+    original: Function, plan: CallPlan, rules: tuple[Rule, ...], low_dtype: LowType, make: Maker
+) -> Function:
     """Returns a wrapper of ``original`` whose calls are decided by ``rules``, and by where they are made."""
     # Also keyed by the reason, which the log shows and equality ignores.
-    followed: dict[tuple[Decision, str], Callable[..., Any]] = {}
+    followed: dict[tuple[Decision, str], Function] = {}
 
-    def follow(decision: Decision | None) -> Callable[..., Any]:
+    def follow(decision: Decision | None) -> Function:
         decision = plan.decision if decision is None else decision
         key = decision, decision.reason
         found = followed.get(key)

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -30,7 +30,7 @@ from ..observers import (
 )
 from ..ops import draws, facts
 from ..policy import CastPolicy
-from ..tensors import PLAIN_TENSORS, Args, Kwargs, map_tensors, tensors_in
+from ..tensors import PLAIN_TENSORS, Args, Function, Kwargs, map_tensors, tensors_in
 from ..torch_internals import (
     has_fake_tensors,
     is_any_autocast_enabled,
@@ -66,10 +66,10 @@ _MOST_CALLS: Final = 1 << 14
 
 
 def make_observed_wrapper(
-    original: Callable[..., Any], plan: CallPlan, attached: tuple[Attached, ...]
-) -> Callable[..., Any]:
+    original: Function, plan: CallPlan, attached: tuple[Attached, ...]
+) -> Function:
     """Returns a wrapper that runs calls like `make_wrapper`'s, and reports each call to observers."""
-    made: list[Callable[..., Any]] = []
+    made: list[Function] = []
 
     @run_when_traced
     def make() -> None:  # few of torch's functions are called while it is observed
@@ -90,9 +90,7 @@ def make_observed_wrapper(
 class _ObservedCalls:
     """Makes the calls of an observed wrapper, and reports them."""
 
-    def __init__(
-        self, original: Callable[..., Any], plan: CallPlan, attached: tuple[Attached, ...]
-    ) -> None:
+    def __init__(self, original: Function, plan: CallPlan, attached: tuple[Attached, ...]) -> None:
         self._original, self._plan, self._attached = original, plan, attached
         self._observers = frozenset(attached)
         self._of_every_op = tuple([each for each in attached if each.every_op])
@@ -311,7 +309,7 @@ class _ObservedState(threading.local):
 _here: Final = _ObservedState()
 
 
-def _amid_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _amid_call(function: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Calls ``function``, a part of an observed call: its casts are not the program's."""
     if is_dynamo_compiling():
         return function(*args, **kwargs)
@@ -345,13 +343,7 @@ def _now(device_type: str) -> float:
 
 
 def _tensors(
-    plan: CallPlan,
-    complete: Callable[..., Any],
-    inner: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    *,
-    casts: bool,
+    plan: CallPlan, complete: Function, inner: Function, args: Args, kwargs: Kwargs, *, casts: bool
 ) -> CallTensors:
     """Returns the tensors of a call before it runs, without its result; without ``casts`` those after casts neither."""
     state = (
@@ -365,7 +357,7 @@ def _tensors(
     if state is not None:
         state.restore()  # stochastic rounding may have drawn numbers
 
-    def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def again(function: Function, *args: Any, **kwargs: Any) -> Any:
         if state is None:
             return function(*args, **kwargs)
         now = state_of_random_numbers([*args, *kwargs.values()])

@@ -14,11 +14,12 @@ from typing import Any, Final
 
 from .. import patches
 from ..patching import Patch
+from ..tensors import Function
 from ..torch_internals import leave_uncompiled
 from .plan import CallPlan
 
 #: Dotted name of a slot -> the wrapper in it, and the wrapped function.
-_in_force: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_in_force: Mapping[str, tuple[Function, Function]] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -27,14 +28,14 @@ class Control:
 
     legalizes: bool = False  # calls may be legalized
     looks_at_all: bool = False  # settled calls, too, don't go straight to torch's function
-    forward: Callable[..., Any] | None = None  # gets all calls once the wrapper is retired
+    forward: Function | None = None  # gets all calls once the wrapper is retired
     #: Whether a product of two matrices may be legalized, judged by their sizes alone.
     may_apply: Callable[[Any, Any], bool] = lambda a, b: True
     #: Compiled nodes that compute calls, but for unusual ones: legalized calls, once there was one; other calls, once
     #: none may be legalized; and those in use.
-    offered: Callable[..., Any] | None = None
-    fused: Callable[..., Any] | None = None
-    nodes: Callable[..., Any] | None = None
+    offered: Function | None = None
+    fused: Function | None = None
+    nodes: Function | None = None
     names: list[tuple[str, str]] = field(default_factory=list)  # in use, and once it is retired
     alone: int = 0  # count of references to the wrapper when it was new
     is_held: bool = False  # other code had references when the last conversion took it
@@ -49,9 +50,7 @@ class Control:
         self.looks_at_all, self.nodes = is_open, None if is_open else self.fused
 
 
-def named_after(
-    original: Callable[..., Any], wrapper: Callable[..., Any], site: str, control: Control
-) -> Callable[..., Any]:
+def named_after(original: Function, wrapper: Function, site: str, control: Control) -> Function:
     """Gives ``wrapper`` an importable name, so that it can be pickled."""
     module, _, name = site.rpartition(".")
     if module == "torch.Tensor":
@@ -70,14 +69,14 @@ def named_after(
     return wrapper
 
 
-def in_force(wrappers: Iterable[Callable[..., Any]]) -> Patch:
+def in_force(wrappers: Iterable[Function]) -> Patch:
     """Returns the patch that registers ``wrappers`` under the names of their slots."""
     found = [(vars(wrapper), wrapper) for wrapper in wrappers]
     sites = {marks["__hmpx_site__"]: (wrapper, marks["__wrapped__"]) for marks, wrapper in found}
     return Patch(sys.modules[__name__], "_in_force", sites)
 
 
-def in_slot(site: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def in_slot(site: str, original: Function) -> Function:
     """Returns the wrapper of ``original`` in the slot ``site``; ``original`` if there is none.
 
     Not a wrapper of a function that somebody else has put there since, which may call this wrapper.
@@ -116,15 +115,13 @@ class _Retirement(Patch):
         control.reset()
 
 
-def retirements(
-    wrappers: Iterable[Callable[..., Any]], kept: Collection[Callable[..., Any]] = ()
-) -> list[Patch]:
+def retirements(wrappers: Iterable[Function], kept: Collection[Function] = ()) -> list[Patch]:
     """Returns the patches that retire ``wrappers`` except those in ``kept``."""
     used = set(map(id, kept))
     return [_Retirement(w, "", True, stays_idle=True) for w in wrappers if id(w) not in used]
 
 
-def in_use(wrappers: Iterable[Callable[..., Any]]) -> list[Patch]:
+def in_use(wrappers: Iterable[Function]) -> list[Patch]:
     """Returns the patches that put retired wrappers in use. Apply them before a wrapper is in a slot."""
     retired = [w for w in wrappers if vars(w)["__hmpx_control__"].forward is not None]
     return [_Retirement(wrapper, "", False) for wrapper in retired]
@@ -133,15 +130,15 @@ def in_use(wrappers: Iterable[Callable[..., Any]]) -> list[Patch]:
 # --- wrappers that conversions share -----------------------------------------------------------
 
 #: ``id`` of torch's function, and plan -> the wrapper; None if the function needs none.
-_shared: Final[dict[tuple[int, CallPlan], Callable[..., Any] | None]] = {}
+_shared: Final[dict[tuple[int, CallPlan], Function | None]] = {}
 
 #: A limit, since programs may keep putting new functions in torch's slots.
 _MOST: Final = 5000
 
 
 def shared(
-    original: Callable[..., Any], plan: CallPlan, make: Callable[[], Callable[..., Any] | None]
-) -> Callable[..., Any] | None:
+    original: Function, plan: CallPlan, make: Callable[[], Function | None]
+) -> Function | None:
     """Returns the wrapper of ``original`` by ``plan`` from ``make``, or that of an earlier conversion."""
     key = id(original), plan
     if key not in _shared:
@@ -156,6 +153,6 @@ def shared(
     return wrapper
 
 
-def held_by_others(wrappers: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
+def held_by_others(wrappers: Iterable[Function]) -> list[Function]:
     """Returns the wrappers to which other code had references before the conversion began."""
     return [each for each in wrappers if vars(each)["__hmpx_control__"].is_held]

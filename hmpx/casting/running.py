@@ -7,7 +7,7 @@ emulated; composed; with running statistics hidden.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import compute
 from ..policy import INPUT, CastPolicy
-from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
+from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Function, Kwargs
 from ..torch_internals import data_of, transforms
 from ..torch_state import is_below_dispatcher, without_casts
 from .inputs import (
@@ -50,7 +50,7 @@ def runner(plan: CallPlan, control: Control) -> Runner:
     return _selecting(plan, run) if plan.selects else run
 
 
-def layered(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any]:
+def layered(plan: CallPlan, function: Function) -> Function:
     """Returns ``function`` with what its kind of op needs wherever it runs."""
     site = plan.site
     if site.is_python:
@@ -83,7 +83,7 @@ def keeping_parameters(plan: CallPlan) -> Runner:
     is_choosy = plan.options.keep_weight_casts == "auto"
 
     def run_native(
-        function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
+        function: Function, args: Args, kwargs: Kwargs, given: Args, named: Kwargs
     ) -> Any:
         if is_choosy and kwargs is named:
             for before, cast in zip(given, args, strict=True):
@@ -106,7 +106,7 @@ def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
     passes_fp32 = not plan.composes and plan.emulation is None and plan.takes_fp32_statistics
 
     def run_beside(
-        function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
+        function: Function, args: Args, kwargs: Kwargs, given: Args, named: Kwargs
     ) -> Any:
         if not (passes_fp32 and statistics.are_fp32(args, kwargs)):
             function, args, kwargs = statistics.set_apart(function, args, kwargs)
@@ -118,7 +118,7 @@ def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
 def _emulated(plan: CallPlan) -> Runner:
 
     def run_emulated(
-        function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
+        function: Function, args: Args, kwargs: Kwargs, given: Args, named: Kwargs
     ) -> Any:
         args, kwargs, is_emulated = emulated_args(plan, args, kwargs)
         # With a dtype, the output has that one.
@@ -151,7 +151,7 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
     first_decides = output is None and decision.cast_policy is CastPolicy.FIRST
 
     def run_composed(
-        function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
+        function: Function, args: Args, kwargs: Kwargs, given: Args, named: Kwargs
     ) -> Any:
         first: list[Tensor] = []
         if by_input:
@@ -190,7 +190,7 @@ def _selecting(plan: CallPlan, run: Runner) -> Runner:
     """Returns a runner that casts the selected elements; if that is impossible, ``run`` gets a cast table."""
 
     def run_selecting(
-        function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
+        function: Function, args: Args, kwargs: Kwargs, given: Args, named: Kwargs
     ) -> Any:
         dtype = target_dtype(plan, args, kwargs)
         inputs = compute.inputs_of(args, kwargs)
@@ -205,7 +205,7 @@ def _selecting(plan: CallPlan, run: Runner) -> Runner:
     return run_selecting
 
 
-def _rounding_into_out(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any]:
+def _rounding_into_out(plan: CallPlan, function: Function) -> Function:
     """Makes a function of an op that computes in fp32 round once into an ``out=`` of any dtype."""
     is_quick, callee = not plan.site.is_python, callee_of(function, plan)
 
@@ -219,7 +219,7 @@ def _rounding_into_out(plan: CallPlan, function: Callable[..., Any]) -> Callable
     return into_out
 
 
-def _for_onnx(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any]:
+def _for_onnx(plan: CallPlan, function: Function) -> Function:
     """Makes a norm run in fp32 during export to ONNX, which rejects fp32 weights alongside bf16.
 
     The kernels that accept them also compute in fp32, and round the same result.
@@ -235,7 +235,7 @@ def _for_onnx(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any
     return norm
 
 
-def callee_of(function: Callable[..., Any], plan: CallPlan) -> compute.Callee:
+def callee_of(function: Function, plan: CallPlan) -> compute.Callee:
     """Returns ``function``, which computes the op of ``plan``, as a `Callee` for `compute`."""
     site, facts = plan.site, plan.facts
     return compute.Callee(
@@ -250,9 +250,7 @@ def callee_of(function: Callable[..., Any], plan: CallPlan) -> compute.Callee:
     )
 
 
-def _run_plainly(
-    function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
-) -> Any:
+def _run_plainly(function: Function, args: Args, kwargs: Kwargs, given: Args, named: Kwargs) -> Any:
     return function(*args, **kwargs)
 
 
@@ -285,8 +283,8 @@ class Statistics:
         return True
 
     def set_apart(
-        self, function: Callable[..., Any], args: Args, kwargs: Kwargs
-    ) -> tuple[Callable[..., Any], Args, Kwargs]:
+        self, function: Function, args: Args, kwargs: Kwargs
+    ) -> tuple[Function, Args, Kwargs]:
         """Returns the call with None for the statistics, and a function that supplies them."""
         values, named = list(args), dict(kwargs)
         held = []
@@ -298,11 +296,7 @@ class Statistics:
         return functools.partial(self._call, function, held), tuple(values), named
 
     def _call(
-        self,
-        function: Callable[..., Any],
-        held: list[tuple[Any, Tensor]],
-        *args: Any,
-        **kwargs: Any,
+        self, function: Function, held: list[tuple[Any, Tensor]], *args: Any, **kwargs: Any
     ) -> Any:
         values = list(args)
         for key, statistic in held:

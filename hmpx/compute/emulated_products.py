@@ -18,7 +18,7 @@ from torch import Tensor
 from ..number_formats import Format, Rounder, straight_through
 from ..ops import Product, parameter_named, product
 from ..patching import unpatched
-from ..tensors import SEQUENCES, Args, Kwargs
+from ..tensors import SEQUENCES, Args, Function, Kwargs
 from ..torch_internals import HAS_OPERATORS, each_of_batch, is_gradient_batch, may_learn
 
 # Unpatched: op lists may name any of them.
@@ -312,7 +312,7 @@ def may_be_factored(op: str) -> bool:
 
 
 def factored(
-    op: str, names: tuple[str, ...], function: Callable[..., Any], args: Args, kwargs: Kwargs
+    op: str, names: tuple[str, ...], function: Function, args: Args, kwargs: Kwargs
 ) -> Factored | None:
     """Returns the decomposed call of torch's function for ``op``; None if unsupported."""
     if op in _OF_ARGUMENTS:
@@ -418,9 +418,7 @@ def _each(value: Any, dims: int) -> list[int]:
 _OF_ARGUMENTS: Final = frozenset({"einsum", "tensordot"})
 
 
-def _of_arguments(
-    op: str, function: Callable[..., Any], args: Args, kwargs: Kwargs
-) -> Factored | None:
+def _of_arguments(op: str, function: Function, args: Args, kwargs: Kwargs) -> Factored | None:
     is_equation = op == "einsum"
     factors: Any = (args[1] if len(args) > 1 else None) if is_equation else args[:2]
     if not _are_tensors(factors) or not factors:

@@ -19,7 +19,7 @@ from .. import arguments, number_formats, ops, tensors
 from ..errors import OptionError, raised_here, said_by, shown
 from ..number_formats import Custom, Format, Rounded, Scaled, decode, encode, get
 from ..registry import change_together, exclusive
-from ..tensors import Args, Kwargs, map_all, map_tensors
+from ..tensors import Args, Function, Kwargs, map_all, map_tensors
 from ..torch_internals import HAS_OPERATORS, may_learn
 from ..torch_state import without_casts
 from .composition import is_exported, is_traced
@@ -30,14 +30,14 @@ from .watching import LOWERINGS, Lowerings
 class OnCodes:
     """A function that takes and returns tensors of integer codes, prepared by `create_lower_func`."""
 
-    function: Callable[..., Any]
+    function: Function
 
 
 @dataclass(frozen=True)
 class Lowering:
     """A function that computes an op from arguments rounded to the format."""
 
-    function: Callable[..., Any]
+    function: Function
     op: str
     format: str  # its name
     takes_codes: bool = False  # so it can't take plain numbers
@@ -132,10 +132,7 @@ _REFLECTED: Final = frozenset(
 
 @exclusive
 def register_op(
-    fn: Callable[..., Any] | OnCodes,
-    op: str,
-    format: str | Format,
-    device_type: str | None = None,
+    fn: Function | OnCodes, op: str, format: str | Format, device_type: str | None = None
 ) -> None:
     """Makes ``fn`` compute an op in a number format.
 
@@ -184,7 +181,7 @@ def register_op(
     LOWERINGS.change({**lowerings, key: {**lowerings.get(key, {}), device_type: lowering}})
 
 
-def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
+def create_lower_func(function: str | Function) -> OnCodes:
     """Prepares a function that works on integer codes for `register_op`.
 
     The function is called with the op's arguments, with each floating-point tensor encoded by
@@ -239,7 +236,7 @@ def lowerings(op: str, format: str) -> Mapping[str | None, Lowering]:
     }
 
 
-def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
+def _swapped(function: Function) -> Function:
     return lambda a, b, *args, **kwargs: function(b, a, *args, **kwargs)
 
 

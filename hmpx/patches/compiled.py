@@ -27,7 +27,7 @@ from ..compute import pays, reported
 from ..later import AfterImport
 from ..patching import Draft, Patch, entries
 from ..policy import Policy
-from ..tensors import LOW_DTYPES, LOW_PRECISION
+from ..tensors import LOW_DTYPES, LOW_PRECISION, Function
 from ..torch_internals import (
     CAN_KEEP_CASTS,
     TRACES_AUTOCAST_STATES,
@@ -142,7 +142,7 @@ def _know_functions(module: Any) -> None:
 _MARK: Final = "__hmpx_compiled__"
 
 
-def _replace_once(module: Any, path: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+def _replace_once(module: Any, path: str, make: Callable[[Any], Function]) -> None:
     """Replaces a function in a module of torch.compile's by ``make(original)``, once, if it is there."""
     original = of_later(module.__name__, path)
     if original is not None and not hasattr(original, _MARK):
@@ -225,7 +225,7 @@ def _lower_originals(name: str) -> Callable[[Any], None]:
     inductor puts functions that it finds in torch, such as ``torch.full``, into its own graphs.
     """
 
-    def unwrapping(call: Callable[..., Any]) -> Callable[..., Any]:
+    def unwrapping(call: Function) -> Function:
         return lambda self, target, args, kwargs: call(self, unwrapped(target), args, kwargs)
 
     return lambda module: _replace_once(module, f"{name}.call_function", unwrapping)
@@ -334,9 +334,7 @@ def partition_patches(draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
     if of_later(Later.AOT_GRAPHS, _COMPILE) is None:
         return
 
-    def mark_first(
-        compile_graph: Callable[..., Any], state: Any, captured: Any, *others: Any
-    ) -> Any:
+    def mark_first(compile_graph: Function, state: Any, captured: Any, *others: Any) -> Any:
         of_subclasses = getattr(captured, "maybe_subclass_meta", None)
         facts = [getattr(each, "fw_metadata", None) for each in (of_subclasses, state)]
         if (written := _written_inputs(facts)) is None:
@@ -357,7 +355,7 @@ def partition_patches(draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
 def _partition(
     written: set[int],
     is_choosy: bool,
-    partition_fn: Callable[..., Any],
+    partition_fn: Function,
     graph: fx.GraphModule,
     *more: Any,
     static_lifetime_input_indices: list[int] | None = None,

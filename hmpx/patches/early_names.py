@@ -27,6 +27,7 @@ import torch
 from torch import fx, nn
 
 from ..patching import ABSENT, Applied, Draft, ItemPatch, Patch, entries, names_of
+from ..tensors import Function
 from ..torch_internals import NODE_KEY, NODE_TABLE, NODE_TARGET
 from .compiled import is_wrapper, unwrapped
 
@@ -300,9 +301,7 @@ def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[Patc
 # torch that are imported during a conversion also take wrappers.
 
 #: A replacement that is not a wrapper -> the function that it replaced.
-_originals: Final[weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]] = (
-    weakref.WeakKeyDictionary()
-)
+_originals: Final[weakref.WeakKeyDictionary[Function, Function]] = weakref.WeakKeyDictionary()
 
 #: The names of torch's modules that had been imported before torch was converted.
 _before: set[str] = set()
@@ -318,12 +317,12 @@ def note_torchs_modules() -> None:
     _before.update(name for name, _ in torchs_modules())
 
 
-def standing_for(applied: Iterable[Applied]) -> dict[int, Callable[..., Any]]:
+def standing_for(applied: Iterable[Applied]) -> dict[int, Function]:
     """Returns ``id`` of a function -> its replacement in ``applied``, if that is not a wrapper.
 
     The functions include replacements of earlier conversions.
     """
-    found: dict[int, Callable[..., Any]] = {}
+    found: dict[int, Function] = {}
     for done in applied:
         value, before = function_in(done.patch.value), unwrapped(function_in(done.previous))
         is_name = not done.patch.is_foreign
@@ -358,7 +357,7 @@ _METHODS: Final = (classmethod, staticmethod, types.MethodType)
 _BOUND: Final = (types.MethodType, types.BuiltinFunctionType)
 
 
-def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> Iterator[Patch]:
+def taken_name_patches(draft: Draft, wrappers: Iterable[Function]) -> Iterator[Patch]:
     """Yields the patches that rebind names taken during a conversion to torch's functions.
 
     A table built meanwhile, with wrappers as keys, gets the functions as additional keys: after a
@@ -380,9 +379,7 @@ def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> 
 # can call a node's function, or compare it with torch's, no matter when the graph was traced.
 
 
-def held_function_patches(
-    draft: Draft, replacements: Mapping[int, Callable[..., Any]]
-) -> Iterator[Patch]:
+def held_function_patches(draft: Draft, replacements: Mapping[int, Function]) -> Iterator[Patch]:
     """Yields the patches of subclasses of `torch.nn.Module`, of nodes, and of the search for nodes."""
     slot = Patch(nn.Module, "__init_subclass__", None)
     yield slot._replace(value=classmethod(_unbinding(draft.read(slot))))

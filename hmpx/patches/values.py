@@ -17,7 +17,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -41,6 +41,7 @@ from ..tensors import (
     LOW_DTYPES,
     PLAIN_TENSORS,
     SEQUENCES,
+    Function,
     is_low,
     short_name,
     widened,
@@ -90,14 +91,14 @@ def value_patches(draft: Draft) -> Iterator[Patch]:
 # --- numbers that new tensors are filled with, even those that a low dtype does not hold --------
 
 
-def _full(original: Callable[..., Any]) -> Callable[..., Any]:
+def _full(original: Function) -> Function:
     def full(*args: Any, **kwargs: Any) -> Any:
         return _filled(original, kwargs.get("dtype"), args, kwargs)
 
     return named_after(original, full, "full")
 
 
-def _new_full(original: Callable[..., Any]) -> Callable[..., Any]:
+def _new_full(original: Function) -> Function:
     def new_full(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.dtype not in LOW_DTYPES and not kwargs:
             return original(self, *args)
@@ -109,10 +110,7 @@ def _new_full(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _filled(
-    original: Callable[..., Any],
-    dtype: torch.dtype | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    original: Function, dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Returns the tensor that ``original`` creates; its number is the last of ``args``, or ``fill_value``."""
     if not is_low(dtype):
@@ -126,9 +124,7 @@ def _filled(
     return original(*args[:-1], number, **kwargs)
 
 
-def named_after(
-    original: Any, function: Callable[..., Any], name: str, owner: Any = torch
-) -> Callable[..., Any]:
+def named_after(original: Any, function: Function, name: str, owner: Any = torch) -> Function:
     """Makes ``function`` look like torch's ``original`` at ``owner.name``; returns it."""
     qualified = name if owner is torch else f"Tensor.{name}"
     function.__module__, function.__name__, function.__qualname__ = "torch", name, qualified
@@ -140,7 +136,7 @@ def named_after(
 # --- branches and loops that torch traces: results get the dtypes that it expects ---------------
 
 
-def _cond(original: Callable[..., Any]) -> Callable[..., Any]:
+def _cond(original: Function) -> Function:
     def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
         if is_off():
             return original(pred, true_fn, false_fn, operands)
@@ -153,8 +149,8 @@ def _cond(original: Callable[..., Any]) -> Callable[..., Any]:
     return cond
 
 
-def _while_loop(original: Callable[..., Any]) -> Callable[..., Any]:
-    def while_loop(cond_fn: Any, body_fn: Callable[..., Any], carried_inputs: Any) -> Any:
+def _while_loop(original: Function) -> Function:
+    def while_loop(cond_fn: Any, body_fn: Function, carried_inputs: Any) -> Any:
         def body(*carried: Any) -> Any:
             return _alike(body_fn(*carried), carried)
 
@@ -187,18 +183,16 @@ def _grad(slot: Any) -> property:
     return property(slot.__get__, set_grad, slot.__delete__, slot.__doc__)
 
 
-def _register(register: Callable[..., Any], tensor: Tensor, hook: Callable[..., Any]) -> Any:
+def _register(register: Function, tensor: Tensor, hook: Function) -> Any:
     return register(tensor, _fitting(hook, 0))
 
 
-def _collect(
-    init: Callable[..., Any], self: Any, module: Any, user_hooks: Any, user_pre_hooks: Any
-) -> None:
+def _collect(init: Function, self: Any, module: Any, user_hooks: Any, user_pre_hooks: Any) -> None:
     hooks, pre_hooks = ([_fitting(hook, 1) for hook in h] for h in (user_hooks, user_pre_hooks))
     init(self, module, hooks, pre_hooks)
 
 
-def _fitting(hook: Callable[..., Any], position: int) -> Callable[..., Any]:
+def _fitting(hook: Function, position: int) -> Function:
     """Makes ``hook`` return gradients in the dtypes of those that it gets at ``position``."""
 
     @functools.wraps(hook)
@@ -219,13 +213,13 @@ def _cast(value: Tensor, dtype: Any) -> Tensor:
 # --- numpy, which gets float32 copies of bfloat16 tensors instead of views ----------------------
 
 
-def _numpy(original: Callable[..., Any], tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+def _numpy(original: Function, tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     if has_torch_function_unary(tensor):
         return handle_torch_function(Tensor.numpy, (tensor,), tensor, *args, **kwargs)
     return original(_known_to_numpy(tensor), *args, **kwargs)
 
 
-def _from_dlpack(original: Callable[..., Any], x: Any, /, **kwargs: Any) -> Any:
+def _from_dlpack(original: Function, x: Any, /, **kwargs: Any) -> Any:
     return original(_known_to_numpy(x) if isinstance(x, Tensor) else x, **kwargs)
 
 
@@ -276,7 +270,7 @@ def kept_value_patches(draft: Draft) -> Iterator[Patch]:
 # --- requests ----------------------------------------------------------------------------------
 
 
-def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(original: Function) -> Function:
     """Makes ``original`` record the low-precision tensors that it creates on request, and raw memory for them."""
     is_function = isinstance(original, types.BuiltinFunctionType)  # torch looks up methods
 
@@ -395,7 +389,7 @@ _PASSING_ON: Final = frozenset([nn.Module.__setattr__.__code__, nn.Module.regist
 _CARRYING: Final = frozenset([nn.Module._apply.__code__, nn.Parameter.__deepcopy__.__code__])
 
 
-def _new(original: Callable[..., Any]) -> staticmethod[..., Any]:
+def _new(original: Function) -> staticmethod[..., Any]:
     @functools.wraps(original)
     def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
         return original(cls, _kept(data, "a parameter"), requires_grad)
@@ -418,7 +412,7 @@ def _keep_buffer(module: nn.Module, name: str, value: Tensor | None) -> Tensor |
     return value if is_low else _kept(value, f"the buffer {name!r}")
 
 
-def _right_inverse(original: Callable[..., Any]) -> Callable[..., Any]:
+def _right_inverse(original: Function) -> Function:
     uncast = without_casts()(original)
 
     @functools.wraps(original)

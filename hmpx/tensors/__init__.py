@@ -29,6 +29,7 @@ from .nested import (
     SPARSE,
     Args,
     Constant,
+    Function,
     Kwargs,
     edges_of,
     floating_in,

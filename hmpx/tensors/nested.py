@@ -18,6 +18,8 @@ from ..torch_internals import (
     transforms,
 )
 
+#: A function of torch, of a program, or a wrapper of one.
+Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
