@@ -80,19 +80,12 @@ class Description:
 
 @dataclass(slots=True, eq=False)
 class Alike:
-    """Calls of a site whose arguments are alike: equal, but for the values of tensors and floats.
+    """Calls of a site whose arguments are alike: equal, but for the values of tensors and floats."""
 
-    Attributes:
-        found: Their description; None without a floating input.
-        positions: Those of the floating inputs; None if lists or keywords hold some.
-        cast_bytes: Bytes written by the casts of a call.
-        calls: Single calls, by their places and results.
-    """
-
-    found: Description | None
-    positions: tuple[int, ...] | None
-    cast_bytes: int
-    calls: dict[Any, Any] = field(default_factory=dict)
+    found: Description | None  # None without a floating input
+    positions: tuple[int, ...] | None  # of the floating inputs; None if lists or keywords hold some
+    cast_bytes: int  # written by the casts of a call
+    calls: dict[Any, Any] = field(default_factory=dict)  # single ones, by their places and results
 
 
 class Descriptions:

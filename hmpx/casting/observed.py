@@ -61,6 +61,8 @@ from .making import completed, make_wrapper
 from .plan import CallPlan
 from .retiring import Control, named_after
 
+_DESCRIBED: Final = [field.name for field in dataclasses.fields(Description)]
+
 #: The most distinct calls cached per site and kind of arguments.
 _MOST_CALLS: Final = 1 << 14
 
@@ -248,13 +250,8 @@ class _ObservedCalls:
             op=self._plan.site.op,
             site=self._plan.site.name,
             function=self._original,
-            cast_policy=found.cast_policy,
-            reason=found.reason,
-            dtype=found.dtype,
-            input_dtypes=found.input_dtypes,
-            cast_dtypes=found.cast_dtypes,
+            **{name: getattr(found, name) for name in _DESCRIBED},
             output_dtypes=outputs[::2],
-            device_type=found.device_type,
             cast_bytes=cast_bytes,
             module=module,
             location=f"{path}:{line}" if path else "",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import raised_here
 from ..forks import in_own_thread, new_lock
-from ..tensors import CAST
+from ..tensors import CAST, long_name
 from ..torch_internals import run_when_traced
 from ..torch_state import without_casts
 
@@ -114,8 +114,7 @@ def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
     If the measurement fails, its ratios are None, and ops are left to torch. An accelerator that reports the
     dtype is trusted, since a measurement would start its context.
 
-    Raises:
-        Capturing: A measurement is needed, but must not run now.
+    Raises `Capturing` if a measurement is needed, but must not run now.
     """
     if device != "cpu" and reported(device, dtype) is not False:
         return Capability(reported(device, dtype))
@@ -127,8 +126,13 @@ def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
             is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             if is_initialized and torch.cuda.is_current_stream_capturing():
                 raise Capturing
-            _known[question] = _measured_apart(*question)
-            _log(*question, _known[question])
+            _known[question] = known = _measured_apart(*question)
+            if known.is_slow:
+                LOGGER.info(
+                    "%s in %s on %s is legalized, in inference and in training: native kernels take %.1f and "
+                    "%.1f times as long as fp32 with casts",
+                    *(kind, long_name(dtype), device, known.inference, known.training),
+                )
         return _known[question]
 
 
@@ -172,22 +176,10 @@ def _measured_apart(kind: str, device: str, dtype: torch.dtype) -> Capability:
         failure = error
     LOGGER.warning(
         "the speed of %s in %s on %s can't be measured, so torch's kernels compute it: %r",
-        kind,
-        str(dtype).removeprefix("torch."),
-        device,
-        failure,
+        *(kind, long_name(dtype), device, failure),
     )
     with without_casts():
         return Capability(reported(device, dtype))
-
-
-def _log(kind: str, device: str, dtype: torch.dtype, known: Capability) -> None:
-    if known.is_slow:
-        LOGGER.info(
-            "%s in %s on %s is legalized, in inference and in training: native kernels take %.1f and %.1f "
-            "times as long as fp32 with casts",
-            *(kind, str(dtype).removeprefix("torch."), device, known.inference, known.training),
-        )
 
 
 def _chosen(device: str) -> contextlib.AbstractContextManager[object]:
@@ -197,11 +189,7 @@ def _chosen(device: str) -> contextlib.AbstractContextManager[object]:
 
 
 def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
-    """Measures the speed of ops of ``kind``.
-
-    Raises:
-        Exception: The op also fails in fp32, or runs out of memory.
-    """
+    """Measures the speed of ops of ``kind``; raises if the op also fails in fp32, or runs out of memory."""
     said = reported(device, dtype)
     function, shapes = _PROBES[kind]
     # Not random: torch's generator is the user's. Independent of the default dtype.

@@ -84,15 +84,9 @@ def explain(
 def explanations(
     pattern: str, given: Policy | None = None, rows: Iterable[Row] | None = None
 ) -> list[Explanation]:
-    """Returns an explanation for each op that ``pattern`` matches; a name matches exactly one.
+    """Returns an explanation for each op that a glob matches, or for the one of that name.
 
-    Args:
-        pattern: A name or a glob.
-        given: The policy to explain; None for the one in force, or the default one.
-        rows: The rows of a recorded run; None without a record.
-
-    Raises:
-        OptionError: There is no such op.
+    ``given`` is the policy; None: the one in force, or the default one. ``rows`` are those of a recorded run.
     """
     session = current()
     if given is not None:

@@ -138,12 +138,9 @@ def floating_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
 
 
 def parts_of(value: Any, where: str = "", around: tuple[int, ...] = ()) -> Iterator[Part]:
-    """Yields the parts of ``value``, in its order. Gradients flow through to the output.
+    """Yields the parts of a model's output, whose place is ``where``. Gradients flow through to it.
 
-    Args:
-        value: A model's output.
-        where: Its place.
-        around: The ``id`` of its containers: objects may refer to each other.
+    ``around`` has the ``id`` of its containers: objects may refer to each other.
     """
     if id(value) in around:
         return

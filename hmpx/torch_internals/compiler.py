@@ -174,11 +174,7 @@ _set_autocast_enabled: Any = torch.set_autocast_enabled
 
 
 def trace_autocast_states(rules: Any) -> None:
-    """Makes torch.compile put `torch.set_autocast_enabled` into graphs.
-
-    Args:
-        rules: The module ``torch._dynamo.trace_rules``.
-    """
+    """Makes torch.compile, whose ``trace_rules`` these are, put `torch.set_autocast_enabled` into graphs."""
     name, functions = "torch._C.set_autocast_enabled", rules.TorchInGraphFunctionVariable
     if rules.manual_torch_name_rule_map[name] is functions:
         return

@@ -87,7 +87,10 @@ def _running_here(around: Sequence[nn.Module], state: object) -> tuple[list[nn.M
     stack = torch.fx.traceback.get_current_meta().get("nn_module_stack")
     translators = _translators()
     if translators:
-        _guard_on_surroundings(translators[0], state)
+        if (
+            not torch.compiler.is_exporting()
+        ):  # the graph is valid only for calls from the same place
+            _guard_on(_source_of(state, translators[0].output), "key")
         if stack is None:
             stack = translators[-1].nn_module_stack
     for key in stack or ():
@@ -137,13 +140,6 @@ def _translators() -> list[Any]:
             if exported is not None:
                 _traced[_EXPORTED] = exported
     return found[::-1]
-
-
-def _guard_on_surroundings(translator: Any, state: object) -> None:
-    """Makes the graph that is being traced valid only for calls from the same place."""
-    if torch.compiler.is_exporting():
-        return
-    _guard_on(_source_of(state, translator.output), "key")
 
 
 def _source_of(state: object, output: Any) -> Any:

@@ -40,11 +40,7 @@ class Nodes:
 
 @functools.cache
 def nodes_in_use() -> Nodes:
-    """Returns the nodes of this process, which are looked up once.
-
-    Raises:
-        OptionError: ``HMPX_NODES`` has an invalid value.
-    """
+    """Returns the nodes of this process, which are looked up once; raises `OptionError` for an invalid ``HMPX_NODES``."""
     setting = os.environ.get("HMPX_NODES", "").strip().lower()
     if setting not in {"", "on", "off"}:
         hint = suggestion(setting, ["on", "off"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,17 @@ class Tapered(CodedFormat):
     """A format with tapered precision; negative numbers are two's complements, the lowest code is NaR."""
 
     default_overflow: ClassVar[Overflow] = "nan"  # for infinities; numbers always saturate
+
+    if (
+        TYPE_CHECKING
+    ):  # with the size of a mantissa; ``scaled``: positive numbers' bits minus those of 1.0
+
+        def _dropped(self, scaled: Tensor, mantissa: int) -> Tensor: ...  # how many low bits
+        def _parity(self, mantissa: int) -> int: ...
+        def _coded(self, scaled: Tensor, mantissa: int) -> Tensor: ...  # codes
+        def _read(
+            self, codes: Tensor
+        ) -> Tensor: ...  # ``scaled`` in float64, from codes without sign
 
     def params_in(self, binary: Binary, mode: str, overflow: Overflow) -> TaperedParams:
         return TaperedParams(
@@ -94,13 +105,6 @@ class Tapered(CodedFormat):
         sign = AND(bits, binary.sign).bitwise_and_(ones_if_positive(rounded, binary))
         return rounded.bitwise_or_(sign).view(binary.dtype)
 
-    def _dropped(self, scaled: Tensor, mantissa: int) -> Tensor:
-        """Returns how many low bits a code drops of positive numbers' bits minus those of 1.0."""
-        raise NotImplementedError
-
-    def _parity(self, mantissa: int) -> int:
-        raise NotImplementedError
-
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         bits = rounded.view(binary.integer)
         whole = AND(bits, binary.magnitude)
@@ -117,14 +121,6 @@ class Tapered(CodedFormat):
         values = WHERE(EQ(sign, 1), -values, values)
         values = values.masked_fill_(EQ(codes, 0), 0.0)
         return values.masked_fill_(EQ(codes, 1 << (self.bits - 1)), math.nan)
-
-    def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
-        """Returns the codes of positive numbers from their bits minus those of 1.0, and the mantissa's size."""
-        raise NotImplementedError
-
-    def _read(self, codes: Tensor) -> Tensor:
-        """Returns the float64 bits of numbers, minus those of 1.0, from codes without sign."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

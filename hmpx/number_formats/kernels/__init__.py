@@ -45,8 +45,7 @@ class RoundingKernels:
 def library(*, is_essential: bool = True) -> ctypes.CDLL | None:
     """Returns the compiled kernels, or None; warns if there are none and they are essential.
 
-    Raises:
-        OptionError: ``HMPX_KERNELS`` has an invalid value, or names an unusable library.
+    Raises `OptionError` if ``HMPX_KERNELS`` has an invalid value, or names an unusable library.
     """
     found = kernels_in_use()
     if is_essential and found.fault:
