@@ -96,7 +96,6 @@ class Descriptions:
         self._known: dict[Any, Alike] = {}
 
     def find(self, args: Args, kwargs: Kwargs, *, is_on: bool) -> tuple[Alike, list[Tensor]]:
-        """Returns the calls that are alike, and the floating inputs of this one."""
         plan, kinds = self._plan, list[Any]((is_on, torch.is_grad_enabled(), tuple(kwargs)))
         values = (*args, *kwargs.values()) if kwargs else args
         is_plain = plan.emulation is None and _note_kinds(values, kinds) and transforms() is None
@@ -153,7 +152,6 @@ def _by_autocast(found: Description, dtype: torch.dtype | None) -> Description:
 def describe(
     plan: CallPlan, before: list[Tensor], args: Args, kwargs: Kwargs, *, is_on: bool
 ) -> Description:
-    """Returns the description of a call with the floating inputs ``before``."""
     input_dtypes = tuple([tensor.dtype for tensor in before])
     device_type = before[0].device.type
     is_listed = plan.decision.cast_policy is not CastPolicy.PASS

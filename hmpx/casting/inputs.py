@@ -83,7 +83,6 @@ def counted(plan: CallPlan, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def argument(plan: CallPlan, name: str, args: Args, kwargs: Kwargs) -> Any:
-    """Returns the argument of that name, by position or keyword; None if it is missing."""
     names = plan.site.parameters.names
     if name in kwargs or name not in names:
         return kwargs.get(name)
@@ -345,7 +344,6 @@ def _with_inputs(
     kwargs: Kwargs,
     together: Together | None = None,
 ) -> tuple[Args, Kwargs]:
-    """Returns the arguments with the tensors in inputs converted, those in a list ``together`` if possible."""
     new = functools.partial(_with_tensors, convert, together)
     new_args = tuple(
         value if name in plan.never_cast else new(name, value)

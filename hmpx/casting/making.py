@@ -182,7 +182,6 @@ Maker = Callable[[Decision], Function | None]
 def make_choosing_wrapper(
     original: Function, plan: CallPlan, rules: tuple[Rule, ...], low_dtype: LowType, make: Maker
 ) -> Function:
-    """Returns a wrapper of ``original`` whose calls are decided by ``rules``, and by where they are made."""
     # Also keyed by the reason, which the log shows and equality ignores.
     followed: dict[tuple[Decision, str], Function] = {}
 

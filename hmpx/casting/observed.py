@@ -181,7 +181,6 @@ class _ObservedCalls:
         *,
         is_on: bool,
     ) -> Any:
-        """Makes a call that ``found`` describes, with the floating inputs ``before``."""
         plan, tensors, seconds = self._plan, None, None
         cast_bytes = alike.cast_bytes
         kernels: tuple[torch.dtype, ...] = ()
@@ -274,7 +273,6 @@ class _ObservedCalls:
         *,
         is_on: bool,
     ) -> None:
-        """Passes a call on to the observers that get it."""
         present = self._told if is_on else self._of_every_op
         if PAUSED:
             present = tuple([each for each in present if not each.values or each not in PAUSED])
@@ -323,7 +321,6 @@ _Spot = tuple[str, str, int, Phase]
 
 
 def _outputs_of(result: Any) -> tuple[Any, ...]:
-    """Returns the dtype and the shape of each tensor that a call returned."""
     if type(result) in PLAIN_TENSORS and not result.is_nested:
         return result.dtype, result.shape
     found = list[Any]()
@@ -376,7 +373,6 @@ def _tensors(
 
 
 def _given(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
-    """Returns the arguments, copied if the call writes to any, and whether it does."""
     writes = bool(plan.site.writes) or written(plan, args, kwargs) is not None
     return (*(_copied(args, kwargs) if writes else (args, kwargs)), writes)
 

@@ -186,7 +186,6 @@ def facts_of(op: str) -> OpFacts:
 
 
 def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable: bool) -> CallSite:
-    """Returns the `CallSite` of one of torch's call sites of ``op``."""
     return CallSite(
         op=op,
         name=site.qualified,
@@ -405,7 +404,6 @@ class CallPlan:
 
 
 def formats_of(decision: Decision, format: Format, options: Options) -> Formats:
-    """Returns the formats of an op that runs in ``format``."""
     gradients = decision.gradients
     if gradients is None and options.round_gradients is not False:
         gradients = format if options.round_gradients is True else options.round_gradients

@@ -92,7 +92,6 @@ class _Retirement(Patch):
 
     @property
     def where(self) -> str:
-        """The slot's name."""
         return str(vars(self.owner)["__hmpx_site__"])
 
     def read(self) -> bool:
@@ -116,7 +115,6 @@ class _Retirement(Patch):
 
 
 def retirements(wrappers: Iterable[Function], kept: Collection[Function] = ()) -> list[Patch]:
-    """Returns the patches that retire ``wrappers`` except those in ``kept``."""
     used = set(map(id, kept))
     return [_Retirement(w, "", True, stays_idle=True) for w in wrappers if id(w) not in used]
 

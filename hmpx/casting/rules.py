@@ -266,7 +266,6 @@ class CachedRules(Generic[_T]):
         self._state: tuple[tuple[str, ...], dict[Any, _T]] = ((), {})
 
     def judge(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
-        """Returns the result of ``follow`` for a call with these arguments."""
         fields, known = self._state
         if DECIDING_WATCHERS:
             return self._ask(args, kwargs)

@@ -236,7 +236,6 @@ def _for_onnx(plan: CallPlan, function: Function) -> Function:
 
 
 def callee_of(function: Function, plan: CallPlan) -> compute.Callee:
-    """Returns ``function``, which computes the op of ``plan``, as a `Callee` for `compute`."""
     site, facts = plan.site, plan.facts
     return compute.Callee(
         site.op,

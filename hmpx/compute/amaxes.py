@@ -106,7 +106,6 @@ class History:
         return self.format.scale(_where(is_known, reference, amax))
 
     def saved(self) -> dict[str, Any]:
-        """Returns the content of the history as numbers."""
         return {
             "steps": self.steps,
             "pending": float(self.pending) if self.is_pending else None,
@@ -115,7 +114,6 @@ class History:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Loads a result of `saved`, of a history of any length."""
         amaxes = saved["amaxes"][: self.amaxes.numel()]
         self.amaxes[: len(amaxes)].copy_(_tensor(amaxes, dtype=torch.float32, device="cpu"))
         self.reference.fill_(saved["reference"])

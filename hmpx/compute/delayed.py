@@ -43,7 +43,6 @@ _NO_CONTEXT: Final = contextlib.nullcontext()
 
 
 def rounder_for(rounding: Rounder, op: str, role: str) -> Rounder:
-    """Returns the function that rounds a tensor with this role in the current call of an op."""
     assert isinstance(rounding, FormatRounding)
     records = is_training()
     # A graph's keys are fixed.

@@ -307,7 +307,6 @@ class Factored:
 
 
 def may_be_factored(op: str) -> bool:
-    """Whether calls of ``op`` can be decomposed."""
     return op in _OF_ARGUMENTS or product(op) is not None
 
 

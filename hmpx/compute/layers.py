@@ -41,7 +41,6 @@ class New:
     widen = staticmethod(widen)
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a copy of ``tensor`` with values of the low-precision ``dtype``."""
         return widen(CAST[dtype](tensor))
 
     def round_(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,7 +87,6 @@ class Temporaries(New):
         return _copy_(self.empty(tensor.shape, _dense_strides(tensor)), tensor)
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a copy of ``tensor`` with values of the low-precision ``dtype``."""
         return self._round(tensor, self.empty(tensor.shape, _dense_strides(tensor)), dtype)
 
     def round_(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,7 +149,6 @@ class Rounding:
     rounds_inputs: bool  # fp32 inputs are rounded first
 
     def raised(self, tensor: Tensor, memory: New) -> Tensor:
-        """Returns the fp32 tensor to compute with."""
         if tensor.dtype is not torch.float32:
             return memory.widen(tensor)
         return memory.rounded(tensor, self.dtype) if self.rounds_inputs else tensor
@@ -175,7 +172,6 @@ def round_in_one_pass(source: Tensor, target: Tensor, dtype: torch.dtype) -> boo
 
 
 def kernels_for(source: Tensor, dtype: torch.dtype) -> Bfloat16Kernels | None:
-    """Returns the kernels that may read ``source`` and round it to ``dtype``."""
     if source.dtype is not torch.float32 or dtype is not torch.bfloat16 or not source.is_cpu:
         return None
     return bfloat16_kernels() if is_in_memory(source) else None

@@ -381,7 +381,6 @@ def with_fp32_gradients(callee: Callee, args: Args, kwargs: Kwargs, inputs: Inpu
 
 
 def argument(name: str, names: Sequence[str], args: Args, kwargs: Kwargs) -> Any:
-    """Returns the argument for a parameter; None if it is missing."""
     position = names.index(name) if name in names else len(args)
     return args[position] if position < len(args) else kwargs.get(name)
 
@@ -389,7 +388,6 @@ def argument(name: str, names: Sequence[str], args: Args, kwargs: Kwargs) -> Any
 def _changed(
     changed: Mapping[str, Any], names: Sequence[str], args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs]:
-    """Returns the arguments with the values of these parameters replaced."""
     new_args = tuple([changed.get(name, v) for name, v in zip(names, args, strict=False)])
     return new_args, {k: changed.get(parameter_named(k, names), v) for k, v in kwargs.items()}
 

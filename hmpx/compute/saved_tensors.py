@@ -270,7 +270,6 @@ class _Packer:
         return wide
 
     def pack(self, tensor: Tensor) -> SavedTensor:
-        """Returns the `SavedTensor` that autograd stores for ``tensor``."""
         is_usual = tensor.dtype is torch.float32 and tensor.layout is torch.strided
         pointer = address_of(tensor) if is_usual else 0  # also 0 if it is empty
         found = self.sources.get(pointer)
@@ -295,7 +294,6 @@ class _Packer:
         return kept
 
     def pack_again(self, kept: SavedTensor) -> SavedTensor:
-        """Returns ``kept`` packed by the outer hooks, if any."""
         if self.outer is not None:
             pack_outer = self.outer[0]
             kept.tensor = pack_outer(kept.tensor)

@@ -34,7 +34,6 @@ class Binary(NamedTuple):
     nan: int
 
     def bits_of(self, value: float) -> int:
-        """Returns the bits of a non-negative value."""
         pack, unpack = ("<f", "<i") if self.width == 32 else ("<d", "<q")
         found: int = struct.unpack(unpack, struct.pack(pack, value))[0]
         return found

@@ -145,7 +145,6 @@ def has_own_memory(x: Tensor) -> bool:
 
 
 def check_dense(x: Tensor) -> None:
-    """Raises `OptionError` for sparse tensors."""
     if x.layout in SPARSE:
         raise OptionError(
             f"number formats take dense tensors, not one of {x.layout}; its values() are dense"
@@ -344,7 +343,6 @@ def rounder(
 
 
 def rounds_nothing(format: Format) -> bool:
-    """Whether the format has every float32 value."""
     return format.own_function is None and params_of(format, torch.float32) is None
 
 

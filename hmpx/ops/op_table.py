@@ -132,7 +132,6 @@ def covered(name: str) -> frozenset[str]:
 
 
 def unknown(name: str) -> str:
-    """Returns the message that ``name`` is not an op, with a suggestion."""
     return f"unknown op {shown(name)}{nearest(name, names())}"
 
 

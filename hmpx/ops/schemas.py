@@ -35,7 +35,6 @@ def aten_name(site: Site) -> str:
 
 @functools.cache
 def schemas_named(name: str) -> tuple[Any, ...]:
-    """Returns the schemas of ATen's op ``name``; () if there is none."""
     return tuple(schemas_of(f"aten::{name}"))
 
 

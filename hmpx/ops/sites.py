@@ -60,7 +60,6 @@ class Product:
 
 @functools.cache
 def product(op: str) -> Product | None:
-    """Returns the product that ``op`` computes; None if it computes no known product."""
     words = facts("products").get(op)
     if words is None:
         return None
@@ -122,7 +121,6 @@ class Site(NamedTuple):
 
     @property
     def owner(self) -> Any:
-        """The module or class whose slot this is."""
         return NAMESPACES[self.namespace]
 
     def function(self) -> Callable[..., Any]:

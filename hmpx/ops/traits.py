@@ -125,7 +125,6 @@ _MASKS: Final = frozenset({"attn_bias", "attn_mask", "key_padding_mask"})
 
 
 def is_weight(name: str) -> bool:
-    """Whether an argument's name is a weight's."""
     return name.endswith("weight")
 
 

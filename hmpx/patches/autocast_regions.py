@@ -63,7 +63,6 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
 
 
 def _region(autocast: torch.autocast, frame: types.FrameType | None) -> torch_state.Region:
-    """Returns the region that ``autocast`` opens, which ``frame`` enters."""
     device = frozenset([autocast.device])
     if frame is not None and frame.f_code is torch_internals.CUSTOM_BACKWARD:
         ctx = frame.f_locals["args"][0]

@@ -50,7 +50,6 @@ _LONGEST = 1000
 
 
 def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch]:
-    """Yields the patches that rebind each name to its wrapper."""
     seen: set[int] = set()
     for module in _modules().values():
         yield from in_module(module, replacements, seen)
@@ -196,7 +195,6 @@ def _modules() -> dict[str, types.ModuleType]:
 
 
 def torchs_modules() -> list[tuple[str, types.ModuleType]]:
-    """Returns torch's loaded modules, by name."""
     return [
         (name, module)
         for name, module in list(sys.modules.items())

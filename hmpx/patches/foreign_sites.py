@@ -44,7 +44,6 @@ class ForeignSite:
     is_python = True
 
     def holding(self, wrapper: Callable[..., Any]) -> Patch:
-        """Returns the patch that puts ``wrapper`` into the slot."""
         value: Any = wrapper
         if isinstance(self.owner, (OpOverload, OpOverloadPacket)):
             value = _WrapperCall(wrapper, self.function)

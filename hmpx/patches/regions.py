@@ -318,7 +318,6 @@ _traced: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 def _beneath_patches(
     draft: Draft, run_suspended: Callable[..., Any], low_dtype: torch.dtype | None
 ) -> Iterator[Patch]:
-    """Yields the patches of calls of operators and of scripted functions, and of `torch.jit`."""
     has_warned = False
 
     def script_uncast(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

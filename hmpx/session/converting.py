@@ -314,7 +314,6 @@ def _put_in_force(
     *,
     is_named: bool = False,
 ) -> Session:
-    """Returns the current session, or a new one if the current one differs."""
     before = current()
     session = Session(policy, device_types, options, verbose, before)
     if verbose:

@@ -172,7 +172,6 @@ class Explanations(tuple[Explanation, ...]):
 
 
 def _field(name: str, *texts: str) -> Iterator[str]:
-    """Yields the lines of a field with any number of values."""
     for text in texts:
         yield from _wrapped(text, f"  {name}".ljust(_INDENT - 1) + " ", _INDENT)
         name = ""
@@ -201,7 +200,6 @@ def listable(policy: Policy) -> list[str]:
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether ``pattern`` may match several ops."""
     return any(character in pattern for character in "*?[")
 
 
@@ -250,7 +248,6 @@ def call_sites(name: str) -> list[str]:
 
 
 def in_place_sites(name: str) -> list[str]:
-    """Returns the call sites that write to their first argument."""
     if ops.is_foreign(name):
         return []
     return _public([site.qualified for site in ops.table()[name].sites if site.in_place])

@@ -106,7 +106,6 @@ def _made(
     plan: CallPlan,
     asked: tuple[Rule, ...],
 ) -> Callable[..., Any] | None:
-    """Returns the wrapper of ``function``; None if no call of it would be cast."""
     observers = conversion.observers
 
     def make(decision: Decision) -> Callable[..., Any] | None:
@@ -132,7 +131,6 @@ def _made(
 
 
 def foreign_names(policy: Policy) -> list[str]:
-    """Returns the ops of other libraries that the policy decides."""
     return [
         name
         for name in dict.fromkeys([*policy.decisions, *_deciding(policy)])

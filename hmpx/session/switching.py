@@ -241,7 +241,6 @@ def _said_of(covered: Iterable[Patch]) -> str:
 
 
 def say(messages: list[str]) -> None:
-    """Warns about names in the lists."""
     warn("left out of the op lists:\n  " + "\n  ".join(messages))
 
 

@@ -133,7 +133,6 @@ def is_available(device_type: str) -> bool:
 
 
 def is_present(device_type: str) -> bool:
-    """Whether tensors can be on devices of this type here."""
     try:
         return device_type == "meta" or is_available(device_type)
     except raised_here(RuntimeError, AttributeError):  # torch has no module, or no `is_available`

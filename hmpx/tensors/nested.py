@@ -57,7 +57,6 @@ def leaves(values: Iterable[Any]) -> list[Any]:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Returns the tensors among ``values``, also those inside lists and tuples."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -123,7 +123,6 @@ class Part(NamedTuple):
 
     @property
     def is_floating(self) -> bool:
-        """Whether it is a tensor of floating-point numbers."""
         return isinstance(self.value, Tensor) and self.value.dtype.is_floating_point
 
 

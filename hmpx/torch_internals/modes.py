@@ -119,13 +119,11 @@ def mode_stack() -> list[Any]:
 
 
 def innermost_mode() -> Any:
-    """Returns the innermost active dispatch mode; None without any."""
     count = dispatch_modes()
     return _mode_at(count - 1) if count else None
 
 
 def restore_modes(stack: list[Any]) -> None:
-    """Makes ``stack`` the active dispatch modes."""
     if mode_stack() != stack:
         for _ in range(dispatch_modes()):
             _pop_mode()
@@ -274,7 +272,6 @@ enter_autocast, exit_autocast = rely_on(
 
 
 def _code_in(function: Any, name: str) -> types.CodeType | None:
-    """Returns the code of the function ``name`` that is defined inside ``function``."""
     codes = [c for c in function.__code__.co_consts if isinstance(c, types.CodeType)]
     return next((code for code in codes if code.co_name == name), None)
 

@@ -110,7 +110,6 @@ CAST_OP, VALUE_OP, BATCH_NORM_OP, FLASH_ATTENTION, MASKED_ATTENTION = rely_on(
 
 
 def has_hooked_step(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether torch has already wrapped the class' own ``step`` for profiling and hooks."""
     return hasattr(vars(optimizer_class).get("step"), "hooked")
 
 

@@ -252,7 +252,6 @@ def phase() -> Phase:
 
 
 def as_recomputation(function: _F, *, after_first: bool) -> _F:
-    """Makes calls of a checkpoint's ``function`` count as recomputation."""
     is_forward = after_first
 
     @functools.wraps(function)

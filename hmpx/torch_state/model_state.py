@@ -298,7 +298,6 @@ def _refill(container: Any, kind: Any, items: list[Any]) -> None:
 
 
 def _undo_of_data(value: Any) -> Callable[[], object] | None:
-    """Returns a function that restores a generator or an array; None for other values."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -334,7 +333,6 @@ def _reset_tensor(tensor: Tensor, data: Any, learns: bool | None, hooks: list[An
 
 
 def _undo_of_writes(tensor: Tensor, data: Tensor) -> Callable[[], object]:
-    """Returns a function that restores a tensor's values."""
     if data.layout is not torch.strided:  # its memory is not accessible
         return functools.partial(_replace, tensor, data.clone(), tensor._version)
     storage = data.untyped_storage()

@@ -143,7 +143,6 @@ def _translators() -> list[Any]:
 
 
 def _source_of(state: object, output: Any) -> Any:
-    """Returns the source of ``state`` in the graph that is being traced."""
     global_source = needed_of_later(Later.DYNAMO_SOURCES, "GlobalSource")
     return global_source(output.install_global_by_id("__hmpx_running", state))
 
@@ -295,7 +294,6 @@ def _running_modules() -> list[nn.Module]:
 
 
 def module_patches(draft: Draft, first_call_ended: Callable[[nn.Module], None]) -> Iterator[Patch]:
-    """Yields the patches that record running modules."""
     has_ended = False
     without_parameters: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     call = draft.attribute(nn.Module, "__call__")

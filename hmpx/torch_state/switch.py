@@ -81,7 +81,6 @@ def conversion_patches(
     device_types: frozenset[str],
     module: weakref.ref[nn.Module] | None,
 ) -> Iterator[Patch]:
-    """Yields the patches of this module that put a conversion in force."""
     this = sys.modules[__name__]
     yield Patch(this, "epoch", new_epoch)
     yield Patch(this, "decides", now_decides)
@@ -313,7 +312,6 @@ def partly_off() -> frozenset[str]:
 
 
 def has_casts(device_type: str) -> bool:
-    """Whether tensors on devices of this type are currently cast."""
     return device_type in covered and not {EVERY, device_type} & off()
 
 
@@ -358,7 +356,6 @@ def _may_inherit() -> bool:
 
 
 def _opened_here() -> list[Region]:
-    """Returns the regions that this thread has opened and that are still open, in any task."""
     thread = threading.get_ident()
     return [r for r in list(open_regions) if isinstance(r, Region) and r.thread == thread]
 

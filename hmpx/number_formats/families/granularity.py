@@ -19,7 +19,6 @@ _MOST_SIZE: Final = 65536
 
 
 def checked_granularity(what: str, value: Any) -> Granularity:
-    """Returns a checked granularity; raises `OptionError`."""
     if isinstance(value, str) and value in _NAMES:
         return str.__str__(value)  # type: ignore[return-value]  # one of these
     if isinstance(value, (tuple, list)):

@@ -173,7 +173,6 @@ class Kernel(NamedTuple):
     memory: Any = None  # to which the struct points
 
     def struct_for(self, x: Tensor, given: float | None = None) -> bytes:
-        """Returns the struct for a dense tensor, and a given scale."""
         return self.struct if isinstance(self.struct, bytes) else self.struct(x, given)
 
 
@@ -340,7 +339,6 @@ class CodedFormat(MeasuredFormat):
 
 
 def code_dtype(bits: int) -> torch.dtype:
-    """Returns the dtype for codes of this number of bits."""
     if bits <= 8:
         return torch.uint8
     if bits <= 16:
@@ -383,7 +381,6 @@ def check_codes(codes: object, name: str) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns names in quotes, separated by commas."""
     return ", ".join(map(repr, names))
 
 

@@ -113,7 +113,6 @@ class SharedScales(MeasuredFormat):
         return self.element.max
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scales of values of a shape, without the tensor's."""
         return scales_shape(self.granularity, self.axis, shape)
 
     def noise_index(self, index: Tensor, x: Tensor) -> Tensor:
@@ -155,7 +154,6 @@ class SharedScales(MeasuredFormat):
         return CAST[binary.dtype](join(values, x))
 
     def element_params(self, binary: Binary, mode: str) -> Params:
-        """Returns the params for values divided by their scale."""
         element = self.element
         if isinstance(element, Table):  # its values are float32 numbers
             element = replace(element, values=tuple(map(to_float32, element.values)))
@@ -372,7 +370,6 @@ def check_scales(scales: object, shape: tuple[int, ...], name: str) -> Tensor:
 
 
 def check_shape(scales: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    """Returns scales; raises `OptionError` if they have another shape."""
     if tuple(scales.shape) != shape:
         raise OptionError(
             f"format {name}: scales must be of shape {shape}, not {tuple(scales.shape)}"

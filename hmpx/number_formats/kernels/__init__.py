@@ -138,7 +138,6 @@ def function(name: str, kind: str, *, is_essential: bool = True) -> Any:
 
 
 def threads_for(count: int) -> int:
-    """Returns the number of threads for this number of elements."""
     return 1 if count < 2 * _GRAIN else min(torch.get_num_threads(), count // _GRAIN)
 
 
