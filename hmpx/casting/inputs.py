@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from ..compute import cast_finite, is_onnx_made, names_dtype
-from ..ops import parameter_named
+from ..ops import argument, parameter_named
 from ..policy import CastPolicy
 from ..tensors import (
     CAST,
@@ -82,18 +82,12 @@ def counted(plan: CallPlan, inputs: list[Tensor]) -> list[Tensor]:
     return [t for t in inputs if t.dtype is not torch.float64 or t.dim()]
 
 
-def argument(plan: CallPlan, name: str, args: Args, kwargs: Kwargs) -> Any:
-    names = plan.site.parameters.names
-    if name in kwargs or name not in names:
-        return kwargs.get(name)
-    position = names.index(name)
-    if position < len(args):
-        return args[position]
-    return next((kwargs[each] for each in kwargs if parameter_named(each, names) == name), None)
-
-
 def given_out(plan: CallPlan, args: Args, kwargs: Kwargs) -> Any:
-    return argument(plan, "out", args, kwargs) if plan.site.is_python else kwargs.get("out")
+    return (
+        argument("out", plan.site.parameters.names, args, kwargs)
+        if plan.site.is_python
+        else kwargs.get("out")
+    )
 
 
 def written(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Tensor] | None:
@@ -107,11 +101,13 @@ def written(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Ten
         return first if isinstance(first, Tensor) else None
     target, names = plan.target, plan.site.parameters.names
     if target is None:
-        if not (plan.has_inplace_flag and argument(plan, "inplace", args, kwargs)):
+        if not (
+            plan.has_inplace_flag and argument("inplace", plan.site.parameters.names, args, kwargs)
+        ):
             return None
         target = names[0]
     # Without names, the function's signature is unknown.
-    value = argument(plan, target, args, kwargs) if names else next(iter(args), None)
+    value = argument(target, names, args, kwargs) if names else next(iter(args), None)
     return value if isinstance(value, (Tensor, *SEQUENCES)) else None
 
 
@@ -176,7 +172,7 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
         first = inputs[0].dtype
         are_low = is_low(first) and all(t.dtype is first for t in inputs)
         return first if are_low else torch.float32
-    if facts.never_narrows and is_low(argument(plan, "dtype", args, kwargs)):
+    if facts.never_narrows and is_low(argument("dtype", plan.site.parameters.names, args, kwargs)):
         return None
     decided = plan.decision.dtype
     if plan.emulation is not None or not isinstance(decided, torch.dtype):
@@ -230,7 +226,7 @@ def emulated_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 
 def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     cast = CAST[dtype]
-    if "sparse" in plan.skipped and argument(plan, "sparse", args, kwargs):
+    if "sparse" in plan.skipped and argument("sparse", plan.site.parameters.names, args, kwargs):
         cast = cast_any_layout(dtype)
     masks = plan.masks if dtype in LOW_DTYPES and not _is_copy(plan, args) else ()
     is_cast = _cast_by(dtype, plan, args, kwargs)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import compute
+from ..ops import argument
 from ..policy import INPUT, CastPolicy
 from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Function, Kwargs
 from ..torch_internals import data_of, transforms
@@ -321,7 +322,7 @@ class Statistics:
                 copied.append((statistic, where[key]))
         result = function(*values, **kwargs)
         name = self._facts.updates_if
-        if name is None or compute.argument(name, self._names, args, kwargs):
+        if name is None or argument(name, self._names, args, kwargs):
             with torch.no_grad():
                 for statistic, copy in copied:
                     # Bypasses the version counter, like the kernels, for later gradients.

@@ -47,7 +47,6 @@ from .layers import (
 from .missing_kernels import (
     Callee,
     Lacking,
-    argument,
     completed,
     in_fp32,
     lacking_kernels,

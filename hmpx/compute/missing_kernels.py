@@ -25,7 +25,7 @@ from torch import Tensor
 from ..data_files import read_sections
 from ..device_types import DEVICE_TYPES
 from ..errors import is_own
-from ..ops import parameter_named
+from ..ops import argument, parameter_named
 from ..places import with_callers
 from ..tensors import (
     CAST,
@@ -378,11 +378,6 @@ def with_fp32_gradients(callee: Callee, args: Args, kwargs: Kwargs, inputs: Inpu
             _copy_(data_of(tensor), value)
     kept = [tensor if tensor.dtype is dtype else value for tensor, value in made]
     return kept[0] if isinstance(result, Tensor) else tuple(kept)
-
-
-def argument(name: str, names: Sequence[str], args: Args, kwargs: Kwargs) -> Any:
-    position = names.index(name) if name in names else len(args)
-    return args[position] if position < len(args) else kwargs.get(name)
 
 
 def _changed(

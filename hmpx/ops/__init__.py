@@ -29,6 +29,7 @@ from .op_table import (
 from .schemas import (
     Numbers,
     Parameters,
+    argument,
     converting,
     converts_numbers,
     masks,

@@ -147,6 +147,18 @@ def parameter_named(keyword: str, names: Sequence[str]) -> str:
     return "input" if name == "self" and "self" not in names else name
 
 
+def argument(
+    name: str, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Returns the argument for one of a callable's parameters, by position or keyword; None if it is missing."""
+    if name in kwargs or name not in names:
+        return kwargs.get(name)
+    position = names.index(name)
+    if position < len(args):
+        return args[position]
+    return next((kwargs[each] for each in kwargs if parameter_named(each, names) == name), None)
+
+
 def parameters(site: Site) -> Parameters:
     if site.is_python:
         return python_parameters(site.function())
