@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .calls import hands_over
-from .making import make_choosing_wrapper, make_wrapper, make_wrapper_where_lacking
+from .making import hands_over, make_choosing_wrapper, make_wrapper, make_wrapper_where_lacking
 from .observed import make_observed_wrapper
 from .plan import (
     CallPlan,

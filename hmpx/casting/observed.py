@@ -54,10 +54,9 @@ from ..torch_state import (
     unobserved_casts,
     without_casts,
 )
-from .calls import cast_where_on, is_overridden, narrower, override
 from .descriptions import Alike, Description, Descriptions, decoded, describe
 from .inputs import cast_args, floating_inputs, written
-from .making import completed, make_wrapper
+from .making import cast_where_on, completed, is_overridden, make_wrapper, narrower, override
 from .plan import CallPlan
 from .retiring import Control, named_after
 

@@ -1,7 +1,7 @@
 """The generated part of a wrapper: the path of a call whose inputs need no cast.
 
 It is unrolled for the positions that hold tensors, which halves the cost of such a call. Any other call goes
-to ``call``, from `calls`. Read tests/casting/golden first.
+to ``call``, from `making`. Read tests/casting/golden first.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import passing_over
-from .autograd import storage_of
-from .modes import FakeTensor, has_fake_tensors
+from .modes import FakeTensor, has_fake_tensors, storage_of
 
 _data_ptr: Final = Tensor.data_ptr  # read before anything is patched
 
