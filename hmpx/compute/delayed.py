@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .. import torch_internals
 from ..number_formats import (
     FormatRounding,
     Rounder,
@@ -24,18 +25,6 @@ from ..number_formats import (
     text_of,
 )
 from ..tensors import PLAIN_TENSORS
-from ..torch_internals import (
-    disable_modes,
-    dispatch_modes,
-    has_tangents,
-    is_batch,
-    is_graph_made,
-    jit_tracing_state,
-    own_operator,
-    run_when_traced,
-    set_kernel,
-    transforms,
-)
 from ..torch_state import is_training, spot, without_casts
 from .amaxes import end_step_in_force, in_force
 
@@ -51,7 +40,7 @@ def rounder_for(rounding: Rounder, op: str, role: str) -> Rounder:
     return functools.partial(round_delayed, rounding, key, records)
 
 
-@run_when_traced
+@torch_internals.run_when_traced
 def key_of(op: str, role: str, format: str, is_taken: bool) -> str:
     """Returns the key of a tensor with this role in the current call.
 
@@ -83,7 +72,11 @@ def round_delayed(rounding: FormatRounding, key: str, records: bool, x: Tensor) 
     assert isinstance(format, Scaled)
     amax: float | Tensor | None = largest_magnitude(x) if _is_on_host(x) else None
     if amax is None:
-        with torch.no_grad(), without_casts(), disable_modes() if dispatch_modes() else _NO_CONTEXT:
+        with (
+            torch.no_grad(),
+            without_casts(),
+            torch_internals.disable_modes() if torch_internals.dispatch_modes() else _NO_CONTEXT,
+        ):
             found = format.amax(x)
             amax = found.item() if _is_on_host(x) else found
             scale = histories.scale_for(key, format, amax, records=records)
@@ -102,11 +95,11 @@ def _has_values(x: Tensor) -> bool:
     return (
         type(x) in PLAIN_TENSORS
         and not x.is_meta
-        and transforms() is None
-        and not has_tangents()
-        and not is_batch(x)
-        and jit_tracing_state() is None
-        and not is_graph_made()
+        and torch_internals.transforms() is None
+        and not torch_internals.has_tangents()
+        and not torch_internals.is_batch(x)
+        and torch_internals.jit_tracing_state() is None
+        and not torch_internals.is_graph_made()
     )
 
 
@@ -126,8 +119,8 @@ def _shaped(x: Tensor, *others: Any) -> Tensor:
 
 
 def _defined(signature: str, function: Any, fake: Any, *tags: str) -> Any:
-    operator = own_operator(signature, fake, "cudagraph_unsafe", *tags)
-    set_kernel(operator, function, "CompositeExplicitAutograd")
+    operator = torch_internals.own_operator(signature, fake, "cudagraph_unsafe", *tags)
+    torch_internals.set_kernel(operator, function, "CompositeExplicitAutograd")
     return operator
 
 

@@ -16,19 +16,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import ops, torch_internals
 from ..errors import OptionError, warn
 from ..number_formats import Custom, Format, Rounder, decode, rounder, straight_through
 from ..patching import unpatched
 from ..tensors import CAST, ELIGIBLE, PLAIN_TENSORS, Args, Kwargs, map_tensors
-from ..torch_internals import (
-    FunctionalTensor,
-    behind_transform,
-    disable_modes,
-    dispatch_modes,
-    is_of_transform,
-    transforms,
-)
 from ..torch_state import in_force, place, without_casts
 from .amaxes import has_history
 from .composition import call_raised, is_onnx_made, is_traced, rounded, traced
@@ -168,7 +160,7 @@ class Emulation:
         round_ = self._rounder_for(role, kind)
         if EMULATION_WATCHERS and round_ and self.is_product and type(tensor) is nn.Parameter:
             note_rounding(tensor, getattr(self.formats, kind))
-            with disable_modes():
+            with torch_internals.disable_modes():
                 return round_(tensor)
         return self._straight_through(tensor, round_, role)
 
@@ -195,7 +187,10 @@ class Emulation:
                 f"{self.op}: in graphs that are traced nothing tells which of its inputs are weights; leave "
                 f"weights= and activations= out of the line of {self.op}, or run it uncompiled"
             )
-        while is_of_transform(given) and (behind := behind_transform(given)) is not given:
+        while (
+            torch_internals.is_of_transform(given)
+            and (behind := torch_internals.behind_transform(given)) is not given
+        ):
             given = behind
         return "weights" if isinstance(given, nn.Parameter) else "activations"
 
@@ -340,7 +335,7 @@ class Emulation:
             isinstance(value, Tensor) and value.dtype.is_floating_point
             for value in (*args, *kwargs.values())
         )
-        kinds = (nn.Parameter, FunctionalTensor) if is_traced else nn.Parameter
+        kinds = (nn.Parameter, torch_internals.FunctionalTensor) if is_traced else nn.Parameter
 
         def value(given: Any) -> Any:  # no other parameters are integers
             is_code = isinstance(given, Tensor) and given.dtype in _CODES
@@ -393,8 +388,8 @@ def warning_of_overflow(round_: Rounder, format: Format, op: str, what: str, lin
             type(result) in PLAIN_TENSORS
             and result.is_cpu
             and _warned is not in_force()
-            and not dispatch_modes()
-            and transforms() is None
+            and not torch_internals.dispatch_modes()
+            and torch_internals.transforms() is None
             and not math.isfinite(_sum(result).item())  # NaN and infinity stay in a sum
         ):
             most = _largest_lost(tensor, result)

@@ -126,9 +126,7 @@ class Float8Product(EmulatedProduct):
     is_required: bool  # rather than emulated where kernels can't
     is_added_to: bool  # so that it is in fp32
 
-    def compute(self, factors: Sequence[Tensor]) -> Tensor:
-        """As `EmulatedProduct.compute`; a kernel has no gradient of its own."""
-        return self.applied(factors)
+    compute = EmulatedProduct.applied  # a kernel has no gradient of its own
 
     def multiplied(self, factors: Sequence[Tensor]) -> Tensor:
         """Returns the product, by codes where a kernel takes them."""
