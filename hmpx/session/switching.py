@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from .. import compute, patches, torch_state
+from .. import compute, torch_state
 from ..casting import RULES, Registered, held_by_others, in_use, retirements
 from ..errors import warn
 from ..observers import ATTACHED, Attached
+from ..patches import (
+    forget_compiled,
+    forget_overrides,
+    function_in,
+    retired,
+    taken_name_patches,
+)
 from ..patching import Applied, Draft, Patch, sides, swap
 from ..registry import exclusive
 from .policy_patches import originals
@@ -81,7 +88,7 @@ class Kept:
 
 
 def _functions(values: Iterable[Any]) -> tuple[Any, ...]:
-    found = [patches.function_in(value) for value in values]
+    found = [function_in(value) for value in values]
     return tuple({id(each): each for each in found if isinstance(each, _KINDS)}.values())
 
 
@@ -177,9 +184,7 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
             forget_left()  # and these
         covered = draft.undo(replaced.applied)
         if session is None:
-            draft.put(
-                *list(patches.taken_name_patches(draft, [*patches.retired(), *replaced.wrappers]))
-            )
+            draft.put(*list(taken_name_patches(draft, [*retired(), *replaced.wrappers])))
         else:
             installation = session._draft(draft, replaced)
         for each in filter(None, (old, session)):
@@ -220,8 +225,8 @@ def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> s
 def _forget_caches(*, keeps_graphs: bool) -> None:
     """Clears torch's caches of its functions; graphs stay if an equal conversion may follow."""
     torch_state.forget_modules()
-    patches.forget_compiled(stays=keeps_graphs)
-    patches.forget_overrides()
+    forget_compiled(stays=keeps_graphs)
+    forget_overrides()
 
 
 def _said_of(covered: Iterable[Patch]) -> str:
