@@ -19,9 +19,8 @@ from ..renames import renamed
 from ..tensors import chunk_of, short_name
 from ..torch_internals import FakeTensor
 from .layer_cast import is_layer_cast, upcast_parameters
-from .originals import Originals
 from .seal import REMEDY, Widens, complete_undo, is_sealed, seal
-from .undo import LOCK, Undo
+from .undo import LOCK, Originals, Undo
 from .weights import (
     MemorySpan,
     Rounding,

@@ -14,8 +14,8 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 
 from .. import ops, patching
-from ..data_files import read_sections
 from ..errors import raised_here
+from ..files import read_sections
 from . import devices, hmp, hpex, hpu, optimizers
 
 _LOGGER: Final = logging.getLogger("hmpx")

@@ -7,7 +7,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..data_files import read_sections
+from ..files import read_sections
 from ..torch_internals import torch_version
 
 

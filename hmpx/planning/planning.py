@@ -31,8 +31,7 @@ from ..torch_internals import (
 )
 from ..torch_state import named_tensors, reached_by, unchanged
 from .places import PlannedDevice
-from .ranks import ShardGroup, groups_of
-from .result import Plan, Run
+from .result import Plan, Run, ShardGroup, groups_of
 
 #: Arguments of `convert` that `plan` rejects: it logs no calls, and has its own argument for the device.
 _REFUSED: Final = ("verbose", "isVerbose", "device_types")

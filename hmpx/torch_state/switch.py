@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from ..device_types import DEVICE_TYPES
+from ..tensors import DEVICE_TYPES
 from ..torch_internals import (
     OFF_MARK,
     TRAINING_MARK,

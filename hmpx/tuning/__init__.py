@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .checking import Check
-from .entry import tune
 from .result import Tuned
+from .task import tune
 
 __all__ = ["Check", "Tuned", "tune"]

@@ -20,9 +20,17 @@ from ..errors import OptionError, raised_here
 from ..files import make_directory, unwritable
 from ..reports import merged, read_json, written
 from ..version import __version__
-from .candidates import Costs, Kept, Outcome, assigned, called_spots, candidates_of
+from .candidates import (
+    Costs,
+    Kept,
+    Outcome,
+    assigned,
+    called_spots,
+    candidates_of,
+    observing_policy,
+    policy_source,
+)
 from .journal import Journal
-from .policies import observing_policy, policy_source
 from .result import CHECK, Tuned
 from .search import Evaluator, Search
 from .task import low_type_name

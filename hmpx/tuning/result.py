@@ -20,6 +20,7 @@ from ..reports import ReportTable, Written, page, paragraphs, section, written
 from ..tensors import long_name
 from ..version import __version__
 from .candidates import (
+    FOLLOWS,
     Candidate,
     Evaluation,
     Kept,
@@ -28,11 +29,12 @@ from .candidates import (
     bare,
     is_following,
     low_parts,
+    policy_of,
+    policy_source,
     shares,
     types_of,
 )
 from .metrics import LEAST_BATCHES
-from .policies import FOLLOWS, policy_of, policy_source
 
 #: The metric of a command, which only passes or fails.
 CHECK: Final = "check"
