@@ -16,12 +16,12 @@ from ..arguments import has_run
 from ..errors import short
 from ..torch_state import seed_all
 from . import functions, output
-from .options import list_options
+from .options import Command, list_options
 
 #: Arguments of `hmpx.bench` that are options of the same names.
 _SETTINGS: Final = ("runs", "warmup", "run_s", "threads", "clock", "seed")
 
-TEXT: Final = """\
+_TEXT: Final = """\
 time your own step in float32, under torch.autocast and under hmpx
 ---
 hmpx bench FILE.py:FUNCTION [--variants NAME ...] [options]
@@ -32,7 +32,7 @@ and prints the time of each over that of float32, the loss, and the memory of a 
 ---
 step FILE.py:FUNCTION  the function that makes the step, see below
 --inputs FUNCTION  function that returns the model's inputs; default: inputs
---variants NAME+  variants to run, of fp32, autocast, auto, fast, frozen, prepared, always, never;
+--variants NAME+  variants to run, of fp32, autocast, auto, fast, frozen, always, never;
   default: the first four, and frozen for models
 --runs N  runs of each variant; default: 10
 --warmup N  steps before the first run; default: 3
@@ -64,10 +64,9 @@ examples:
   hmpx bench train.py:build_model --inputs make_batch --variants auto frozen"""
 
 
-def run(options: argparse.Namespace) -> int:
+def _bench(options: argparse.Namespace) -> int:
     """Runs the variants, prints the table and writes the requested file."""
     source, name = functions.split(options.step)
-    output.check_writable("--json", options.json)
     from ..planning import bench  # slow to import
 
     given = {name: getattr(options, name) for name in _SETTINGS}
@@ -84,12 +83,15 @@ def run(options: argparse.Namespace) -> int:
         )
     output.show(str(found).splitlines())
     if options.json:  # after the table, so that a failure does not lose it
-        output.show(["", *output.written(options, json=found.to_json)])
+        output.show(["", *output.written(options, found)])
     return (
         output.INTERRUPTED
         if found.is_interrupted
         else int(any(each.error for each in found.variants))
     )
+
+
+BENCH: Final = Command(_TEXT, _bench, writes=("json",))
 
 
 def _inputs(source: str, name: str | None) -> Any:

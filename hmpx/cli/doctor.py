@@ -17,9 +17,9 @@ from .. import compute, number_formats, session, torch_internals
 from ..errors import raised_here, said_by, shown
 from ..version import TESTED_TORCH, __version__
 from . import functions, output
-from .options import list_options
+from .options import Command, list_options
 
-TEXT: Final = """\
+_TEXT: Final = """\
 show versions, devices, and functions that stay uncast
 ---
 hmpx doctor [options] [MODULES...]
@@ -46,7 +46,7 @@ examples:
 _REMEDY: Final = "get them by `pip install --no-build-isolation .` in hmpx's directory, after `pip install hatchling`"
 
 
-def run(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     """Prints versions, devices and uncast functions; status 1 if there are such."""
     if options.torch:
         parts = [*torch_internals.parts(), *torch_internals.later_parts()]
@@ -72,13 +72,21 @@ def run(options: argparse.Namespace) -> int:
                 device_type: _capabilities(device_type, low_type)
                 for device_type in sorted(active.device_types)
             },
-            "float8": [each for each in sorted(active.device_types) if _has_float8(each)],
+            "float8": [
+                device_type
+                for device_type in sorted(active.device_types)
+                if (products := compute.kernels_on(torch.device(device_type))) is not None
+                and products.is_hardware
+            ],
             "kernels": {"path": kernels.path and str(kernels.path), "fault": kernels.fault},
             "nodes": {"path": nodes.path and str(nodes.path), "fault": nodes.fault},
             "modules": options.modules,
             "uncast": [{"place": place, "function": repr(each)} for place, each in missed],
         }
     return _show(found, options.json, _lines, not missed)
+
+
+DOCTOR: Final = Command(_TEXT, _doctor)
 
 
 def _show(
@@ -118,11 +126,6 @@ def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
             for kind, known in found.items()
         },
     }
-
-
-def _has_float8(device_type: str) -> bool:
-    kernels = compute.kernels_on(torch.device(device_type))
-    return kernels is not None and kernels.is_hardware
 
 
 def _finite(ratio: float | None) -> float | str | None:

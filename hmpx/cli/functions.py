@@ -52,24 +52,28 @@ name, or the only one. Functions of the same file need no FILE.py: or MODULE: of
 so its training belongs under `if __name__ == "__main__":`."""
 
 
-def run_on(
-    options: argparse.Namespace, run: Callable[[argparse.Namespace, dict[str, Any]], int]
-) -> int:
-    """Returns the exit status of ``run``, which gets the functions of `PROGRAM` by name; 2 if one of them fails."""
-    source, name = split(options.model)
-    places = {"model": (source, name)}
-    for each in ("inputs", "forward_step", "loss_fn"):
-        if getattr(options, each, None):
-            places[each] = split(getattr(options, each), source)
-    with as_program(source):
-        given = {each: found(*place) for each, place in places.items()}
-        try:
-            return run(options, given)
-        except HmpxError:
-            raise
-        except Exception as error:  # from the model, or another function of the program
-            scripts.show_uncaught(error)
-            return 2
+def on_program(
+    run: Callable[[argparse.Namespace, dict[str, Any]], int],
+) -> Callable[[argparse.Namespace], int]:
+    """Has ``run`` get the functions of `PROGRAM` by name; its exit status is 2 if one of them fails."""
+
+    def run_on(options: argparse.Namespace) -> int:
+        source, name = split(options.model)
+        places = {"model": (source, name)}
+        for each in ("inputs", "forward_step", "loss_fn"):
+            if getattr(options, each, None):
+                places[each] = split(getattr(options, each), source)
+        with as_program(source):
+            given = {each: found(*place) for each, place in places.items()}
+            try:
+                return run(options, given)
+            except HmpxError:
+                raise
+            except Exception as error:  # from the model, or another function of the program
+                scripts.show_uncaught(error)
+                return 2
+
+    return run_on
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from ..watching import watch
 from . import output, run_report, scripts
 from .options import (
     DEVICE_TYPES,
+    Command,
     add_computing_options,
     add_options,
     computing_options,
@@ -30,7 +31,7 @@ from .scripts import ScriptError
 _HABANA: Final = "habana_frameworks"
 
 
-TEXT: Final = f"""\
+_TEXT: Final = f"""\
 convert torch, then run an unmodified script
 ---
 hmpx run [options] SCRIPT [ARGS...]
@@ -78,16 +79,13 @@ examples:
   hmpx run --habana-shim train_on_gaudi.py --device hpu
   torchrun --nproc-per-node 2 -m hmpx run train.py"""
 
-SETTINGS: Final = {"m": {"dest": "is_module"}}
-
 _VERBOSITY: Final = """\
 --verbose  log each distinct decision once, with its reason and line
 --verbose-each  log every call of a listed op
 --verbose-hmp  print the lines that HMP printed"""
 
 
-def extend(parser: argparse.ArgumentParser) -> None:
-    """Adds the other options of ``hmpx run``."""
+def _extend(parser: argparse.ArgumentParser) -> None:
     verbosity = parser.add_mutually_exclusive_group()
     add_options(verbosity, _VERBOSITY)
     former = "--verbose-once"
@@ -95,7 +93,7 @@ def extend(parser: argparse.ArgumentParser) -> None:
     add_computing_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Converts torch and runs the program; returns its exit status."""
     name = scripts.prepare(options)
     report = options.report or os.environ.get(REPORT_VARIABLE)
@@ -138,6 +136,9 @@ def run(options: argparse.Namespace) -> int:
     return 1
 
 
+RUN: Final = Command(_TEXT, _run, {"m": {"dest": "is_module"}}, writes=("trace",), extend=_extend)
+
+
 def _trace(options: argparse.Namespace) -> trace:
     steps = None
     if options.trace_steps:
@@ -145,7 +146,6 @@ def _trace(options: argparse.Namespace) -> trace:
         if not (colon and first.isdigit() and last.isdigit()):
             options.parser.error(f"--trace-steps {options.trace_steps}: write two numbers, as 0:10")
         steps = range(int(first), int(last))
-    output.check_writable("--trace", options.trace)
     modules = [*filter(None, (options.trace_modules or "").split(","))]
     return trace(options.trace, steps=steps, every=options.trace_every, modules=modules)
 

@@ -32,7 +32,9 @@ def execute(name: str, is_module: bool) -> None:
     elif _is_container(name):
         module, code = _load_container(name)
     else:
-        module, code = _load_script(str(Path(name).absolute()))
+        path = str(Path(name).absolute())
+        module = _main_module(path, importlib.machinery.SourceFileLoader("__main__", path))
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     sys.modules["__main__"] = module
     exec(code, vars(module))
 
@@ -46,15 +48,12 @@ def prepare(options: argparse.Namespace) -> str:
     if not options.is_module and not exists(name):
         raise ScriptError(f"{short(name)}: no such file; give the path of a Python script")
     sys.argv = program
-    put_first_on_path(directory_of(name, options.is_module))
+    if options.is_module:
+        directory = Path.cwd()
+    else:
+        directory = Path(name).absolute() if _is_container(name) else Path(name).resolve().parent
+    put_first_on_path(directory)
     return name
-
-
-def directory_of(name: str, is_module: bool) -> Path:
-    """Returns the directory that python would put first in `sys.path`."""
-    if is_module:
-        return Path.cwd()
-    return Path(name).absolute() if _is_container(name) else Path(name).resolve().parent
 
 
 def _is_container(name: str) -> bool:
@@ -68,11 +67,6 @@ def put_first_on_path(directory: Path) -> None:
     is_safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
     if not is_safe:  # else the interpreter put nothing there
         sys.path[:1] = [str(directory)]
-
-
-def _load_script(path: str) -> tuple[types.ModuleType, types.CodeType]:
-    module = _main_module(path, importlib.machinery.SourceFileLoader("__main__", path))
-    return module, compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 
 
 def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
