@@ -46,7 +46,6 @@ CANDIDATES = {
     "hmpx native, kept": Candidate(legalize="never", keep_weight_casts=True),
     "hmpx native, cast again": Candidate(legalize="never", keep_weight_casts=False),
     "hmpx frozen": Candidate(legalize="auto", store="dtype"),
-    "hmpx prepared": Candidate(legalize="auto", store="prepared"),
 }
 
 #: What all others are compared with.

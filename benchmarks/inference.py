@@ -16,7 +16,6 @@ autocast        inside torch.autocast(bfloat16)
 bf16            after model.bfloat16()
 hmpx            after hmpx.convert()
 hmpx frozen     after hmpx.convert() and hmpx.freeze(model, example)
-hmpx prepared   the same with store="prepared": what prepared weights take is in `process`
 
 ratio           time of a step / fp32's of the same round: median over the rounds, and the extremes
 weight_ratio    bytes of parameters and buffers / fp32's
@@ -40,7 +39,7 @@ from torch import Tensor
 
 PREFILL, DECODED = 16, 64  # tokens
 
-CANDIDATES = ("fp32", "autocast", "bf16", "hmpx", "hmpx frozen", "hmpx prepared")
+CANDIDATES = ("fp32", "autocast", "bf16", "hmpx", "hmpx frozen")
 COLUMNS = (
     "ratio", "ratio_min", "ratio_max", "median_s", "min_s", "rounds", "weight_ratio",
     "process_bytes",

@@ -81,6 +81,11 @@ def old_window(steps: tuple[Any, ...]) -> range:
     return range(*steps)
 
 
+def prepared_is_gone() -> None:
+    """Warns about ``freeze(store="prepared")``, which stores as ``"dtype"`` does."""
+    _warn('freeze(store="prepared") keeps no float32 values any more: it is store="dtype"')
+
+
 #: Command -> its options under their old names -> the new ones.
 OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
     "bench": {"--run-seconds": "--run-s", "--quiet": "--no-progress"},

@@ -96,7 +96,7 @@ def training(label: str) -> list[float]:
 def inference(label: str) -> list[float]:
     """Returns the figures of a case: times over fp32's, and the share of bytes of weights."""
     known = result("inference-cpu")["figures"][CASES[label]]["medium"]
-    names = ("autocast", "bf16", "hmpx", "hmpx frozen", "hmpx prepared")
+    names = ("autocast", "bf16", "hmpx", "hmpx frozen")
     return [*[known[name]["ratio"] for name in names], known["hmpx frozen"]["weight_ratio"]]
 
 

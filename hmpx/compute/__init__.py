@@ -36,7 +36,7 @@ from .legalize.capability import (
     known_capability,
     reported,
 )
-from .legalize.convolutions import CONVOLUTIONS, prepare
+from .legalize.convolutions import CONVOLUTIONS
 from .legalize.scratch import in_reused_memory
 from .lowered import LOWERINGS
 from .missing_kernels import (

@@ -10,12 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, number_formats, patches, session, torch_state
-from ..compute import prepare
+from .. import arguments, number_formats, patches, renames, session, torch_state
 from ..errors import FreezeError, OptionError, also, printable, warn
 from ..inputs import arguments_of
 from ..policy import LowType
-from ..renames import renamed
 from ..tensors import chunk_of, short_name
 from ..torch_internals import FakeTensor
 from .layer_cast import is_layer_cast, upcast_parameters
@@ -37,11 +35,11 @@ from .weights import (
 
 _OUTPUTS: Final = ("fp32", "keep")
 _LAYER_CAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORES: Final = ("dtype", "prepared", "codes", *_LAYER_CAST)
+_STORES: Final = ("dtype", "codes", *_LAYER_CAST)
 
 
 @session.restoring
-@renamed(gathers=True)
+@renames.renamed(gathers=True)
 def freeze(
     model: nn.Module,
     inputs: Any = (),
@@ -65,10 +63,9 @@ def freeze(
         inputs: The arguments of the forward to watch ([inputs](#inputs)).
         outputs: ``"fp32"`` upcasts low outputs of the model to float32; ``"keep"`` leaves them
             unchanged.
-        store: ``"dtype"`` stores weights in the low type. ``"prepared"`` also keeps float32 copies
-            of large convolution weights, laid out for their kernel. ``"codes"`` stores weights used
-            in a single number format as its codes, in uint8, uint16 or int32, if the policy has one
-            format and no rules. ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
+        store: ``"dtype"`` stores weights in the low type. ``"codes"`` stores weights used in a single
+            number format as its codes, in uint8, uint16 or int32, if the policy has one format and no
+            rules. ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
         compute: ``"float32"`` for LayerCast; None for the conversion in force.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
 
@@ -91,6 +88,9 @@ def freeze(
         torch.float32
     """
     outputs = arguments.choice("outputs", outputs, _OUTPUTS)
+    if store == "prepared":
+        renames.prepared_is_gone()
+        store = "dtype"
     store = arguments.choice("store", store, _STORES)
     keep_fp32 = arguments.truth("keep_fp32", keep_fp32)
     has_example = any(arguments_of(inputs))
@@ -141,8 +141,6 @@ def freeze(
                 for module in {slot.module: None for slot in slots}:
                     if isinstance(module, nn.RNNBase):  # as cuDNN requires for the current dtype
                         module.flatten_parameters()
-            if store == "prepared":
-                undo.more.append(prepare([f.tensor for f in lows.values()], model))
 
         slots = [f for f in found if id(f.tensor) in lows]
         others = {

@@ -187,16 +187,13 @@ class Undo:
         self.is_done = False
         #: What `freeze` returned, weakly.
         self.owner: Callable[[], object] = lambda: self
-        #: Functions that may be repeated, and end the rest.
-        self.more: list[Callable[[], object]] = []
         self.model = weakref.ref(model)
         self._tensors = [original.tensor for original in originals.kept]
         self._modules = [weakref.ref(module) for module in model.modules()]
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies have no way back."""
-        emptied: dict[str, Any] = {"originals": None, "more": [], "_tensors": [], "_modules": []}
-        return {**vars(self), **emptied}
+        return {**vars(self), "originals": None, "_tensors": [], "_modules": []}
 
     @property
     def is_due(self) -> bool:
@@ -232,8 +229,6 @@ class Undo:
                         hooks.pop(key, None)
                 for module in modules:
                     restore_class(module)
-                for end in self.more:
-                    end()
             self.is_done = not self.originals.kept
         self.has_begun = False
 

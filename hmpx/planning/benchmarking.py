@@ -69,8 +69,8 @@ def bench(
             Called for each variant, with torch unconverted.
         inputs: The model's arguments ([inputs](#inputs)), or a function that returns them.
         variants: Any of ``"autocast"``; values of ``legalize``: ``"auto"``, ``"fast"``, ``"always"``,
-            ``"never"``; for a model ``"frozen"`` and ``"prepared"``. ``"fp32"`` always runs. None: the
-            first three, and ``"frozen"`` for a model.
+            ``"never"``; for a model ``"frozen"``. ``"fp32"`` always runs. None: the first three, and
+            ``"frozen"`` for a model.
         runs: Number of runs per variant.
         warmup: Steps before the first run.
         run_s: Seconds per run, if more than one step fits.
@@ -208,7 +208,7 @@ def _runners(
         lack = ""
         if variant.is_autocast and conditions.low_dtype is None:
             lack = "torch.autocast supports only bfloat16 and float16; leave it out"
-        elif variant.store is not None and runners and runners[0].model is None:
+        elif variant.is_frozen and runners and runners[0].model is None:
             lack = "to freeze weights, bench needs the model: make() must return the model instead of a step"
         if lack and names is not None:
             raise BenchError(lack)

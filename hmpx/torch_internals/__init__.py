@@ -22,7 +22,6 @@ from .autograd import (
     storage_of,
     top_hooks,
 )
-from .blocked_convolutions import ConvolutionSettings, can_be_laid_out, convolved, laid_out
 from .compiler import (
     CAN_KEEP_CASTS,
     TRACES_AUTOCAST_STATES,

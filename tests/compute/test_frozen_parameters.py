@@ -1,4 +1,4 @@
-"""Prepared weights of frozen models, under what programs do to parameters between calls."""
+"""Weights of frozen models, under what programs do to parameters between calls."""
 
 from __future__ import annotations
 
@@ -54,14 +54,13 @@ def first_row_everywhere(weight: Tensor) -> Tensor:
     return weight[:1].expand(weight.shape)
 
 
-@pytest.mark.parametrize("store", ["dtype", "prepared"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("view", [negated, transposed, first_row_everywhere])
 def test_data_replaced_by_a_view_of_the_same_memory_is_seen(
-    view: Callable[[Tensor], Tensor], name: str, store: str
+    view: Callable[[Tensor], Tensor], name: str
 ) -> None:
     layer, x = LAYERS[name]()
-    frozen = hmpx.freeze(layer, x, store=store)
+    frozen = hmpx.freeze(layer, x)
     before = layer(x)
     layer.weight.data = view(layer.weight.data)
     expected = by_hand(layer, x)
@@ -70,12 +69,11 @@ def test_data_replaced_by_a_view_of_the_same_memory_is_seen(
     frozen.undo()
 
 
-@pytest.mark.parametrize("store", ["dtype", "prepared"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_other_values_at_the_same_address_are_seen(name: str, store: str) -> None:
+def test_other_values_at_the_same_address_are_seen(name: str) -> None:
     """As in programs that hold weights elsewhere between calls: no write to a weight is hidden."""
     layer, x = LAYERS[name]()
-    frozen = hmpx.freeze(layer, x, store=store)
+    frozen = hmpx.freeze(layer, x)
     weight = layer.weight
     pool = weight.detach().clone()
     weight.data = pool[:]
@@ -87,12 +85,11 @@ def test_other_values_at_the_same_address_are_seen(name: str, store: str) -> Non
     frozen.undo()
 
 
-@pytest.mark.parametrize("store", ["dtype", "prepared"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("slot", ["weight", "bias"])
-def test_parameters_can_be_swapped(slot: str, name: str, store: str) -> None:
+def test_parameters_can_be_swapped(slot: str, name: str) -> None:
     layer, x = LAYERS[name]()
-    frozen = hmpx.freeze(layer, x, store=store)
+    frozen = hmpx.freeze(layer, x)
     layer(x)
     parameter = getattr(layer, slot)
     with hmpx.disable_casts():  # it is to stay low, as what it is made from
@@ -101,13 +98,12 @@ def test_parameters_can_be_swapped(slot: str, name: str, store: str) -> None:
     frozen.undo(strict=False)
 
 
-@pytest.mark.parametrize("store", ["dtype", "prepared"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_inference_tensors_are_raised_each_time(name: str, store: str) -> None:
+def test_inference_tensors_are_raised_each_time(name: str) -> None:
     """Their writes are not counted."""
     with torch.inference_mode():
         layer, x = LAYERS[name]()
-        hmpx.freeze(layer, x, store=store, keep_fp32=False)
+        hmpx.freeze(layer, x, keep_fp32=False)
         before = layer(x)
         layer.weight.mul_(2)
         expected = by_hand(layer, x)

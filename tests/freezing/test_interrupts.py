@@ -132,7 +132,6 @@ def undone(model: nn.Module, x: Tensor) -> None:
 FORMS: dict[str, tuple[Form, dict[str, Any] | None]] = {
     "dtype": (block(), {}),
     "undo": (undone, {}),
-    "prepared": (block(store="prepared"), {"legalize": "always"}),
     "codes": (block(store="codes"), {"low_precision_type": "float8_e4m3fn"}),
     "bfloat16": (layer_cast, None),
 }

@@ -25,7 +25,6 @@ from hmpx.compute import missing_kernels
 from hmpx.compute.legalize import capability
 from hmpx.errors import passing_over, raised_here
 from hmpx.planning import places
-from hmpx.torch_internals import blocked_convolutions
 from hmpx.tracing import repeating, writing
 from hmpx.watching import trials
 
@@ -265,18 +264,6 @@ def test_what_others_raise_amid_an_observers_repeats_reaches_the_program(
     monkeypatch.setattr(*place, interloped(getattr(*place), interlope))
     with raised_by_others():
         use(*[tmp_path] if use is traced else [])
-
-
-def test_what_others_raise_amid_a_probe_of_torch_passes(
-    interlope: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is no answer to whether torch has a part."""
-    probe = blocked_convolutions._is_as_expected
-    function = interloped(blocked_convolutions.laid_out, interlope)
-    monkeypatch.setattr(blocked_convolutions, "laid_out", function)
-    if blocked_convolutions._convolve is not None:
-        with raised_by_others():
-            getattr(probe, "__wrapped__", probe)(2)
 
 
 def test_what_others_raise_amid_the_measurement_of_speed_passes(
