@@ -28,21 +28,3 @@ else:
             "format_errors": "ErrorStatistics ErrorTable error plot table",
         },
     )
-
-__all__ = [
-    "ComparedGradient",
-    "ComparedSite",
-    "Comparison",
-    "ErrorStatistics",
-    "ErrorTable",
-    "Magnitudes",
-    "Origins",
-    "compare",
-    "contents",
-    "error",
-    "has_values",
-    "is_readable",
-    "may_read",
-    "plot",
-    "table",
-]

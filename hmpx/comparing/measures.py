@@ -8,15 +8,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import number_formats
-
-if TYPE_CHECKING:
-    from ..number_formats import Format
 
 #: Number of values sampled where reading all would be too slow.
 SAMPLE: Final = 4096
@@ -33,7 +30,7 @@ class Limits(NamedTuple):
     bits: int
 
 
-def limits(dtype: torch.dtype | Format | None) -> Limits | None:
+def limits(dtype: torch.dtype | number_formats.Format | None) -> Limits | None:
     """Returns the range of a type; None for formats without one, such as posits."""
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         info = torch.finfo(dtype)

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from ..torch_internals import has_tangents, transforms
 from .layer_cast import is_layer_cast
 from .undo import Hook, Undo, hooks_of
 from .weights import Slot, one_rounding
-
-if TYPE_CHECKING:
-    from ..number_formats import Format
 
 REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model from its fp32 weights"
 
@@ -268,9 +265,9 @@ class _DescribesWeights(Hook):
 
 def _coded(
     slots: Sequence[Slot], dtypes: Mapping[str, LowType]
-) -> dict[str, list[tuple[Format, list[str]]]]:
+) -> dict[str, list[tuple[number_formats.Format, list[str]]]]:
     """Returns module path -> the formats of codes in it, each with the names there of one tied weight."""
-    tied: dict[str, dict[int, tuple[Format, list[str]]]] = defaultdict(dict)
+    tied: dict[str, dict[int, tuple[number_formats.Format, list[str]]]] = defaultdict(dict)
     for slot in slots:
         format = dtypes[slot.name]
         if number_formats.is_format(format):
@@ -289,7 +286,7 @@ class _DecodesWeights(Hook):
     float32 weights.
     """
 
-    def __init__(self, names: list[tuple[Format, list[str]]]) -> None:
+    def __init__(self, names: list[tuple[number_formats.Format, list[str]]]) -> None:
         self._names = names
 
     def __call__(

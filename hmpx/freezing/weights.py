@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from ..torch_internals import (
     is_tensor_of_tensors,
     uncompiled,
 )
-
-if TYPE_CHECKING:
-    from ..number_formats import Format
 
 #: Fake tensors have no values, but are otherwise treated as real.
 _PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
@@ -198,7 +195,7 @@ class UsesMode(DispatchMode):
                 self._add(self.uses[place], func, tensor, alias, result)
         return result
 
-    def add_format(self, tensor: Tensor, format: Format, as_data: str) -> None:
+    def add_format(self, tensor: Tensor, format: number_formats.Format, as_data: str) -> None:
         """Records that a parameter is rounded to a number format, perhaps as data."""
         place = _place(tensor)
         for touched in self._touched(tensor):

@@ -16,5 +16,3 @@ else:
     __getattr__ = shown_later(
         __name__, {"benchmarking": "bench", "measured": "Bench Measured Quartiles"}
     )
-
-__all__ = ["VARIANTS", "Bench", "Measured", "PerRank", "Plan", "Quartiles", "Run", "bench", "plan"]

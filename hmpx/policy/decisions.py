@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -15,11 +15,8 @@ from .. import arguments, number_formats, tensors
 from ..errors import OptionError, shown, suggestion
 from ..number_formats import OVERFLOWS, ROUNDING_MODES, is_format
 
-if TYPE_CHECKING:
-    from ..number_formats import Format
-
 #: A low-precision type: a dtype of torch's, or a number format, which is emulated.
-LowType: TypeAlias = "torch.dtype | Format"
+LowType: TypeAlias = "torch.dtype | number_formats.Format"
 
 
 class CastPolicy(enum.Enum):
@@ -108,9 +105,9 @@ class Decision:
     dtype: LowType | None = None
     accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
     output_dtype: OutputType | None = field(default=None, kw_only=True)
-    weights: Format | None = field(default=None, kw_only=True)
-    activations: Format | None = field(default=None, kw_only=True)
-    gradients: Format | None = field(default=None, kw_only=True)
+    weights: number_formats.Format | None = field(default=None, kw_only=True)
+    activations: number_formats.Format | None = field(default=None, kw_only=True)
+    gradients: number_formats.Format | None = field(default=None, kw_only=True)
     rounding: str | None = field(default=None, kw_only=True)
     overflow: str | None = field(default=None, kw_only=True)
     reason: str = field(default="", compare=False, kw_only=True)
@@ -244,7 +241,7 @@ def parse_low_type(value: object) -> LowType:
     )
 
 
-def parse_format(name: str, value: object) -> Format:
+def parse_format(name: str, value: object) -> number_formats.Format:
     """Returns the number format ``value``, or the one of that name; for a dtype, the format that emulates it."""
     if isinstance(value, torch.dtype) and value in tensors.COMPUTED:
         value = tensors.long_name(value)

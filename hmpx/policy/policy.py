@@ -10,7 +10,7 @@ import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -32,9 +32,6 @@ from .faults import report
 from .lists import parse
 from .op_lists import KEYS, KINDS, listed, resolve
 from .sections import Section, SectionRule, by_module
-
-if TYPE_CHECKING:
-    from ..number_formats import Format
 
 _NAMES: Final = "a list of op names"
 _DECISIONS: Final = "a dict of op names to hmpx.Decision"
@@ -98,7 +95,7 @@ class Policy:
     def __reduce__(self) -> tuple[Any, ...]:
         return Policy, (dict(self.decisions), self.low_precision_type, self.sections)
 
-    def formats(self) -> frozenset[Format]:
+    def formats(self) -> frozenset[number_formats.Format]:
         """Returns the number formats that ops run in, by any decision."""
         of_sections = [each.decisions for each in self.sections]
         decided = [said for each in (self.decisions, *of_sections) for said in each.values()]

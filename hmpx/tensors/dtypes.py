@@ -115,7 +115,6 @@ class DeviceType(NamedTuple):
 
     name: str  # As torch calls it
     is_suggested: bool  # Error texts list it among the known types
-    has_autocast: bool  # Torch.autocast may be on for it
     # ``kernels.ini`` says which ops lack kernels there. On other types, ops that lack a kernel
     # on some type are tried.
     has_kernel_table: bool
@@ -126,16 +125,16 @@ class DeviceType(NamedTuple):
 
 
 DEVICE_TYPES: Final = (
-    DeviceType("cpu", True, True, True, None),
-    DeviceType("cuda", True, True, True, 6, ("gpu", "nvidia", "rocm", "amd")),
-    DeviceType("hpu", True, True, False, 3, ("gaudi", "habana")),
-    DeviceType("xpu", True, True, False, 4, ("intel",)),
+    DeviceType("cpu", True, True, None),
+    DeviceType("cuda", True, True, 6, ("gpu", "nvidia", "rocm", "amd")),
+    DeviceType("hpu", True, False, 3, ("gaudi", "habana")),
+    DeviceType("xpu", True, False, 4, ("intel",)),
     # The first: autocast itself never reads its bit
-    DeviceType("mps", True, True, False, 0, ("metal", "apple")),
-    DeviceType("mtia", True, False, False, 1),
-    DeviceType("xla", True, False, False, 2, ("tpu",)),
-    DeviceType("ipu", False, False, False, None),  # its bit marks training
-    DeviceType("privateuseone", False, True, False, 5),
+    DeviceType("mps", True, False, 0, ("metal", "apple")),
+    DeviceType("mtia", True, False, 1),
+    DeviceType("xla", True, False, 2, ("tpu",)),
+    DeviceType("ipu", False, False, None),  # its bit marks training
+    DeviceType("privateuseone", False, False, 5),
 )
 
 _SPELLINGS: Final = {other: each.name for each in DEVICE_TYPES for other in each.spellings}

@@ -5,5 +5,3 @@ from __future__ import annotations
 from .checking import Check
 from .result import Tuned
 from .task import tune
-
-__all__ = ["Check", "Tuned", "tune"]
