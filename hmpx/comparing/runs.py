@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..errors import OptionError, raised_here, said_by, shown
+from ..errors import raised_here, said_by, shown
 from ..freezing import is_layer_cast
 from ..inputs import Steps
 from ..observers import Attached, CallTensors, OpCall, attach
@@ -179,7 +179,7 @@ class Runs:
                 outputs = floating_parts(parts)
                 loss = math.nan
                 if self._steps.loss_fn is not None:
-                    scalars = [_checked_loss(self._steps.loss(found, self._batch))]
+                    scalars = [self._steps.scalar_loss(found, self._batch)]
                     loss = scalars[0].item()
                 else:
                     scalars = self._projections([*outputs.values()])
@@ -227,14 +227,6 @@ def _learning_copy(tensor: Tensor) -> Tensor:
 def _finite(tensor: Tensor) -> Tensor:
     """Returns ``tensor`` with 0 for values masked by infinities, and for NaN."""
     return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
-
-
-def _checked_loss(loss: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point:
-        return loss.reshape(())
-    raise OptionError(
-        f"loss_fn must return a floating-point tensor of one element, not {shown(loss)}"
-    )
 
 
 def _taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -170,16 +170,14 @@ class _Corrections(DispatchMode):
         position = _NORMS.get(func, len(args))
         weight = args[position] if position < len(args) else None
         if weight is not None and weight.dtype is not args[0].dtype:
-            first, *statistics = result
-            return (first, *(_as(each, weight.dtype) for each in statistics))
+            first, *statistics = result  # which are never viewed
+            return first, *[
+                torch.empty_like(each, dtype=weight.dtype)
+                if each.dtype in ELIGIBLE and each.numel()
+                else each
+                for each in statistics
+            ]
         return result
-
-
-def _as(statistic: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor like a norm's statistic, which is never viewed, in another dtype."""
-    if statistic.dtype not in ELIGIBLE or not statistic.numel():
-        return statistic
-    return torch.empty_like(statistic, dtype=dtype)
 
 
 # --- values ---------------------------------------------------------------------------------------

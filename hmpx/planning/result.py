@@ -302,7 +302,7 @@ class Plan(Written):
         groups = self.report.by_op()
         lines += ["", *_ranks_table(self).lines()] if _cards(self.runs) else []
         lines += ["", *said] if said else []
-        lines += ["", *groups.lines(_MOST_GROUPS, ".report.by_op()")] if groups else []
+        lines += ["", *groups.lines(15, ".report.by_op()")] if groups else []
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -362,9 +362,6 @@ def _of_run(run: Run) -> Mapping[str, Any]:
 
 
 # --- text ----------------------------------------------------------------------------------------
-
-#: Most groups of calls printed.
-_MOST_GROUPS: Final = 15
 
 
 def _headline(plan: Plan) -> str:
@@ -448,7 +445,10 @@ def _memory_table(plan: Plan) -> ReportTable:
         _figures(memories),
         ("  in", [each.peak.phase or "-" for each in memories]),
         *[
-            (f"fits on {card} GB", [_fits(each, card) for each in peaks])
+            (
+                f"fits on {card} GB",  # an allocator needs some memory more than the tensors
+                [f"yes, {share(e, card * 10**9)}" if e <= card * 10**9 else "no" for e in peaks],
+            )
             for card in _cards(plan.runs)
         ],
         ("FLOPs in low", [share(each.low_flops, each.flops) for each in totals]),
@@ -464,11 +464,6 @@ def _cards(runs: Iterable[Run]) -> tuple[int, ...]:
     """Returns the cards of interest: none for a small model."""
     most = max((run.memory.peak_bytes for run in runs), default=0)
     return _CARDS if most > _CARDS[0] * 1e8 else ()
-
-
-def _fits(peak: int, card: int) -> str:
-    """Returns ``"yes, 58 %"``, or ``"no"``; an allocator needs some memory more than the tensors."""
-    return f"yes, {share(peak, card * 10**9)}" if peak <= card * 10**9 else "no"
 
 
 def _ranks_table(plan: Plan) -> ReportTable:

@@ -71,10 +71,6 @@ class Conditions:
     seed: int
 
 
-#: Most steps of a run.
-_MOST_STEPS: Final = 10_000
-
-
 @dataclass
 class Runner:
     """A variant of the benchmark, with its own step, model and random numbers."""
@@ -149,7 +145,7 @@ class Runner:
                 self._noted(arguments.has_run("the step", self.step()))
             # wall time, since a waiting step uses no processor
             step_s = self._seconds_per_step(1, time.perf_counter)
-        self.steps = min(_MOST_STEPS, max(1, math.ceil(run_s / max(step_s, 1e-9))))
+        self.steps = min(10_000, max(1, math.ceil(run_s / max(step_s, 1e-9))))
 
     def run(self) -> None:
         """Makes one untimed step, since torch has just been changed, and then the timed ones."""
