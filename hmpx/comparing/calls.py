@@ -300,20 +300,16 @@ def _results(
     return [each.detach() for each in tensors_in([reference])], rounded
 
 
-_FLOATS: Final = frozenset(CAST)
-
-
 def _cast(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], dtypes: tuple[torch.dtype, ...]
 ) -> tuple[tuple[Any, ...], Kwargs]:
-    """Returns arguments with their floating tensors in these dtypes."""
     rest = iter(dtypes)
 
     def cast(tensor: Tensor) -> Tensor:
         if not is_floating(tensor):
             return tensor
         dtype = next(rest)
-        is_cast = tensor.dtype is not dtype and {tensor.dtype, dtype} <= _FLOATS
+        is_cast = tensor.dtype is not dtype and {tensor.dtype, dtype} <= CAST.keys()
         return CAST[dtype](tensor) if is_cast else tensor
 
     cast_args = map_tensors(args, cast)

@@ -111,11 +111,12 @@ class Comparison(Written):
                 "the whole model in low precision.</p>",
             ),
         ]
-        for name, heading, keys, picture in (
-            ("depth", "Errors along the model", _DEPTH_KEYS, errors_by_depth(self.rows)),
-            ("ranges", "Ranges of results", _RANGE_KEYS, ranges(self.rows)),
-        ):
-            parts.append(chart_section(name, heading, keys, picture))
+        keys = {"own": "error of the op", "passed": "passed on"}
+        picture = errors_by_depth(self.rows)
+        parts.append(chart_section("depth", "Errors along the model", keys, picture))
+        keys = {"normal": "the type's numbers", "subnormal": "with fewer digits"}
+        keys["values"] = "values in float32"
+        parts.append(chart_section("ranges", "Ranges of results", keys, ranges(self.rows)))
         tables = {"sites": _table(self.rows)}
         if self.gradients:
             parts.append(table_section("gradients", "Gradients of parameters"))
@@ -133,14 +134,6 @@ class Comparison(Written):
             self.about,
             tables=tables,
         )
-
-
-_DEPTH_KEYS: Final = {"own": "error of the op", "passed": "passed on"}
-_RANGE_KEYS: Final = {
-    "normal": "the type's numbers",
-    "subnormal": "with fewer digits",
-    "values": "values in float32",
-}
 
 
 def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> ReportTable:
@@ -256,9 +249,6 @@ def _said(gradient: ComparedGradient) -> str:
 
 # --- charts -----------------------------------------------------------------------------------------
 
-#: Most rows with a strip.
-MOST_STRIPS: Final = 40
-
 
 def limits_of(dtype: str) -> Limits | None:
     """Returns the range of a type by its name; None if it is unknown or has none."""
@@ -286,7 +276,7 @@ def ranges(rows: Sequence[ComparedSite]) -> str:
 
     The range of the low-precision type is in the background: normal and subnormal numbers.
     """
-    shown = [row for row in rows if row.dtype and any(row.exponents)][:MOST_STRIPS]
+    shown = [row for row in rows if row.dtype and any(row.exponents)][:40]
     if not shown:
         return ""
     used = [EXPONENTS[i] for row in shown for i, each in enumerate(row.exponents) if each]

@@ -63,9 +63,13 @@ def contents(tensor: Tensor) -> torch.dtype | None:
         (torch.float32, torch.bfloat16)
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        raise OptionError(f"contents takes a floating-point tensor, not {_named(tensor)}")
+        given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise OptionError(f"contents takes a floating-point tensor, not {given}")
     if not is_readable(tensor):
-        raise OptionError(f"contents takes a plain, strided tensor, not a {_kind(tensor)} one")
+        kind = "meta" if tensor.device.type == "meta" else type(tensor).__name__
+        if tensor.layout is not torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+        raise OptionError(f"contents takes a plain, strided tensor, not a {kind} one")
     return all_contents([tensor])[0]
 
 
@@ -145,7 +149,6 @@ def _row(values: Tensor) -> int:
 
 
 def _is_fp32(values: Tensor) -> bool:
-    """Whether float32 holds all float64 values."""
     parts = torch.split(values, _row(values))
     return all(bool(((each.float() == each) | each.isnan()).all()) for each in parts)
 
@@ -182,23 +185,10 @@ def _are_evidence(samples: Tensor, lows: Sequence[torch.dtype]) -> list[bool]:
     return ((counts > _FEWEST) & (odd >= _LEAST_ODD * counts) & has_range).tolist()
 
 
-def _kind(tensor: Tensor) -> str:
-    if tensor.layout is not torch.strided:
-        return str(tensor.layout).removeprefix("torch.")
-    return "meta" if tensor.device.type == "meta" else type(tensor).__name__
-
-
-def _named(value: object) -> str:
-    return f"{value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-
 # --- where it was lost ---------------------------------------------------------------------------
 
 #: The key of an origin in the metadata of an autograd node.
 _KEY: Final = "hmpx.origin"
-
-#: Views and copies between a call and the next observed one.
-_MOST_MOVES: Final = 32
 
 #: Storages known when those that are gone are first removed.
 _MOST_STORAGES: Final = 1024
@@ -212,7 +202,6 @@ class Origins:
     """
 
     def __init__(self) -> None:
-        """Knows no tensor."""
         self._origins: MutableMapping[Tensor, str] = (
             WeakTensorKeyDictionary()
         )  # low contents -> where they were made low
@@ -285,7 +274,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 def _of_graph(tensor: Tensor) -> str | None:
     """Returns the origin of the last observed result that ``tensor`` is a view or a copy of."""
     node = node_of(tensor)
-    for _ in range(_MOST_MOVES):
+    for _ in range(32):  # views and copies until the next observed call
         if node is None or (origin := node.metadata.get(_KEY)) is not None:
             return None if node is None else origin
         parents = [parent for parent, _ in edges_of(node) if parent is not None]

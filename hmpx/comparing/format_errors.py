@@ -115,7 +115,6 @@ def table(
 
 
 def _is_clipped(format: Format, x: Tensor) -> Tensor:
-    """Returns which values lie beyond the format's range."""
     element: Any = getattr(format, "element", None)
     if element is None:
         largest = getattr(format, "max", math.inf)
@@ -247,7 +246,6 @@ class ErrorTable:
         return "\n".join([str(_table(self.rows)), *_notes(self.rows)])
 
     def _repr_html_(self) -> str:
-        """Returns the table that notebooks show."""
         return _table(self.rows).to_html() + paragraphs(_notes(self.rows))
 
 
@@ -270,7 +268,6 @@ def _table(rows: tuple[ErrorStatistics, ...]) -> ReportTable:
 
 
 def _notes(rows: tuple[ErrorStatistics, ...]) -> list[str]:
-    """Returns remarks on the tensor that apply to all rows."""
     if not rows or not (rows[0].nan or rows[0].inf):
         return []
     first = rows[0]
@@ -354,8 +351,9 @@ def plot(x: Tensor, format: str | torch.dtype | Format) -> Any:
         line.set_ylabel("values of the format", color="#b03a2e")
         line.set_ylim(bottom=0)
     else:
-        for edge in _range(known):
-            axes.axvline(edge, color="#b03a2e", linewidth=1.5)
+        for end in (getattr(known, each, math.nan) for each in ("smallest_subnormal", "max")):
+            if end > 0 and math.isfinite(end):
+                axes.axvline(math.log2(end), color="#b03a2e", linewidth=1.5)
     return figure
 
 
@@ -386,9 +384,3 @@ def values_by_exponent(format: Format) -> dict[int, int]:
             exponent = math.frexp(value)[1] - 1
             found[exponent] = found.get(exponent, 0) + 1
     return found
-
-
-def _range(format: Format) -> list[float]:
-    """Returns the binary logarithms of a format's smallest and largest value, if it has them."""
-    ends = [getattr(format, "smallest_subnormal", math.nan), getattr(format, "max", math.nan)]
-    return [math.log2(end) for end in ends if end > 0 and math.isfinite(end)]

@@ -33,9 +33,7 @@ from .weights import (
     watch_forward,
 )
 
-_OUTPUTS: Final = ("fp32", "keep")
 _LAYER_CAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORES: Final = ("dtype", "codes", *_LAYER_CAST)
 
 
 @session.restoring
@@ -87,11 +85,11 @@ def freeze(
         >>> model.weight.dtype
         torch.float32
     """
-    outputs = arguments.choice("outputs", outputs, _OUTPUTS)
+    outputs = arguments.choice("outputs", outputs, ("fp32", "keep"))
     if store == "prepared":
         renames.prepared_is_gone()
         store = "dtype"
-    store = arguments.choice("store", store, _STORES)
+    store = arguments.choice("store", store, ("dtype", "codes", *_LAYER_CAST))
     keep_fp32 = arguments.truth("keep_fp32", keep_fp32)
     has_example = any(arguments_of(inputs))
     if not isinstance(model, nn.Module):
@@ -196,7 +194,6 @@ def _checked(model: nn.Module, *, has_example: bool) -> session.Session:
 
 
 def _check_free(model: nn.Module) -> None:
-    """Raises FreezeError if a model is frozen, or in training mode."""
     complete_undo(model)
     name = type(model).__name__
     for path, module in model.named_modules():
@@ -281,10 +278,18 @@ def _low_copies(
             values, low = [f.tensor.detach() for f in group.values()], dtypes[first.name]
             with torch.inference_mode(first.tensor.is_inference()):
                 chunk = chunk_of(values) if isinstance(low, torch.dtype) else None
+                stored: list[Any]
                 if chunk is not None and isinstance(low, torch.dtype):
                     stored = chunk.parts(chunk.elements(values[0]).to(low))
                 else:
-                    stored = [_low_copy(each, low, rounding) for each in values]
+                    stored = [
+                        each.to(low)
+                        if isinstance(low, torch.dtype)
+                        else number_formats.encode(
+                            number_formats.quantize(each, low, *(rounding or ())), low
+                        )
+                        for each in values
+                    ]
             copies.update(zip(group, stored, strict=True))
     return [(f.tensor, copies[f.place]) for f in lows]
 
@@ -307,15 +312,6 @@ def _check_values_last(
                 f"{f.name!r} in {type(model).__name__} is on the meta device, which holds no values to "
                 "keep for undo(); pass keep_fp32=False, or make the model under FakeTensorMode"
             )
-
-
-def _low_copy(values: Tensor, low: LowType, rounding: Rounding | None) -> Tensor:
-    if isinstance(low, torch.dtype):
-        return values.to(low)
-    assert rounding is not None
-    codes = number_formats.encode(number_formats.quantize(values, low, *rounding), low)
-    assert isinstance(codes, Tensor)
-    return codes
 
 
 # --- the result ----------------------------------------------------------------------------------

@@ -244,8 +244,6 @@ def hooks_of(holder: nn.Module | Tensor) -> Iterator[tuple[dict[int, Any], int, 
     names = ("_backward_hooks",) if isinstance(holder, Tensor) else _HOOKS
     for hooks in [getattr(holder, name) or {} for name in names]:
         for key, found in list(hooks.items()):
-            hook = inspect.unwrap(
-                getattr(found, "hook", found)
-            )  # torch wraps some, and a conversion
+            hook = inspect.unwrap(getattr(found, "hook", found))  # torch, a conversion wrap some
             if isinstance(hook, Hook):
                 yield hooks, key, hook

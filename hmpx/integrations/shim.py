@@ -18,8 +18,6 @@ from ..errors import raised_here
 from ..files import read_sections
 from . import devices, hmp, hpex, hpu, optimizers
 
-_LOGGER: Final = logging.getLogger("hmpx")
-
 ROOT: Final = "habana_frameworks"
 
 
@@ -79,7 +77,7 @@ def _facts() -> Mapping[str, Mapping[str, str]]:
 
 @functools.cache
 def _note(name: str) -> None:
-    _LOGGER.info("%s() has no effect on this device", name)
+    logging.getLogger("hmpx").info("%s() has no effect on this device", name)
 
 
 # --- the modules ---------------------------------------------------------------------------------
@@ -128,9 +126,6 @@ _CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "is_habana_avaialble": hpu.is_available,  # an earlier spelling
     },
 }
-
-#: Modules that are names for the device's module.
-_DEVICES: Final = ("", ".events", ".graphs", ".memory", ".random", ".streams")
 
 _replaced_modules: dict[str, types.ModuleType | None] = {}
 _applied: list[patching.Applied] = []
@@ -188,7 +183,7 @@ def _modules() -> dict[str, types.ModuleType]:
     found: dict[str, types.ModuleType] = {ROOT: StandIn(ROOT, {"__hmpx_shim__": True})}
     for below, contents in _CONTENTS.items():
         found[f"{ROOT}.{below}"] = StandIn(f"{ROOT}.{below}", contents)
-    for below in _DEVICES:
+    for below in ("", ".events", ".graphs", ".memory", ".random", ".streams"):
         name = f"torch.hpu{below}"
         found[name] = found[f"{ROOT}.{name}"] = StandIn(f"{ROOT}.{name}", {}, hpu)
     if not _is_importable("hmp"):  # another package of that name stays

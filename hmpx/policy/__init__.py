@@ -34,7 +34,7 @@ from .op_lists import (
     PolicySource,
     is_policy_file,
 )
-from .policy import Policy, policy_line
+from .policy import Policy, every_decision, policy_line
 from .sections import CONDITIONS, Section, matches
 
 if TYPE_CHECKING:

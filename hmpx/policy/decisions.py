@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -15,8 +15,11 @@ from .. import arguments, number_formats, tensors
 from ..errors import OptionError, shown, suggestion
 from ..number_formats import OVERFLOWS, ROUNDING_MODES, is_format
 
+if TYPE_CHECKING:
+    from ..number_formats import Format
+
 #: A low-precision type: a dtype of torch's, or a number format, which is emulated.
-LowType: TypeAlias = "torch.dtype | number_formats.Format"
+LowType: TypeAlias = "torch.dtype | Format"
 
 
 class CastPolicy(enum.Enum):
@@ -52,13 +55,8 @@ UNNAMED: Final = "lists/first.txt:"
 #: An output dtype: that of the call's first floating input, before casts.
 INPUT: Final = "input"
 
-OutputType = torch.dtype | Literal["input"]
-
 #: Fields for the format of some of an op's tensors.
 ROLES: Final = ("weights", "activations", "gradients")
-
-#: Fields for number formats only.
-_OF_FORMATS: Final = (*ROLES, "rounding", "overflow")
 
 #: The names in TVM's mixed-precision pass.
 ALLOW: Final = CastPolicy.LOW
@@ -104,10 +102,10 @@ class Decision:
     cast_policy: CastPolicy
     dtype: LowType | None = None
     accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    output_dtype: OutputType | None = field(default=None, kw_only=True)
-    weights: number_formats.Format | None = field(default=None, kw_only=True)
-    activations: number_formats.Format | None = field(default=None, kw_only=True)
-    gradients: number_formats.Format | None = field(default=None, kw_only=True)
+    output_dtype: torch.dtype | Literal["input"] | None = field(default=None, kw_only=True)
+    weights: Format | None = field(default=None, kw_only=True)
+    activations: Format | None = field(default=None, kw_only=True)
+    gradients: Format | None = field(default=None, kw_only=True)
     rounding: str | None = field(default=None, kw_only=True)
     overflow: str | None = field(default=None, kw_only=True)
     reason: str = field(default="", compare=False, kw_only=True)
@@ -152,7 +150,9 @@ class Decision:
         object.__setattr__(self, "reason", arguments.text("reason", self.reason))
 
     def _check_formats(self) -> None:
-        given = [name for name in _OF_FORMATS if getattr(self, name) is not None]
+        given = [
+            name for name in (*ROLES, "rounding", "overflow") if getattr(self, name) is not None
+        ]
         if not given:
             return
         if self.cast_policy is not CastPolicy.LOW:
@@ -241,7 +241,7 @@ def parse_low_type(value: object) -> LowType:
     )
 
 
-def parse_format(name: str, value: object) -> number_formats.Format:
+def parse_format(name: str, value: object) -> Format:
     """Returns the number format ``value``, or the one of that name; for a dtype, the format that emulates it."""
     if isinstance(value, torch.dtype) and value in tensors.COMPUTED:
         value = tensors.long_name(value)

@@ -10,7 +10,7 @@ import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -33,7 +33,9 @@ from .lists import parse
 from .op_lists import KEYS, KINDS, listed, resolve
 from .sections import Section, SectionRule, by_module
 
-_NAMES: Final = "a list of op names"
+if TYPE_CHECKING:
+    from ..number_formats import Format
+
 _DECISIONS: Final = "a dict of op names to hmpx.Decision"
 
 
@@ -95,11 +97,10 @@ class Policy:
     def __reduce__(self) -> tuple[Any, ...]:
         return Policy, (dict(self.decisions), self.low_precision_type, self.sections)
 
-    def formats(self) -> frozenset[number_formats.Format]:
+    def formats(self) -> frozenset[Format]:
         """Returns the number formats that ops run in, by any decision."""
-        of_sections = [each.decisions for each in self.sections]
-        decided = [said for each in (self.decisions, *of_sections) for said in each.values()]
-        return frozenset([said.dtype for said in decided if number_formats.is_format(said.dtype)])
+        dtypes = [each.dtype for each in every_decision(self)]
+        return frozenset(filter(number_formats.is_format, dtypes))
 
     def section_rules(self) -> dict[str, list[SectionRule]]:
         """Returns op -> its decisions in sections, in their order."""
@@ -176,12 +177,18 @@ class Policy:
         low_dtype = parse_low_type(low_precision_type)
         given = {"low": low, "fp32": fp32, "widest": widest, "first": first}
         read = {
-            kind: parse("\n".join(arguments.texts(kind, names, _NAMES)), f"<{kind}>")
+            kind: parse("\n".join(arguments.texts(kind, names, "a list of op names")), f"<{kind}>")
             for kind, names in given.items()
         }
         lists = listed(read, low_dtype)
         report(lists, strict=True, is_from_files=False)
         return cls(resolve([[each] for each in lists]), low_dtype)
+
+
+def every_decision(policy: Policy) -> list[Decision]:
+    """Returns the decisions for ops, and those of sections."""
+    several = (policy.decisions, *[each.decisions for each in policy.sections])
+    return [decision for each in several for decision in each.values()]
 
 
 def _bare(decisions: Mapping[str, Decision]) -> list[tuple[str, str]]:
@@ -195,14 +202,13 @@ def _said(decision: Decision) -> str:
 
 # --- for people ----------------------------------------------------------------------------------
 
-_MOST_NAME: Final = 24
 _TITLES: Final = ("op", "policy", "dtype", "reason")
 
 
 def policy_line(policy: Policy) -> str:
     """Returns the number of ops by cast policy: ``"bf16: 24 LOW, 15 FP32, 2 sections"``."""
     name = short_name(policy.low_precision_type)
-    name = name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 3]}..."
+    name = name if len(name) <= 24 else f"{name[:21]}..."
     found = Counter(decision.cast_policy for decision in policy.decisions.values())
     parts = [f"{found[each]} {each.name}" for each in CastPolicy if found[each]] or ["no ops"]
     if count := len(policy.sections):
@@ -211,7 +217,6 @@ def policy_line(policy: Policy) -> str:
 
 
 def _table(policy: Policy) -> str:
-    """Returns a table of all decisions; those of sections follow their conditions."""
     parts = [(f"Policy, {policy_line(policy)}", [*_rows(policy.decisions)])]
     parts += [(_heading(each), [*_rows(each.decisions)]) for each in policy.sections]
     every = [_TITLES, *itertools.chain.from_iterable(rows for _, rows in parts)]

@@ -50,7 +50,6 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     """
 
     def __init__(self, *, times: bool = False, memory: bool = False) -> None:
-        """Records nothing until it is entered."""
         self._is_timed = arguments.truth("times", times)
         self._ledger = Ledger() if arguments.truth("memory", memory) else None
         self._recorder = Recorder(is_timed=self._is_timed)

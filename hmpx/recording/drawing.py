@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,15 @@ class Grouping:
                 expected[call] = len(self.groups)
                 self._add(at)
                 self.groups[-1].result = results[call]
-        self._connect()
+        for position, group in enumerate(self.groups):
+            taken: dict[tuple[int, int, int], None] = {}
+            for at in group.steps:
+                for source, output in self.steps[at].inputs:
+                    made, of_made = self._sources[source]
+                    from_group = self._group_of[made]
+                    if from_group != position:
+                        taken[from_group, made, output if made == source else of_made] = None
+            group.inputs = list(taken)
         self._place()
 
     def group_of(self, at: int) -> int:
@@ -150,19 +158,6 @@ class Grouping:
         self._group_of[at] = len(self.groups)
         self.groups.append(group)
 
-    # --- connections ------------------------------------------------------------------------------
-
-    def _connect(self) -> None:
-        for position, group in enumerate(self.groups):
-            found: dict[tuple[int, int, int], None] = {}
-            for at in group.steps:
-                for source, output in self.steps[at].inputs:
-                    made, of_made = self._sources[source]
-                    from_group = self._group_of[made]
-                    if from_group != position:
-                        found[from_group, made, output if made == source else of_made] = None
-            group.inputs = list(found)
-
     def _place(self) -> None:
         """Finds the modules: as observed, else by the parameters that ops take."""
         observation = self._observation
@@ -225,12 +220,6 @@ def _around(paths: Iterable[str | None]) -> str | None:
 
 
 # --- which steps are one node --------------------------------------------------------------------
-
-#: The walk exceeds ``max_nodes`` by this factor, since views and steps of observed ops are not drawn.
-_WALKED: Final = 10
-
-#: Most autograd names kept for one node.
-_MOST_NAMES: Final = 20
 
 
 @restoring
@@ -295,7 +284,8 @@ def draw(
         if not found:
             raise OptionError(_why_no_graph(output, is_call=is_call))
         with torch_state.without_casts():
-            steps, positions = walk([tensor for _, tensor in found.values()], _WALKED * max_nodes)
+            # More steps than nodes, since views and steps of observed ops are not drawn.
+            steps, positions = walk([tensor for _, tensor in found.values()], 10 * max_nodes)
         grouping = Grouping(steps, names, observation)
         ends = [(place, tensor, positions[id(node_of(tensor))]) for place, tensor in found.values()]
         nodes, edges, left_out = _finished(grouping, ends, max_nodes)
@@ -408,7 +398,7 @@ def _node(position: int, group: DrawnGroup, steps: list[Step]) -> Node:
         module=group.module or "",
         location="" if call is None else call.location,
         reason="" if call is None else call.reason,
-        grad_fn=tuple([step.name for step in own[:_MOST_NAMES]]),
+        grad_fn=tuple([step.name for step in own[:20]]),
         is_legalized=group.is_legalized,
         saved=tuple([saved for step in own for saved in _saved(step)]),
     )

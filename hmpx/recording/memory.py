@@ -134,7 +134,6 @@ class Ledger:
     """Records when memory is allocated and freed, in one thread and the backward that it starts."""
 
     def __init__(self) -> None:
-        """Records nothing until `noting` begins."""
         self._log: list[Event] = []
         self._stored: dict[int, Stored] = {}
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -222,7 +221,8 @@ class Ledger:
     def _start(self, key: int, storage: torch.UntypedStorage, stored: Stored) -> Stored:
         self._stored[key] = stored
         stored.memory = weakref.ref(storage, lambda _: self._note_freed(key, stored))
-        self._log.append((What.MADE, stored, self._phase()))
+        phase = "forward" if current_graph_task() == -1 else "backward"
+        self._log.append((What.MADE, stored, "optimizer" if self._is_stepping else phase))
         return stored
 
     def _note_parameter(self, parameter: Tensor) -> None:
@@ -234,11 +234,6 @@ class Ledger:
         self._log.append((What.FREED, stored, ""))
         if self._stored.get(key) is stored:
             del self._stored[key]
-
-    def _phase(self) -> str:
-        if self._is_stepping:
-            return "optimizer"
-        return "forward" if current_graph_task() == -1 else "backward"
 
     # --- hooks -------------------------------------------------------------------------------------
 
@@ -273,9 +268,6 @@ class Ledger:
 
 # --- sums ----------------------------------------------------------------------------------------
 
-#: Kinds of memory that last from one step to the next: they count from the start.
-_LASTING: Final = ("parameters", "buffers", "optimizer state")
-
 
 class _Replay:
     """Replays events: sums by kind at each moment, and those at the peaks."""
@@ -289,7 +281,8 @@ class _Replay:
         self._most_saved: Counter[tuple[str, bool]] = Counter()
         self._phases: dict[str, Moment] = {}
         for what, stored, _ in events:
-            if what is What.MADE and stored.kind in _LASTING:
+            is_lasting = stored.kind in ("parameters", "buffers", "optimizer state")
+            if what is What.MADE and is_lasting:  # it counts from the start
                 self._change(stored, is_live=True)
         for what, stored, phase in events:
             if what is What.MADE:
@@ -301,7 +294,6 @@ class _Replay:
                 self._hold(stored, 1 if what is What.HELD else -1)
 
     def memory(self) -> Memory:
-        """Returns the sums."""
         saved = sorted(self._most_saved.items())
         return Memory(
             parameter_bytes=self._most["parameters"],

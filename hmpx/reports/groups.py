@@ -26,17 +26,13 @@ from .table import Column, ReportTable
 _PHASES: Final = {"forward": "", "backward": "bwd", "recompute": "redo"}
 
 
-def _shown_dtypes(names: str) -> str:
-    return dtypes(names.split(", "))
-
-
 #: Field that groups share -> its title in tables, its formatter, how it is cut, its minimum width.
 _NAMES: Final[dict[str, tuple[str, Callable[[str], str], Any, int]]] = {
     "op": ("op", lambda name: clean(name) or NOTHING, without_end, 10),
     "phase": ("phase", lambda phase: _PHASES.get(phase, clean(phase)), without_end, 4),
-    "input_dtypes": ("from", _shown_dtypes, without_end, 9),
-    "dtype": ("in", _shown_dtypes, without_end, 4),
-    "output_dtypes": ("to", _shown_dtypes, without_end, 9),
+    "input_dtypes": ("from", lambda names: dtypes(names.split(", ")), without_end, 9),
+    "dtype": ("in", lambda names: dtypes(names.split(", ")), without_end, 4),
+    "output_dtypes": ("to", lambda names: dtypes(names.split(", ")), without_end, 9),
     "module": ("module", lambda name: clean(name) or "(outermost)", without_start, 12),
     "location": ("location", lambda line: located(line) or NOTHING, without_start, 16),
 }
@@ -97,12 +93,12 @@ class Groups(list[Group]):
         rest = [f"... and {count(more)} more; {call} has all"] if more > 0 else []
         return [*self.table(most).lines(), *rest]
 
-    def html_table(self, most: int | None = 100) -> str:
+    def html_table(self) -> str:
         """Returns the table as HTML, without scripts or styles."""
         if not self:
             return "<p>no calls</p>"
-        more = 0 if most is None else len(self) - most
-        return self.table(most).to_html() + (f"<p>... and {more:,} more</p>" if more > 0 else "")
+        more = len(self) - 100
+        return self.table(100).to_html() + (f"<p>... and {more:,} more</p>" if more > 0 else "")
 
     def __repr__(self) -> str:
         return f"<hmpx.Groups: {len(self):,} groups; print() shows them>"
@@ -115,27 +111,19 @@ class Groups(list[Group]):
 
 
 def grouped(rows: Iterable[Row], names: Sequence[str]) -> Groups:
-    """Groups rows with equal fields; those with most FLOPs, then bytes, come first.
-
-    Args:
-        rows: The rows.
-        names: Names of the fields: op, phase, module, location and the dtypes.
-    """
+    """Groups rows with equal fields of these names; those with most FLOPs, then bytes, come first."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple([_text(getattr(row, name)) for name in names]), []).append(row)
+        values = [getattr(row, name) for name in names]
+        key = [each if isinstance(each, str) else ", ".join(dict.fromkeys(each)) for each in values]
+        found.setdefault(tuple(key), []).append(row)
     groups = [
         Group(tuple(names), key, totals(several), tuple(several)) for key, several in found.items()
     ]
     return Groups(sorted(groups, key=lambda group: (-group.totals.flops, -group.totals.bytes)))
 
 
-def _text(value: str | tuple[str, ...]) -> str:
-    return value if isinstance(value, str) else ", ".join(dict.fromkeys(value))
-
-
 def _sums(shown: Sequence[Totals], every: Sequence[Totals], names: Sequence[str]) -> list[Column]:
-    """Returns the columns of sums with information."""
     has_casts = any(each.casts for each in every)
     flops, bytes_ = sum(each.flops for each in every), sum(each.bytes for each in every)
     found = [

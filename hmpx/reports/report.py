@@ -112,13 +112,7 @@ class Report(Views):
 
 
 def merged(reports: Iterable[Report]) -> Report:
-    """Merges the reports of several processes into one; rows are added up.
-
-    Example:
-        >>> from hmpx.reports import Report, merged
-        >>> merged([Report((), about={"rank": "0"}), Report((), about={"rank": "1"})]).about
-        {'rank': '0, 1'}
-    """
+    """Merges the reports of several processes into one; rows are added up."""
     reports = list(reports)
 
     def joined(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -163,9 +157,8 @@ def read_json(path: str | os.PathLike[str]) -> Report:
 
 # --- as text -------------------------------------------------------------------------------------
 
-#: Most fixes and groups shown; the others are only counted.
+#: Most fixes shown; the others are only counted.
 MOST_FIXES: Final = 5
-_MOST_GROUPS: Final = 20
 
 
 def _lines(report: Report) -> Iterator[str]:
@@ -182,20 +175,17 @@ def _lines(report: Report) -> Iterator[str]:
         yield from wrapped(fix.reason, "      ")
         if fix.note:
             yield from wrapped(f"({fix.note})", "      ")
-    yield from _more(len(found) - MOST_FIXES, "rec.waste()")
+    if (more := len(found) - MOST_FIXES) > 0:
+        yield f"... and {count(more)} more; rec.waste() has all"
     kept = kept_wide(report)
     if kept:
         yield from ("", "not in low precision, and why:")
     for said in kept[:MOST_FIXES]:
         yield from wrapped(said, "  ")
-    yield from _more(len(kept) - MOST_FIXES, "hmpx.explain(op)")
+    if (more := len(kept) - MOST_FIXES) > 0:
+        yield f"... and {count(more)} more; hmpx.explain(op) has all"
     if report.rows:
-        yield from ("", *report.by_op().lines(_MOST_GROUPS, "rec.by_op()"))
-
-
-def _more(number: int, call: str) -> Iterator[str]:
-    if number > 0:
-        yield f"... and {count(number)} more; {call} has all"
+        yield from ("", *report.by_op().lines(20, "rec.by_op()"))
 
 
 # --- sentences -----------------------------------------------------------------------------------

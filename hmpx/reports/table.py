@@ -64,18 +64,7 @@ class Column:
 
 
 class ReportTable:
-    """Rows of values under titles. Printed, it is text of 80 columns; notebooks show HTML.
-
-    Attributes:
-        columns: The columns.
-
-    Example:
-        >>> from hmpx.reports import Column, Table
-        >>> print(Table([Column("op", ["mm", "exp"], is_number=False), Column("calls", [12, 3])]))
-        op   calls
-        mm      12
-        exp      3
-    """
+    """Rows of values under titles. Printed, it is text of 80 columns; notebooks show HTML."""
 
     def __init__(self, columns: Iterable[Column]) -> None:
         self.columns = list(columns)

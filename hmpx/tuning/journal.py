@@ -8,13 +8,10 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..errors import OptionError, raised_here, short, warn
 from ..files import JOURNAL, damaged, parsed, read, shaped, unwritable
-
-_VERSION: Final = 3
-_START: Final = b'{"hmpx journal"'
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,9 @@ class Journal:
         self._path, self._known = path, dict[str, tuple[str, Any]]()
         if not path:
             return
-        wanted = {"hmpx journal": _VERSION, **json.loads(json.dumps(header))}
+        wanted = {"hmpx journal": 3, **json.loads(json.dumps(header))}
         content = read(path, JOURNAL) if os.path.exists(path) else b""  # noqa: PTH110  # any text
-        if not content.startswith(_START[: len(content)]):
+        if not content.startswith(b'{"hmpx journal"'[: len(content)]):
             raise OptionError(f"{short(path)} is not a journal of hmpx.tune; give another path")
         *lines, torn = content.split(b"\n")
         for number, line in enumerate(lines, 1):

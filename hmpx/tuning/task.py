@@ -50,9 +50,6 @@ from .journal import Journal
 from .result import Tuned
 from .search import FRESH, LEAST_OVER_NOISE, TUNING, Evaluator, Search, shipped_sets
 
-#: Most batches over which effects are summed.
-_MOST_BATCHES: Final = 4
-
 #: Added to the seed for fresh inputs.
 _OTHER_SEED: Final = 1_000
 
@@ -180,7 +177,7 @@ class Task(Evaluator):
         policy = policy_of(dict.fromkeys(self.costs, self.low_type), self.low_type)
         loss_fn = self.steps.loss_fn or (metrics.loss_of if self.metric == "loss" else None)
         found: dict[Spot, Score] = {}
-        for index, batch in enumerate(self.batches[TUNING][:_MOST_BATCHES]):
+        for index, batch in enumerate(self.batches[TUNING][:4]):
             self.state.restore()
             seed_all(self.seed + index)
             comparison = compare(
@@ -292,9 +289,7 @@ class Task(Evaluator):
                 seed_all(seed + index)
                 output = self.steps.forward(batch)
                 with without_casts():
-                    found.append(
-                        tensors.copied(output)
-                    )  # it may be an attribute, which is restored
+                    found.append(tensors.copied(output))  # it may be an attribute, restored later
         return found
 
     def _converted(self, policy: Policy) -> contextlib.AbstractContextManager[object]:
