@@ -10,26 +10,9 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
-from .. import arguments
+from .. import arguments, reports
 from ..errors import OptionError, brief, fielded, shown
-from ..reports import (
-    KINDS,
-    Memory,
-    Report,
-    ReportTable,
-    Written,
-    bars,
-    chart_section,
-    clean,
-    count,
-    page,
-    paragraphs,
-    section,
-    share,
-    short_dtype,
-    size,
-    wrapped,
-)
+from ..reports import Memory, Report, ReportTable, Written, clean, size
 from ..tensors import stored_parameters, tensors_of
 
 STRATEGIES: Final = ("fsdp2", "ddp")
@@ -297,8 +280,13 @@ class Plan(Written):
     __repr__ = brief
 
     def __str__(self) -> str:
-        lines = [*wrapped(_headline(self)), _verdict(self), "", *_memory_table(self).lines()]
-        said = [line for each in _remedies(self) for line in wrapped(each)]
+        lines = [
+            *reports.wrapped(_headline(self)),
+            _verdict(self),
+            "",
+            *_memory_table(self).lines(),
+        ]
+        said = [line for each in _remedies(self) for line in reports.wrapped(each)]
         groups = self.report.by_op()
         lines += ["", *_ranks_table(self).lines()] if _cards(self.runs) else []
         lines += ["", *said] if said else []
@@ -308,7 +296,7 @@ class Plan(Written):
     def _repr_html_(self) -> str:
         remedies = "".join(f"<li>{html.escape(each)}</li>" for each in _remedies(self))
         headline = f"<p><strong>{html.escape(_headline(self))}</strong></p>"
-        said = headline + paragraphs([_verdict(self)])
+        said = headline + reports.paragraphs([_verdict(self)])
         ranks = _ranks_table(self).to_html() if _cards(self.runs) else ""
         return f"<div>{said}{_memory_table(self).to_html()}{ranks}<ul>{remedies}</ul></div>"
 
@@ -331,21 +319,21 @@ class Plan(Written):
 
     def _page(self) -> str:
         peaks = {run.name: run.memory.peak.kinds for run in self.runs}
-        kinds = [(kind, [each.get(kind, 0) for each in peaks.values()]) for kind in KINDS]
-        keys = {f"kind{index}": kind for index, kind in enumerate(KINDS)}
+        kinds = [(kind, [each.get(kind, 0) for each in peaks.values()]) for kind in reports.KINDS]
+        keys = {f"kind{index}": kind for index, kind in enumerate(reports.KINDS)}
         marks = [card * 10**9 for card in _cards(self.runs)]
-        picture = bars(peaks, keys, marks, "memory at the peak, by kind")
+        picture = reports.bars(peaks, keys, marks, "memory at the peak, by kind")
         parts = [
-            paragraphs((_headline(self), _verdict(self)), "verdict"),
-            paragraphs(_remedies(self)),
-            section("memory", "Memory of tensors", _memory_table(self).to_html()),
-            chart_section("peak", "At the peak, by kind", keys, picture),
+            reports.paragraphs((_headline(self), _verdict(self)), "verdict"),
+            reports.paragraphs(_remedies(self)),
+            reports.section("memory", "Memory of tensors", _memory_table(self).to_html()),
+            reports.chart_section("peak", "At the peak, by kind", keys, picture),
             _table("kind", peaks, kinds).to_html(),
-            section("ranks", "Each of several processes", _ranks_table(self).to_html()),
-            section("ops", "By op", self.report.by_op().html_table()),
-            section("modules", "By module", self.report.by_module().html_table()),
+            reports.section("ranks", "Each of several processes", _ranks_table(self).to_html()),
+            reports.section("ops", "By op", self.report.by_op().html_table()),
+            reports.section("modules", "By module", self.report.by_module().html_table()),
         ]
-        return page("hmpx plan", "Plan of a step", "\n".join(parts), self.about)
+        return reports.page("hmpx plan", "Plan of a step", "\n".join(parts), self.about)
 
 
 def _of_run(run: Run) -> Mapping[str, Any]:
@@ -366,13 +354,13 @@ def _of_run(run: Run) -> Mapping[str, Any]:
 
 def _headline(plan: Plan) -> str:
     what = f"a training step with {plan.optimizer}" if plan.is_training else "a forward"
-    return f"{clean(plan.model)}, {count(plan.parameters)} parameters: {what} on {plan.device_type}"
+    return f"{clean(plan.model)}, {reports.count(plan.parameters)} parameters: {what} on {plan.device_type}"
 
 
 def _verdict(plan: Plan) -> str:
     totals = plan.report.totals
-    flops = f"{share(totals.low_flops, totals.flops)} of FLOPs and " if totals.flops else ""
-    return f"{flops}{share(totals.low_bytes, totals.bytes)} of bytes in low precision"
+    flops = f"{reports.share(totals.low_flops, totals.flops)} of FLOPs and " if totals.flops else ""
+    return f"{flops}{reports.share(totals.low_bytes, totals.bytes)} of bytes in low precision"
 
 
 def _remedies(plan: Plan) -> Iterator[str]:
@@ -422,7 +410,7 @@ def _figures(found: Sequence[Any]) -> Iterator[_Sizes]:
             dtypes = dict.fromkeys(dtype for each in saved for dtype in each)
             rows = [(dtype, [each.get(dtype, 0) for each in saved]) for dtype in dtypes]
             for dtype, sizes in sorted(rows, key=lambda row: -sum(row[1])):
-                yield f"  {clean(short_dtype(dtype))}", sizes
+                yield f"  {clean(reports.short_dtype(dtype))}", sizes
 
 
 def _table(
@@ -447,12 +435,15 @@ def _memory_table(plan: Plan) -> ReportTable:
         *[
             (
                 f"fits on {card} GB",  # an allocator needs some memory more than the tensors
-                [f"yes, {share(e, card * 10**9)}" if e <= card * 10**9 else "no" for e in peaks],
+                [
+                    f"yes, {reports.share(e, card * 10**9)}" if e <= card * 10**9 else "no"
+                    for e in peaks
+                ],
             )
             for card in _cards(plan.runs)
         ],
-        ("FLOPs in low", [share(each.low_flops, each.flops) for each in totals]),
-        ("bytes in low", [share(each.low_bytes, each.bytes) for each in totals]),
+        ("FLOPs in low", [reports.share(each.low_flops, each.flops) for each in totals]),
+        ("bytes in low", [reports.share(each.low_bytes, each.bytes) for each in totals]),
     )
 
 

@@ -22,23 +22,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .. import torch_internals
 from ..compute import nodes_made, tensors_saved_by
 from ..errors import raised_here
 from ..reports import Memory, Moment
 from ..tensors import tensors_in, tensors_of
-from ..torch_internals import (
-    CAST_OP,
-    DispatchMode,
-    call_in,
-    current_graph_task,
-    is_of_transform,
-    is_tensor_of_tensors,
-    keeps_graph,
-    next_number,
-    storage_of,
-    transforms,
-    unseen,
-)
+from ..torch_internals import DispatchMode, unseen
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _DETACH: Final = torch.ops.aten.detach.default
@@ -95,7 +84,7 @@ class _Saved:
 
     def release(self, *_: Any) -> None:
         """Ends it, unless the backward keeps the graph; a hook after the node's backward."""
-        if not (is_dynamo_compiling() or keeps_graph()):
+        if not (is_dynamo_compiling() or torch_internals.keeps_graph()):
             self.__del__()
 
     def __del__(self) -> None:
@@ -120,12 +109,12 @@ class _Mode(DispatchMode):
         ledger, given = self._ledger, tensors_in(args)
         if func is not _DETACH:  # by which autograd saves results
             ledger.note_saved(given)  # by the calls before
-        result = call_in(self, func, args, kwargs or {})
+        result = torch_internals.call_in(self, func, args, kwargs or {})
         results = tensors_in([result])
         for each in (*given, *results):
             ledger.note(each)
         ledger.results += map(weakref.ref, results)
-        if func is CAST_OP and (made := ledger.note(result)) is not None:
+        if func is torch_internals.CAST_OP and (made := ledger.note(result)) is not None:
             made.cast_of = ledger.note(args[0])
         return result
 
@@ -152,7 +141,7 @@ class Ledger:
             register_optimizer_step_post_hook(self._note_state),
             _Mode(self),
         ):
-            self._first_node = next_number() or 0
+            self._first_node = torch_internals.next_number() or 0
             try:
                 yield
             finally:
@@ -169,14 +158,16 @@ class Ledger:
     def note(self, tensor: Tensor) -> Stored | None:
         """Returns the record of a tensor's memory; None if it has none of its own."""
         try:
-            storage = storage_of(tensor)
+            storage = torch_internals.storage_of(tensor)
         # Sparse, of another library, or of a lazy module.
         except raised_here(RuntimeError, ValueError):
             return None
         key = storage._cdata
         stored = self._stored.get(key)
         if stored is None:
-            if is_tensor_of_tensors(tensor) or is_of_transform(tensor):
+            if torch_internals.is_tensor_of_tensors(tensor) or torch_internals.is_of_transform(
+                tensor
+            ):
                 return None
             name = str(tensor.dtype).removeprefix("torch.")
             stored = self._start(key, storage, Stored(storage.nbytes(), name))
@@ -190,11 +181,13 @@ class Ledger:
     @unseen
     def note_saved(self, tensors: list[Tensor]) -> None:
         """Records what the nodes of tensors, and of the last results, save; torch's hooks would change it."""
-        if transforms() is not None:
+        if torch_internals.transforms() is not None:
             return
         last = [each for result in self.results if (each := result()) is not None]
         # Asked for its node in a call, a jagged tensor never answers.
-        asked = [each for each in (*last, *tensors) if not is_tensor_of_tensors(each)]
+        asked = [
+            each for each in (*last, *tensors) if not torch_internals.is_tensor_of_tensors(each)
+        ]
         found = [
             (node, tensors_saved_by(node)) for node in nodes_made(asked, self._first_node, self)
         ]
@@ -221,7 +214,7 @@ class Ledger:
     def _start(self, key: int, storage: torch.UntypedStorage, stored: Stored) -> Stored:
         self._stored[key] = stored
         stored.memory = weakref.ref(storage, lambda _: self._note_freed(key, stored))
-        phase = "forward" if current_graph_task() == -1 else "backward"
+        phase = "forward" if torch_internals.current_graph_task() == -1 else "backward"
         self._log.append((What.MADE, stored, "optimizer" if self._is_stepping else phase))
         return stored
 

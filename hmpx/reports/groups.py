@@ -7,18 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import fielded
-from .cells import (
-    NOTHING,
-    clean,
-    count,
-    dtypes,
-    duration,
-    located,
-    share,
-    size,
-    without_end,
-    without_start,
-)
+from . import cells
+from .cells import clean
 from .rows import Row, Totals, totals
 from .table import Column, ReportTable
 
@@ -28,13 +18,18 @@ _PHASES: Final = {"forward": "", "backward": "bwd", "recompute": "redo"}
 
 #: Field that groups share -> its title in tables, its formatter, how it is cut, its minimum width.
 _NAMES: Final[dict[str, tuple[str, Callable[[str], str], Any, int]]] = {
-    "op": ("op", lambda name: clean(name) or NOTHING, without_end, 10),
-    "phase": ("phase", lambda phase: _PHASES.get(phase, clean(phase)), without_end, 4),
-    "input_dtypes": ("from", lambda names: dtypes(names.split(", ")), without_end, 9),
-    "dtype": ("in", lambda names: dtypes(names.split(", ")), without_end, 4),
-    "output_dtypes": ("to", lambda names: dtypes(names.split(", ")), without_end, 9),
-    "module": ("module", lambda name: clean(name) or "(outermost)", without_start, 12),
-    "location": ("location", lambda line: located(line) or NOTHING, without_start, 16),
+    "op": ("op", lambda name: clean(name) or cells.NOTHING, cells.without_end, 10),
+    "phase": ("phase", lambda phase: _PHASES.get(phase, clean(phase)), cells.without_end, 4),
+    "input_dtypes": ("from", lambda names: cells.dtypes(names.split(", ")), cells.without_end, 9),
+    "dtype": ("in", lambda names: cells.dtypes(names.split(", ")), cells.without_end, 4),
+    "output_dtypes": ("to", lambda names: cells.dtypes(names.split(", ")), cells.without_end, 9),
+    "module": ("module", lambda name: clean(name) or "(outermost)", cells.without_start, 12),
+    "location": (
+        "location",
+        lambda line: cells.located(line) or cells.NOTHING,
+        cells.without_start,
+        16,
+    ),
 }
 
 
@@ -90,7 +85,7 @@ class Groups(list[Group]):
     def lines(self, most: int, call: str) -> list[str]:
         """Returns the table's lines, and how many more groups ``call`` gives."""
         more = len(self) - most
-        rest = [f"... and {count(more)} more; {call} has all"] if more > 0 else []
+        rest = [f"... and {cells.count(more)} more; {call} has all"] if more > 0 else []
         return [*self.table(most).lines(), *rest]
 
     def html_table(self) -> str:
@@ -127,15 +122,15 @@ def _sums(shown: Sequence[Totals], every: Sequence[Totals], names: Sequence[str]
     has_casts = any(each.casts for each in every)
     flops, bytes_ = sum(each.flops for each in every), sum(each.bytes for each in every)
     found = [
-        (True, Column("calls", [each.calls for each in shown], count)),
+        (True, Column("calls", [each.calls for each in shown], cells.count)),
         ("dtype" not in names, Column("low", [*map(_low_share, shown)])),
-        (has_casts, Column("casts", [each.casts for each in shown], count)),
-        (has_casts, Column("written", [each.cast_bytes for each in shown], size)),
-        (flops > 0, Column("FLOPs", [share(each.flops, flops) for each in shown])),
-        (bytes_ > 0, Column("bytes", [share(each.bytes, bytes_) for each in shown])),
+        (has_casts, Column("casts", [each.casts for each in shown], cells.count)),
+        (has_casts, Column("written", [each.cast_bytes for each in shown], cells.size)),
+        (flops > 0, Column("FLOPs", [cells.share(each.flops, flops) for each in shown])),
+        (bytes_ > 0, Column("bytes", [cells.share(each.bytes, bytes_) for each in shown])),
         (
             any(each.seconds is not None for each in every),
-            Column("time", [each.seconds for each in shown], duration),
+            Column("time", [each.seconds for each in shown], cells.duration),
         ),
     ]
     return [column for is_shown, column in found if is_shown]
@@ -144,7 +139,7 @@ def _sums(shown: Sequence[Totals], every: Sequence[Totals], names: Sequence[str]
 def _low_share(sums: Totals) -> str:
     """Returns the low-precision share: of FLOPs, without any of bytes, or else of calls."""
     if sums.flops:
-        return share(sums.low_flops, sums.flops)
+        return cells.share(sums.low_flops, sums.flops)
     if sums.bytes:
-        return share(sums.low_bytes, sums.bytes)
-    return share(sums.low_calls, sums.calls)
+        return cells.share(sums.low_bytes, sums.bytes)
+    return cells.share(sums.low_calls, sums.calls)
