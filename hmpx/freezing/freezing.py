@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -105,64 +105,80 @@ def freeze(
         if has_example:
             raise OptionError(f'store="{store}" takes no example: it stores all parameters')
         with LOCK:
-            frozen = _layer_cast(model, _LAYER_CAST[store], outputs, keep_fp32=keep_fp32)
-        patches.forget_compiled()
-        return frozen
-    in_force = _checked(model, has_example=has_example)
-    found = slots_of(model)
-    with torch_state.unchanged(model, inputs, but=[f.tensor for f in found]):
-        watch = watch_forward(model, found, inputs)
-        gone = replaced(model, found)
-    with LOCK:
-        _check_free(model)  # another thread may have frozen it meanwhile
-        gone |= replaced(model, found)
-        rounding = one_rounding(in_force) if store == "codes" else None
-        weights = tuple(judged(found, watch, gone, rounding is not None))
-        dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
-        lows: dict[int, Slot] = {}
-        for f in found:
-            if f.name in dtypes:
-                lows.setdefault(id(f.tensor), f)
-        stored = _low_copies(lows.values(), dtypes, rounding)
-        _check_values_last(model, lows.values(), stored, keep_fp32)
-
-        def change(undo: Undo) -> None:
-            if outputs == "fp32":
-                model.register_forward_hook(Widens(undo.key))
-            if lows:
-                seal(model, slots, dtypes, in_force, undo)
-            for tensor, low in stored:
-                if not low.is_floating_point():
-                    tensor.requires_grad_(False)
-                tensor.data = low
-            with torch.no_grad(), torch_state.without_casts():
-                for module in {slot.module: None for slot in slots}:
-                    if isinstance(module, nn.RNNBase):  # as cuDNN requires for the current dtype
-                        module.flatten_parameters()
-
-        slots = [f for f in found if id(f.tensor) in lows]
-        others = {
-            f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows
-        }
-        frozen = _frozen(model, weights, slots, others, change, keep_fp32=keep_fp32)
+            _check_layer_cast(model)
+            found = slots_of(model)
+            firsts = {id(f.tensor): f for f in reversed(found)}
+            weights = [_in_16_bits(f, _LAYER_CAST[store], firsts[id(f.tensor)]) for f in found]
+            frozen = _frozen(model, found, weights, None, None, outputs, keep_fp32)
+    else:
+        in_force = _checked(model, has_example=has_example)
+        found = slots_of(model)
+        with torch_state.unchanged(model, inputs, but=[f.tensor for f in found]):
+            watch = watch_forward(model, found, inputs)
+            gone = replaced(model, found)
+        with LOCK:
+            _check_free(model)  # another thread may have frozen it meanwhile
+            gone |= replaced(model, found)
+            rounding = one_rounding(in_force) if store == "codes" else None
+            weights = [*judged(found, watch, gone, rounding is not None)]
+            frozen = _frozen(model, found, weights, in_force, rounding, outputs, keep_fp32)
     patches.forget_compiled()
     return frozen
 
 
-def _frozen(
+def _frozen(  # noqa: PLR0917
     model: nn.Module,
-    weights: tuple[Weight, ...],
-    slots: Sequence[Slot],
-    kept_alive: set[int],
-    change: Callable[[Undo], None],
-    *,
+    found: Sequence[Slot],
+    weights: Sequence[Weight],
+    in_force: session.Session | None,
+    rounding: Rounding | None,
+    outputs: str,
     keep_fp32: bool,
 ) -> Frozen:
-    """Changes a model, to the end or not at all."""
-    undo = Undo(model, Originals(slots, kept_alive if keep_fp32 else None))
-    frozen = Frozen(weights, undo, printable(type(model).__name__))
+    """Stores weights, to the end or not at all; without a conversion, modules upcast them where they read them."""
+    dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
+    lows: dict[int, Slot] = {}
+    for f in found:
+        if f.name in dtypes:
+            lows.setdefault(id(f.tensor), f)
+    stored = _low_copies(lows.values(), dtypes, rounding)
+    for f, (tensor, low) in zip(lows.values(), stored, strict=True):
+        where, is_fake = f"{f.name!r} in {type(model).__name__}", isinstance(low, FakeTensor)
+        if is_fake and not isinstance(tensor, FakeTensor):
+            raise FreezeError(
+                f"{where} has values, which would be lost under the FakeTensorMode that is on; freeze the "
+                "model outside of it, or make the model inside"
+            )
+        if keep_fp32 and tensor.is_meta:
+            raise FreezeError(
+                f"{where} is on the meta device, which holds no values to keep for undo(); pass "
+                "keep_fp32=False, or make the model under FakeTensorMode"
+            )
+        is_real = not (low.is_meta or is_fake)
+        if in_force is None and is_real and bool((low.isinf() & ~tensor.isinf()).any()):
+            raise FreezeError(
+                f"{f.name!r} has values beyond {short_name(low.dtype)}'s largest number"
+            )
+    slots = [f for f in found if id(f.tensor) in lows]
+    others = {f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows}
+    undo = Undo(model, Originals(slots, others if keep_fp32 else None))
+    frozen = Frozen(tuple(weights), undo, printable(type(model).__name__))
     try:
-        change(undo)
+        if outputs == "fp32":
+            model.register_forward_hook(Widens(undo.key))
+        if lows or in_force is None:
+            sealed = {slot.name: dtypes[lows[id(slot.tensor)].name] for slot in slots}
+            seal(model, slots, sealed, in_force, undo)
+        for module in () if in_force else model.modules():
+            upcast_parameters(module)
+        for tensor, low in stored:
+            if not low.is_floating_point():
+                tensor.requires_grad_(False)
+            tensor.data = low
+        with torch.no_grad(), torch_state.without_casts():
+            for module in {slot.module: None for slot in slots} if in_force else ():
+                if isinstance(module, nn.RNNBase):  # as cuDNN requires for the current dtype
+                    module.flatten_parameters()
     except BaseException:
         undo()
         raise
@@ -207,8 +223,7 @@ def _check_free(model: nn.Module) -> None:
         )
 
 
-def _layer_cast(model: nn.Module, dtype: torch.dtype, outputs: str, *, keep_fp32: bool) -> Frozen:
-    """Stores all float32 parameters in ``dtype``, to be upcast where modules read them."""
+def _check_layer_cast(model: nn.Module) -> None:
     if session.current() is not None:
         raise FreezeError(
             "torch is converted, so ops would not compute in float32; call hmpx.revert() before "
@@ -222,31 +237,6 @@ def _layer_cast(model: nn.Module, dtype: torch.dtype, outputs: str, *, keep_fp32
                 f"{where} is a module of TorchScript, whose compiled code reads weights as they are "
                 "stored; freeze the module from which it was scripted or traced, and call that"
             )
-    found = slots_of(model)
-    firsts = {id(f.tensor): f for f in reversed(found)}
-    weights = [_in_16_bits(f, dtype, firsts[id(f.tensor)]) for f in found]
-    lows = {
-        id(f.tensor): firsts[id(f.tensor)] for f, w in zip(found, weights, strict=True) if w.is_low
-    }
-    with torch.no_grad():
-        stored = [(f.tensor, f.tensor.detach().to(dtype)) for f in lows.values()]
-    _check_values_last(model, lows.values(), stored, keep_fp32)
-    for f, (tensor, low) in zip(lows.values(), stored, strict=True):
-        is_real = not (low.is_meta or isinstance(low, FakeTensor))
-        if is_real and bool((low.isinf() & ~tensor.isinf()).any()):
-            raise FreezeError(f"{f.name!r} has values beyond {short_name(dtype)}'s largest number")
-
-    def change(undo: Undo) -> None:
-        seal(model, slots, {slot.name: dtype for slot in slots}, None, undo)
-        for module in model.modules():
-            upcast_parameters(module)
-        for tensor, low in stored:
-            tensor.data = low
-        if outputs == "fp32":
-            model.register_forward_hook(Widens(undo.key))
-
-    slots = [f for f in found if id(f.tensor) in lows]
-    return _frozen(model, tuple(weights), slots, set(), change, keep_fp32=keep_fp32)
 
 
 def _in_16_bits(f: Slot, dtype: torch.dtype, first: Slot) -> Weight:
@@ -292,26 +282,6 @@ def _low_copies(
                     ]
             copies.update(zip(group, stored, strict=True))
     return [(f.tensor, copies[f.place]) for f in lows]
-
-
-def _check_values_last(
-    model: nn.Module,
-    lows: Iterable[Slot],
-    low_copies: Iterable[tuple[Tensor, Tensor]],
-    keep_fp32: bool,
-) -> None:
-    """Raises FreezeError if values would be lost, or there are none to keep for `Frozen.undo`."""
-    for f, (tensor, low) in zip(lows, low_copies, strict=True):
-        if isinstance(low, FakeTensor) and not isinstance(tensor, FakeTensor):
-            raise FreezeError(
-                f"{f.name!r} in {type(model).__name__} has values, which would be lost under the "
-                "FakeTensorMode that is on; freeze the model outside of it, or make the model inside"
-            )
-        if keep_fp32 and tensor.is_meta:
-            raise FreezeError(
-                f"{f.name!r} in {type(model).__name__} is on the meta device, which holds no values to "
-                "keep for undo(); pass keep_fp32=False, or make the model under FakeTensorMode"
-            )
 
 
 # --- the result ----------------------------------------------------------------------------------

@@ -427,7 +427,7 @@ def judged(
                 f"{'is' if first.tensor is f.tensor else 'shares its memory with'} {first.name}"
             )
         elif not nn.parameter.is_lazy(f.tensor):
-            size_bytes = f.tensor.nbytes
+            size_bytes = f.tensor.numel() * f.tensor.element_size()
             stored_bytes = f.tensor.numel() * _stored(dtype).itemsize
         yield Weight(f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason)
 
