@@ -12,7 +12,7 @@ from typing import Final, NoReturn
 
 from .. import __version__, renames
 from ..errors import HmpxError, HmpxWarning, suggestion
-from . import bench, doctor, lint, lists, models, output, results, run, tune
+from . import doctor, lint, lists, models, output, results, run, tune
 from .options import PATHS, Command, add_command
 
 
@@ -157,7 +157,7 @@ _COMMANDS: Final[Mapping[str, Command]] = {
     "report": results.REPORT,
     "compare": models.COMPARE,
     "draw": models.DRAW,
-    "bench": bench.BENCH,
+    "bench": models.BENCH,
     "plan": models.PLAN,
     "tune": tune.TUNE,
     "check": lists.CHECK,

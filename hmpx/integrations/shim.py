@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from .. import ops, patching
 from ..errors import raised_here
 from ..files import read_sections
-from . import devices, hmp, hpex, hpu, optimizers
+from . import devices, hpex, hpu, optimizers
 
 ROOT: Final = "habana_frameworks"
 
@@ -102,7 +102,7 @@ _CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "torch.distributed": {},
     "torch.distributed.hccl": _HCCL,
     "torch.hpex": {},
-    "torch.hpex.hmp": _named(hmp.convert, hmp.disable_casts),
+    "torch.hpex.hmp": _named(hpex.convert, hpex.disable_casts),
     "torch.hpex.movingavrg": _named(hpex.FusedEMA),
     "torch.hpex.normalization": _named(hpex.FusedClipNorm),
     "torch.hpex.optimizers": _named(
@@ -150,7 +150,7 @@ def install(options: Mapping[str, Any] | None = None) -> bool:
         _applied.extend(patching.apply(devices.patches(modules["torch.hpu"])))
         _mode = devices.DeviceMode()
         _mode.__enter__()  # type: ignore[no-untyped-call]
-    hmp.set_defaults(options or {})
+    hpex.set_defaults(options or {})
     return True
 
 
@@ -170,12 +170,12 @@ def uninstall() -> None:
         else:
             sys.modules[name] = previous
     _replaced_modules.clear()
-    hmp.set_defaults({})
+    hpex.set_defaults({})
 
 
 def options() -> Mapping[str, Any] | None:
     """Returns the options given to `install`; None if the stand-in is not installed."""
-    return None if _mode is None else hmp.defaults()
+    return None if _mode is None else hpex.defaults()
 
 
 def _modules() -> dict[str, types.ModuleType]:

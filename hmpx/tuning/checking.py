@@ -30,9 +30,8 @@ from .candidates import (
     observing_policy,
     policy_source,
 )
-from .journal import Journal
 from .result import CHECK, Tuned
-from .search import Evaluator, Search
+from .search import Evaluator, Journal, Search
 from .task import low_type_name
 
 #: The file of a run with the command's output.

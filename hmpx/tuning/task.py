@@ -46,9 +46,8 @@ from .candidates import (
     policy_of,
     relative,
 )
-from .journal import Journal
 from .result import Tuned
-from .search import FRESH, LEAST_OVER_NOISE, TUNING, Evaluator, Search, shipped_sets
+from .search import FRESH, LEAST_OVER_NOISE, TUNING, Evaluator, Journal, Search, shipped_sets
 
 #: Added to the seed for fresh inputs.
 _OTHER_SEED: Final = 1_000
