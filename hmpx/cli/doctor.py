@@ -43,9 +43,6 @@ examples:
   hmpx doctor my_package.model transformers.models.bert.modeling_bert"""
 
 
-_REMEDY: Final = "get them by `pip install --no-build-isolation .` in hmpx's directory, after `pip install hatchling`"
-
-
 def _doctor(options: argparse.Namespace) -> int:
     """Prints versions, devices and uncast functions; status 1 if there are such."""
     if options.torch:
@@ -160,7 +157,12 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     why = kernels["fault"] or "HMPX_KERNELS=off"
     yield f"compiled kernels of number formats: {kernels['path'] or f'none, torch ops round: {why}'}"
     nodes = found["nodes"]
-    why = f"{nodes['fault']}; {_REMEDY}" if nodes["fault"] else "HMPX_NODES=off"
+    why = "HMPX_NODES=off"
+    if nodes["fault"]:
+        why = (
+            f"{nodes['fault']}; get them by `pip install --no-build-isolation .` in hmpx's directory, after "
+            "`pip install hatchling`"
+        )
     yield f"compiled nodes of linear: {nodes['path'] or f'none, torch has its own: {why}'}"
     float8 = ", ".join(found["float8"])
     yield f"products in float8: {f'in hardware on {float8}' if float8 else 'emulated, no device has them'}"
@@ -192,9 +194,6 @@ def _capability_lines(device_type: str, name: str, known: dict[str, Any]) -> Ite
     yield "  time of the native kernel divided by that of fp32 with casts; slow kernels are not used"
     yield f"  {'ops':14}{'inference':>11}{'training':>11}"
     for kind, each in kinds.items():
-        cells = [_measured(each[phase]) for phase in ("inference", "training")]
+        found = [each[phase] for phase in ("inference", "training")]
+        cells = [f"{ratio:.1f}" if isinstance(ratio, float) else ratio or "-" for ratio in found]
         yield f"  {kind:14}{cells[0]:>11}{cells[1]:>11}{'  slow' if each['is_slow'] else ''}"
-
-
-def _measured(ratio: float | str | None) -> str:
-    return "-" if ratio is None else ratio if isinstance(ratio, str) else f"{ratio:.1f}"

@@ -149,8 +149,6 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(each)
 
 
-_SHELLS: Final = {"shell": {"choices": ("bash", "zsh", "tcsh", "fish")}}
-
 #: In the order of ``hmpx --help``.
 _COMMANDS: Final[Mapping[str, Command]] = {
     "run": run.RUN,
@@ -167,5 +165,7 @@ _COMMANDS: Final[Mapping[str, Command]] = {
     "lists": lists.LISTS,
     "ops": lists.OPS,
     "doctor": doctor.DOCTOR,
-    "completion": Command(_COMPLETION, _complete, _SHELLS),
+    "completion": Command(
+        _COMPLETION, _complete, {"shell": {"choices": ("bash", "zsh", "tcsh", "fish")}}
+    ),
 }

@@ -64,7 +64,7 @@ def on_program(
             if getattr(options, each, None):
                 places[each] = split(getattr(options, each), source)
         with as_program(source):
-            given = {each: found(*place) for each, place in places.items()}
+            given = {each: found(*place)[1] for each, place in places.items()}
             try:
                 return run(options, given)
             except HmpxError:
@@ -87,21 +87,16 @@ def as_program(source: str) -> Iterator[None]:
         sys.argv = before
 
 
-def found(source: str, name: str) -> Any:
-    """Returns a function from a file or module."""
-    return function_of(imported(source), source, name)
-
-
-def function_of(module: types.ModuleType, source: str, name: str) -> Any:
-    """Returns the function ``name`` of a module; the name may be a dotted path."""
-    function: Any = module
+def found(source: str, name: str, *, again: bool = False) -> tuple[types.ModuleType, Any]:
+    """Returns a file's module, which ``again`` makes anew, and its function ``name``, which may be a dotted path."""
+    function: Any = (module := imported(source, again=again))
     for part in name.split("."):
         function = getattr(function, part, None)
     if function is None:
         raise FunctionError(
             f"{short(source)} has no {name!r}{suggestion(name, vars(module)) or ': give the name of a function'}"
         )
-    return function
+    return module, function
 
 
 def imported(source: str, *, again: bool = False) -> types.ModuleType:

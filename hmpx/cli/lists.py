@@ -85,13 +85,10 @@ CHECK: Final = Command(
     {kind: {"action": "append", "default": []} for kind in ("bf16", "fp16", "fp32")},
 )
 
-#: Written by `hmpx.tune` next to lists.
-_REPORT: Final = "report.txt"
-
 
 def _files(path: str) -> list[str]:
     """Returns the file ``path`` without reports, or the lists and policy files of a directory."""
-    if Path(path).name == _REPORT:
+    if Path(path).name == "report.txt":  # written by `hmpx.tune` next to lists
         return []
     if not Path(path).is_dir():
         return [path]

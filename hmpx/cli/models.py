@@ -243,7 +243,7 @@ def _inputs(source: str, name: str | None) -> Any:
             f"{short(source)} has no function `inputs`, which returns the model's inputs; write "
             "it, or name another with --inputs"
         )
-    return functions.found(*functions.split(name or "inputs", source))()
+    return functions.found(*functions.split(name or "inputs", source))[1]()
 
 
 def _maker(source: str, name: str, *, has_inputs: bool) -> Callable[[], Any]:
@@ -251,8 +251,7 @@ def _maker(source: str, name: str, *, has_inputs: bool) -> Callable[[], Any]:
     is_step = False
 
     def made_again() -> tuple[types.ModuleType, Any]:
-        module = functions.imported(source, again=True)
-        function = functions.function_of(module, source, name)
+        module, function = functions.found(source, name, again=True)
         if not callable(function):
             raise functions.FunctionError(f"{short(source)}:{name} is not a function")
         return module, function

@@ -76,7 +76,8 @@ def add_options(
     for line in re.sub(r"\n +", " ", text).splitlines():
         if line == "list options":
             lists = group.add_argument_group("list options, as in hmpx.convert")
-            add_options(lists, _LISTS, _DESTINATIONS)
+            own = ("bf16", "fp32", "fp16")
+            add_options(lists, _LISTS, {n: {"dest": f"{n}_file_path"} for n in own})
             continue
         spec, _, help_text = line.partition("  ")
         names, _, default = spec.partition("=")
@@ -113,8 +114,6 @@ _LISTS: Final = f"""\
 --low-precision-type TYPE  bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops
   --formats)
 --strict  make an unknown name an error"""
-_DESTINATIONS: Final = {name: {"dest": f"{name}_file_path"} for name in ("bf16", "fp32", "fp16")}
-
 #: Arguments of `hmpx.convert` that these options give.
 _LIST_OPTIONS: Final = (
     *("bf16_file_path", "fp32_file_path", "fp16_file_path", "lists", "policy", "opt_level"),

@@ -21,9 +21,6 @@ from ..tensors import default_device_types, short_name
 from . import output
 from .options import Command
 
-#: Takes the place of a file to merge reports.
-_MERGE: Final = "merge"
-
 _REPORT: Final = """\
 print reports of runs, or turn them into a page or a table
 ---
@@ -50,7 +47,7 @@ examples:
 def _report(options: argparse.Namespace) -> int:
     """Prints the report, or writes it to the given path."""
     files: list[str] = options.files
-    is_merge = files[0] == _MERGE
+    is_merge = files[0] == "merge"
     if is_merge and len(files) == 1:
         options.parser.error("name the reports to merge")
     if is_merge and options.output is None:

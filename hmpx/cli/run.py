@@ -41,9 +41,6 @@ from .options import (
 )
 from .scripts import ScriptError
 
-_HABANA: Final = "habana_frameworks"
-
-
 _TEXT: Final = f"""\
 convert torch, then run an unmodified script
 ---
@@ -141,8 +138,8 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     # Outside the handler, so that the script's excepthook does not see it as context.
     scripts.show_uncaught(uncaught)
-    if isinstance(uncaught, ModuleNotFoundError) and _HABANA in str(uncaught.name):
-        output.complain(f"to run it without {_HABANA}: hmpx run --habana-shim {name}")
+    if isinstance(uncaught, ModuleNotFoundError) and "habana_frameworks" in str(uncaught.name):
+        output.complain(f"to run it without habana_frameworks: hmpx run --habana-shim {name}")
     if isinstance(uncaught, KeyboardInterrupt):
         sys.excepthook = lambda *_: None  # python sets the exit status, and need not print anything
         raise uncaught
@@ -254,7 +251,10 @@ def _recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
             if os.getpid() == process:
                 _write(recording, target, folder, error)
             elif folder.exists():  # else the report has been written
-                _write_part(recording, folder, error)
+                # `os._exit`, by which forks always end, is not an error.
+                part = _report(recording, None if error == "os._exit" else error)
+                if part.rows:
+                    part.to_json(folder / f"{os.getpid()}-{secrets.token_hex(8)}.json")
         except Exception as failure:
             output.complain(f"the report can't be written: {said_by(failure)}")
 
@@ -310,13 +310,6 @@ def _signals_followed(write: Callable[[str], None]) -> Iterator[None]:
 def _report(recording: record, error: str | None) -> Report:
     report = recording.report()
     return dataclasses.replace(report, error=error) if error else report
-
-
-def _write_part(recording: record, folder: Path, error: str | None) -> None:
-    """Writes the record of a forked process; `os._exit`, by which forks always end, is not an error."""
-    report = _report(recording, None if error == "os._exit" else error)
-    if report.rows:
-        report.to_json(folder / f"{os.getpid()}-{secrets.token_hex(8)}.json")
 
 
 def _write(recording: record, path: Path, folder: Path, error: str | None) -> None:

@@ -30,7 +30,10 @@ def execute(name: str, is_module: bool) -> None:
     if is_module:
         module, code = _load_module(name)
     elif _is_container(name):
-        module, code = _load_container(name)
+        spec = importlib.machinery.PathFinder.find_spec("__main__", [name])
+        if spec is None:
+            raise ScriptError(f"{name}: no __main__.py in it; give the path of a Python script")
+        module, code = _load_spec(spec)
     else:
         path = str(Path(name).absolute())
         module = _main_module(path, importlib.machinery.SourceFileLoader("__main__", path))
@@ -82,13 +85,6 @@ def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
     if spec is None:
         raise ScriptError(f"-m {name}: no such module; give a name that python -m can run")
     sys.argv[0] = spec.origin or name
-    return _load_spec(spec)
-
-
-def _load_container(path: str) -> tuple[types.ModuleType, types.CodeType]:
-    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
-    if spec is None:
-        raise ScriptError(f"{path}: no __main__.py in it; give the path of a Python script")
     return _load_spec(spec)
 
 

@@ -21,7 +21,7 @@ from ..torch_state import reached_by, unchanged, without_casts
 from .calls import LowRun, ShadowRun, SiteNumbers
 from .comparison import Comparison
 from .rows import compared_gradients, compared_sites
-from .runs import PROJECTIONS, Done, Runs, different, relative
+from .runs import PROJECTIONS, Done, Runs, different, norm_of, relative
 
 
 @restoring
@@ -127,10 +127,10 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
         kept, exact, gradients, shadow = exact_runs(draws_gradients=False)
     error = low.error or exact.error
     with without_casts():
-        norm = math.sqrt(PROJECTIONS) * exact.norm
+        norm = math.sqrt(PROJECTIONS) * norm_of(exact.outputs.values())
         scale = math.nan if error else 1.0 if has_loss else 1 / (norm or 1.0)
         return Comparison(
-            rows=compared_sites(kept, runs.costs(), scale),
+            rows=compared_sites(kept, runs.recorder.rows(), scale),
             gradients=compared_gradients(gradients),
             loss=exact.loss,
             low_loss=low.loss,

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,17 +65,8 @@ class Sums(NamedTuple):
 
     def plus(self, other: Sums) -> Sums:
         """Returns the sums with one more call added."""
-        return Sums(*(add(a, b) for add, a, b in zip(_ADDED, self, other, strict=True)))
-
-
-#: How each of `Sums` is added up.
-_ADDED: Final[tuple[Callable[[float, float], float], ...]] = (
-    *[math.hypot] * 3,
-    max,
-    max,
-    min,
-    *[operator.add] * 4,
-)
+        adding: list[Any] = [*[math.hypot] * 3, max, max, min, *[operator.add] * 4]
+        return Sums(*(add(a, b) for add, a, b in zip(adding, self, other, strict=True)))
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ the purpose of a storage may be known much later.
 from __future__ import annotations
 
 import contextlib
-import enum
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +30,6 @@ from ..torch_internals import DispatchMode, unseen
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _DETACH: Final = torch.ops.aten.detach.default
-
-
-class What(enum.Enum):
-    """An event of a piece of memory."""
-
-    MADE = enum.auto()
-    FREED = enum.auto()
-    HELD = enum.auto()
-    RELEASED = enum.auto()
 
 
 class Stored:
@@ -70,7 +60,7 @@ class Stored:
 
 
 #: An event, its memory, and for new memory the phase.
-Event = tuple[What, Stored, str]
+Event = tuple[Literal["made", "freed", "held", "released"], Stored, str]
 
 
 class _Saved:
@@ -80,7 +70,7 @@ class _Saved:
 
     def __init__(self, stored: list[Stored], log: list[Event]) -> None:
         self._stored, self._log = stored, log
-        log.extend([(What.HELD, each, "") for each in stored])
+        log.extend([("held", each, "") for each in stored])
 
     def release(self, *_: Any) -> None:
         """Ends it, unless the backward keeps the graph; a hook after the node's backward."""
@@ -89,7 +79,7 @@ class _Saved:
 
     def __del__(self) -> None:
         released, self._stored = self._stored, []
-        self._log.extend([(What.RELEASED, each, "") for each in released])
+        self._log.extend([("released", each, "") for each in released])
 
 
 class _Mode(DispatchMode):
@@ -174,7 +164,7 @@ class Ledger:
             if isinstance(tensor, nn.Parameter):
                 self._note_parameter(tensor)
         elif stored.bytes != (size_bytes := storage.nbytes()):
-            self._log.append((What.FREED, stored, ""))
+            self._log.append(("freed", stored, ""))
             stored = self._start(key, storage, Stored(size_bytes, stored.dtype, stored))
         return stored
 
@@ -215,7 +205,7 @@ class Ledger:
         self._stored[key] = stored
         stored.memory = weakref.ref(storage, lambda _: self._note_freed(key, stored))
         phase = "forward" if torch_internals.current_graph_task() == -1 else "backward"
-        self._log.append((What.MADE, stored, "optimizer" if self._is_stepping else phase))
+        self._log.append(("made", stored, "optimizer" if self._is_stepping else phase))
         return stored
 
     def _note_parameter(self, parameter: Tensor) -> None:
@@ -224,7 +214,7 @@ class Ledger:
             self._parameters[parameter] = None
 
     def _note_freed(self, key: int, stored: Stored) -> None:
-        self._log.append((What.FREED, stored, ""))
+        self._log.append(("freed", stored, ""))
         if self._stored.get(key) is stored:
             del self._stored[key]
 
@@ -275,16 +265,16 @@ class _Replay:
         self._phases: dict[str, Moment] = {}
         for what, stored, _ in events:
             is_lasting = stored.kind in ("parameters", "buffers", "optimizer state")
-            if what is What.MADE and is_lasting:  # it counts from the start
+            if what == "made" and is_lasting:  # it counts from the start
                 self._change(stored, is_live=True)
         for what, stored, phase in events:
-            if what is What.MADE:
+            if what == "made":
                 self._change(stored, is_live=True)
                 self._note_moment(phase)
-            elif what is What.FREED:
+            elif what == "freed":
                 self._change(stored, is_live=False)
             elif stored.kind not in ("parameters", "buffers"):
-                self._hold(stored, 1 if what is What.HELD else -1)
+                self._hold(stored, 1 if what == "held" else -1)
 
     def memory(self) -> Memory:
         saved = sorted(self._most_saved.items())

@@ -67,7 +67,7 @@ class Recorder:
 
     def __init__(self, *, is_timed: bool = False) -> None:
         self._is_timed = is_timed
-        self.is_on = True
+        self.is_on = True  # backwards are counted
         self._entries: dict[object, RecordedCalls] = {}
         self._gradients: dict[int, RecordedCalls] = {}
         self._lock = new_lock()
@@ -89,10 +89,6 @@ class Recorder:
         self._costs: dict[object, Costs] = {}
         self._known: dict[int, RecordedCalls] = {}  # by the ids of calls
         self._held = list[OpCall]()  # these calls, so that their ids are not reused
-
-    def stop(self) -> None:
-        """Ends the counting of backwards."""
-        self.is_on = False
 
     # --- calls -----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import importlib.resources
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from .. import files
@@ -32,14 +32,9 @@ def written(found: str, path: str | os.PathLike[str] | None) -> str:
 class Written:
     """Base of results that are written to files; a subclass has `_data`, `_table` and `_page`."""
 
-    def _data(self) -> Mapping[str, Any]:
-        raise NotImplementedError
-
-    def _table(self) -> ReportTable:
-        raise NotImplementedError
-
-    def _page(self) -> str:
-        raise NotImplementedError
+    _data: Callable[[], Mapping[str, Any]]
+    _table: Callable[[], ReportTable]
+    _page: Callable[[], str]
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns all figures as JSON, and writes it to ``path`` if given.

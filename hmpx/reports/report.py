@@ -158,9 +158,7 @@ _ALWAYS: Final = frozenset({"rows", "waste", "about", "error"})
 class Views(Written):
     """The views of a report; a subclass has `report`."""
 
-    def report(self) -> Report:
-        """Returns the record so far, as data."""
-        raise NotImplementedError
+    report: Callable[[], Report]  # The record so far, as data
 
     def by_op(self) -> Groups:
         """Groups the calls by op, phase and dtypes, with ``group.op``, ``group.calls`` and so on."""

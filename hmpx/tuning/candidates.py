@@ -153,14 +153,8 @@ Kept = frozenset[str]
 #: Most spots that are candidates themselves when candidates are modules; the rest is grouped by op.
 MOST_SPOTS: Final = 24
 
-#: Most candidates, unless there are more ops: each kept one costs an evaluation.
-_MOST_CANDIDATES: Final = 32
-
 #: The cost of a line in a list, as a share of the model's work, however little work its op does.
 COST_OF_A_LINE: Final = 0.01
-
-#: The order of candidates without scores, by what the default lists decide.
-_PRIORS: Final = {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}
 
 
 class Score(NamedTuple):
@@ -229,12 +223,13 @@ def candidates_of(
 ) -> tuple[Candidate, ...]:
     """Returns a candidate for each op; by module one for each spot that matters, and one for the rest of each op.
 
-    Each kept candidate costs the search an evaluation, so spots of little effect are grouped by op. ``follow``
+    Each kept candidate costs the search an evaluation, so there are at most 32, unless there are more ops: spots of
+    little effect are grouped by op. ``follow``
     is whether ops may follow their inputs at all.
     """
     alone = set(spots) if by == "module" else set()
     if scores is not None and len(alone) > MOST_SPOTS:
-        most = max(0, min(MOST_SPOTS, _MOST_CANDIDATES - len({op for op, _ in spots})))
+        most = max(0, min(MOST_SPOTS, 32 - len({op for op, _ in spots})))
 
         def importance(spot: Spot) -> tuple[bool, bool, float, Spot]:
             score = scores.get(spot, Score())
@@ -245,6 +240,7 @@ def candidates_of(
     for spot in spots:
         name = f"{spot[1]}:{spot[0]}" if spot in alone else spot[0]
         groups.setdefault(name, []).append(spot)
+    priors = {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}  # by what the default lists decide
     all_flops = max(1, sum(flops for flops, _ in spots.values()))
     all_bytes = max(1, sum(count for _, count in spots.values()))
     found = []
@@ -263,7 +259,7 @@ def candidates_of(
                 benefit=(flops / all_flops + count / all_bytes) / 2,
                 is_hard=any(each.is_hard for each in known),
                 is_unseen=any(each.is_unseen for each in known),
-                prior=_PRIORS.get(load_policy()[op].cast_policy, 1.0),
+                prior=priors.get(load_policy()[op].cast_policy, 1.0),
                 may_follow=follow and may_follow(op),
             )
         )
