@@ -16,9 +16,7 @@ _C = TypeVar("_C")
 def renamed(*, gathers: bool = False, **names: str) -> Callable[[_F], _F]:
     """Makes a function also take arguments by their old names, and several inputs that are not in a tuple.
 
-    Args:
-        gathers: Whether unknown names are the model's inputs.
-        **names: Old name -> new name.
+    ``gathers`` is whether unknown names are the model's inputs; ``names`` are old name -> new name.
     """
 
     def decorate(function: _F) -> _F:

@@ -19,12 +19,8 @@ from .options import PATHS, Command, add_command
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in ``argv``, by default ``sys.argv[1:]``, and returns its exit status.
 
-    ``run`` takes over the process as ``python SCRIPT`` would: `sys.argv`, `sys.path` and
-    ``__main__`` stay those of the script.
-
-    Raises:
-        SystemExit: The arguments are wrong, ``--help`` was given, or the script raised it.
-        KeyboardInterrupt: The script was interrupted.
+    ``run`` takes over the process as ``python SCRIPT`` would: `sys.argv`, `sys.path` and ``__main__`` stay those of
+    the script, which may raise `SystemExit` and `KeyboardInterrupt`.
     """
     whole = parser()
     given = sys.argv[1:] if argv is None else list(argv)

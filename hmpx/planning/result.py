@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
@@ -303,14 +303,11 @@ class Plan(Written):
     def _data(self) -> Mapping[str, Any]:
         return {
             "hmpx_plan": SCHEMA,
-            "model": self.model,
-            "device_type": self.device_type,
-            "optimizer": self.optimizer,
-            "is_training": self.is_training,
-            "parameters": self.parameters,
-            "frozen_bytes": self.frozen_bytes,
-            "notes": list(self.notes),
-            "about": dict(self.about),
+            **{
+                each.name: getattr(self, each.name)
+                for each in fields(self)
+                if each.name != "groups"
+            },
             "runs": {each.name: _of_run(each) for each in self.runs},
         }
 
