@@ -88,7 +88,7 @@ def as_program(source: str) -> Iterator[None]:
 
 
 def found(source: str, name: str, *, again: bool = False) -> tuple[types.ModuleType, Any]:
-    """Returns a file's module, which ``again`` makes anew, and its function ``name``, which may be a dotted path."""
+    """Returns a file's module, made once more if ``again``, and its function ``name``, which may be a dotted path."""
     function: Any = (module := imported(source, again=again))
     for part in name.split("."):
         function = getattr(function, part, None)
