@@ -26,8 +26,7 @@ import tuning
 
 import hmpx
 from hmpx.torch_state import unchanged
-from hmpx.tuning.candidates import Candidate, Costs, assigned
-from hmpx.tuning.policies import Spot, policy_of
+from hmpx.tuning.candidates import Candidate, Costs, Spot, assigned, policy_of
 from hmpx.tuning.task import Task
 
 LISTS = ("hmp", "autocast-cpu")

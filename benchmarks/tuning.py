@@ -30,8 +30,7 @@ import timing
 import torch
 
 import hmpx
-from hmpx.tuning.candidates import Candidate, assigned, shares
-from hmpx.tuning.policies import policy_of
+from hmpx.tuning.candidates import Candidate, assigned, policy_of, shares
 
 MODELS = ("gpt", "bert", "vit", "resnet", "mlp")
 COLUMNS = ("evaluations", "kept", "error", "flops_share", "bytes_share")

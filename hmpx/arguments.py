@@ -153,10 +153,6 @@ def chosen_steps(steps: Any, every: int) -> Callable[[int], bool]:
     return lambda number: (chosen is None or number in chosen) and (number - first) % every == 0
 
 
-#: Between two lines of progress on stderr.
-_PAUSE_S: Final = 10.0
-
-
 def progress(value: Any) -> Callable[[str], object]:
     """Returns the function that takes lines on what a tool does: ``value``, or for True one that prints some to stderr."""
     if callable(value):
@@ -165,7 +161,7 @@ def progress(value: Any) -> Callable[[str], object]:
 
     def show(line: str) -> None:
         nonlocal last_s
-        if is_shown and time.monotonic() - last_s >= _PAUSE_S:
+        if is_shown and time.monotonic() - last_s >= 10.0:
             last_s = time.monotonic()
             sys.stderr.write(f"{line}\n")
 

@@ -153,13 +153,14 @@ def raised_here(*kinds: type[_Error]) -> tuple[type[_Error], ...]:
     if any(frame.f_code in handlers for frame in frames):
         return ()
     # Methods of the program's modes; those of tensors' classes get the class first.
-    modes = [frame for frame in frames if frame.f_code.co_name in _METHODS]
+    modes = [
+        frame
+        for frame in frames
+        if frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__")
+    ]
     modes = [m for m in modes if not isinstance(next(iter(m.f_locals.values()), None), type)]
     is_foreign = is_raised and any(not is_own(m) and not is_own(frames[-1]) for m in modes)
     return () if is_foreign else kinds
-
-
-_METHODS: Final = {"__torch_dispatch__", "__torch_function__"}
 
 
 def is_own(frame: types.FrameType, *packages: str) -> bool:
@@ -192,17 +193,13 @@ def passing_over(*kinds: type[BaseException]) -> Iterator[None]:
         return
 
 
-#: How often `to_the_end` begins again.
-_MOST_TRIES: Final = 20
-
-
 def to_the_end(restore: Callable[[], object]) -> None:
     """Calls a function that may be repeated, again where an error has stopped it: a signal handler's, perhaps.
 
     Raises the first error at the end.
     """
     errors: list[BaseException] = []
-    while len(errors) < _MOST_TRIES:
+    while len(errors) < 20:
         try:
             restore()
             break

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
+
+import torch
 
 from .arguments import has_run, items
 from .errors import HmpxError, OptionError, cut, raised_here, said_by, shown
-
-#: Tools that take a forward step.
-_TRAINING: Final = ("compare", "plan", "tune")
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -87,7 +86,7 @@ class Steps:
             said = ", ".join([*map(_said, args), *(f"{n}={_said(v)}" for n, v in kwargs.items())])
             part = _part(batch, 0)
             remedy = f"give the part that the model takes: inputs={part}"
-            if self.tool in _TRAINING:
+            if self.tool in ("compare", "plan", "tune"):  # which take a forward step
                 remedy = f"give forward_step=lambda model, batch: model({part})"
             if not part:
                 remedy = "a tuple gives several arguments, a mapping arguments by name"
@@ -118,6 +117,23 @@ class Steps:
                 f"{self.tool} called {name}(output, batch) with the batch {_said(batch)}: {said_by(error)}; if it "
                 f"takes the target, give loss_fn=lambda output, batch: {name}(output, {_part(batch, -1) or 'target'})"
             ) from error
+
+    def scalar_loss(self, output: Any, batch: Any) -> torch.Tensor:
+        """Returns the loss, as a tensor without dimensions.
+
+        Raises:
+            OptionError: ``loss_fn`` does not take the batch, or returns no floating-point tensor of one element.
+        """
+        loss = self.loss(output, batch)
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() == 1 and loss.dtype.is_floating_point:
+                return loss.reshape(())
+            given = f"one of shape {list(loss.shape)} and {loss.dtype}"
+        else:
+            given = shown(loss)
+        raise OptionError(
+            f"loss_fn must return a floating-point tensor of one element, not {given}"
+        )
 
 
 def _fits(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

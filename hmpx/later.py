@@ -15,13 +15,7 @@ from .forks import new_lock
 
 
 def shown_later(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a package, most of whose names few programs need.
-
-    Example:
-        >>> getattr_ = shown_later("hmpx", {"freezing": "freeze Frozen", "formats": ""})
-        >>> getattr_("freeze").__module__
-        'hmpx.freezing.freezing'
-    """
+    """Returns the ``__getattr__`` of a package, most of whose names few programs need: module -> its names."""
     modules = {name: module for module, listed in names.items() for name in listed.split()}
     own = {module.partition(".")[0] for module in names}
 

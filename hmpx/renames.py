@@ -16,9 +16,7 @@ _C = TypeVar("_C")
 def renamed(*, gathers: bool = False, **names: str) -> Callable[[_F], _F]:
     """Makes a function also take arguments by their old names, and several inputs that are not in a tuple.
 
-    Args:
-        gathers: Whether unknown names are the model's inputs.
-        **names: Old name -> new name.
+    ``gathers`` is whether unknown names are the model's inputs; ``names`` are old name -> new name.
     """
 
     def decorate(function: _F) -> _F:
@@ -79,6 +77,11 @@ def old_window(steps: tuple[Any, ...]) -> range:
     """Returns the steps that a pair of the first one and the one to stop before means."""
     _warn(f"steps={steps} is now steps=range{steps}")
     return range(*steps)
+
+
+def prepared_is_gone() -> None:
+    """Warns about ``freeze(store="prepared")``, which stores as ``"dtype"`` does."""
+    _warn('freeze(store="prepared") keeps no float32 values any more: it is store="dtype"')
 
 
 #: Command -> its options under their old names -> the new ones.

@@ -19,7 +19,7 @@ from hmpx import checking, files, reports
 from hmpx.errors import HmpxError
 from hmpx.files import Kind
 from hmpx.policy.files import read_options
-from hmpx.tuning.journal import Journal
+from hmpx.tuning.search import Journal
 
 from .reports.samples import row, waste
 

@@ -7,7 +7,7 @@ import importlib.resources
 
 import pytest
 
-from hmpx.data_files import read_sections
+from hmpx.files import read_sections
 
 FILES = [
     ("hmpx.ops", "ops.ini"),

@@ -14,7 +14,7 @@ import pytest
 import hmpx
 from hmpx import checking, files, reports
 from hmpx.errors import HmpxError
-from hmpx.tuning.journal import Journal
+from hmpx.tuning.search import Journal
 
 ROOT = Path(hmpx.__file__).parent
 
@@ -27,8 +27,10 @@ OPENING = {
 
 #: Places that may: module -> calls -> why.
 ALLOWED = {
-    "files.py": {"open": "the one reader, and the one writer", "write_bytes": "", "unlink": ""},
-    "data_files.py": {"read_text": "files of the package"},
+    "files.py": {
+        "open": "the one reader, and the one writer", "write_bytes": "", "unlink": "",
+        "read_text": "files of the package",
+    },
     "reports/pages.py": {"read_text": "files of the package"},
     "number_formats/kernels/sources.py": {"read_bytes": "files of the package"},
     "compute/nodes/library.py": {"read_bytes": "files of the package"},
@@ -42,7 +44,7 @@ ALLOWED = {
     "checking/findings.py": {"getline": "the running program"},
     "reports/report_page.py": {"getlines": "the cache, for what is not on the disk"},
     "tracing/tracing.py": {"open": "a trace, written as it goes"},
-    "tuning/journal.py": {"open": "a journal, written as it goes"},
+    "tuning/search.py": {"open": "a journal, written as it goes"},
     "tuning/checking.py": {"open": "the output of a command", "unlink": "reports of an earlier run"},
 }  # fmt: skip
 

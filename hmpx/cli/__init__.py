@@ -3,7 +3,3 @@
 from __future__ import annotations
 
 from .entry import main
-
-__all__ = [
-    "main",
-]

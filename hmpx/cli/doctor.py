@@ -17,9 +17,9 @@ from .. import compute, number_formats, session, torch_internals
 from ..errors import raised_here, said_by, shown
 from ..version import TESTED_TORCH, __version__
 from . import functions, output
-from .options import list_options
+from .options import Command, list_options
 
-TEXT: Final = """\
+_TEXT: Final = """\
 show versions, devices, and functions that stay uncast
 ---
 hmpx doctor [options] [MODULES...]
@@ -43,10 +43,7 @@ examples:
   hmpx doctor my_package.model transformers.models.bert.modeling_bert"""
 
 
-_REMEDY: Final = "get them by `pip install --no-build-isolation .` in hmpx's directory, after `pip install hatchling`"
-
-
-def run(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     """Prints versions, devices and uncast functions; status 1 if there are such."""
     if options.torch:
         parts = [*torch_internals.parts(), *torch_internals.later_parts()]
@@ -72,13 +69,21 @@ def run(options: argparse.Namespace) -> int:
                 device_type: _capabilities(device_type, low_type)
                 for device_type in sorted(active.device_types)
             },
-            "float8": [each for each in sorted(active.device_types) if _has_float8(each)],
+            "float8": [
+                device_type
+                for device_type in sorted(active.device_types)
+                if (products := compute.kernels_on(torch.device(device_type))) is not None
+                and products.is_hardware
+            ],
             "kernels": {"path": kernels.path and str(kernels.path), "fault": kernels.fault},
             "nodes": {"path": nodes.path and str(nodes.path), "fault": nodes.fault},
             "modules": options.modules,
             "uncast": [{"place": place, "function": repr(each)} for place, each in missed],
         }
     return _show(found, options.json, _lines, not missed)
+
+
+DOCTOR: Final = Command(_TEXT, _doctor)
 
 
 def _show(
@@ -120,11 +125,6 @@ def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
     }
 
 
-def _has_float8(device_type: str) -> bool:
-    kernels = compute.kernels_on(torch.device(device_type))
-    return kernels is not None and kernels.is_hardware
-
-
 def _finite(ratio: float | None) -> float | str | None:
     return "no kernel" if ratio is not None and math.isinf(ratio) else ratio
 
@@ -157,7 +157,12 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     why = kernels["fault"] or "HMPX_KERNELS=off"
     yield f"compiled kernels of number formats: {kernels['path'] or f'none, torch ops round: {why}'}"
     nodes = found["nodes"]
-    why = f"{nodes['fault']}; {_REMEDY}" if nodes["fault"] else "HMPX_NODES=off"
+    why = "HMPX_NODES=off"
+    if nodes["fault"]:
+        why = (
+            f"{nodes['fault']}; get them by `pip install --no-build-isolation .` in hmpx's directory, after "
+            "`pip install hatchling`"
+        )
     yield f"compiled nodes of linear: {nodes['path'] or f'none, torch has its own: {why}'}"
     float8 = ", ".join(found["float8"])
     yield f"products in float8: {f'in hardware on {float8}' if float8 else 'emulated, no device has them'}"
@@ -189,9 +194,6 @@ def _capability_lines(device_type: str, name: str, known: dict[str, Any]) -> Ite
     yield "  time of the native kernel divided by that of fp32 with casts; slow kernels are not used"
     yield f"  {'ops':14}{'inference':>11}{'training':>11}"
     for kind, each in kinds.items():
-        cells = [_measured(each[phase]) for phase in ("inference", "training")]
+        found = [each[phase] for phase in ("inference", "training")]
+        cells = [f"{ratio:.1f}" if isinstance(ratio, float) else ratio or "-" for ratio in found]
         yield f"  {kind:14}{cells[0]:>11}{cells[1]:>11}{'  slow' if each['is_slow'] else ''}"
-
-
-def _measured(ratio: float | str | None) -> str:
-    return "-" if ratio is None else ratio if isinstance(ratio, str) else f"{ratio:.1f}"

@@ -1,38 +1,26 @@
 """Entry of the command line: ``hmpx run``, ``report``, ``bench``, ``plan``, ...
 
-A command is a module with ``run(options)``, which returns the exit status, and with its help as ``TEXT`` and
-perhaps ``SETTINGS``: see `options.add_command`. A new command also needs its place in `_COMMANDS`.
+A new command is an `options.Command`, with a row of `_COMMANDS`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NoReturn
 
 from .. import __version__, renames
 from ..errors import HmpxError, HmpxWarning, suggestion
-from . import output
-from .options import add_command
-
-#: Modules of this package, with ``_`` for ``-``, in the order of ``hmpx --help``.
-_COMMANDS: Final = (
-    "run", "report", "compare", "draw", "bench", "plan", "tune", "check", "lint", "diff", "diff-runs",
-    "lists", "ops", "doctor", "completion",
-)  # fmt: skip
+from . import doctor, lint, lists, models, output, results, run, tune
+from .options import PATHS, Command, add_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in ``argv``, by default ``sys.argv[1:]``, and returns its exit status.
 
-    ``run`` takes over the process as ``python SCRIPT`` would: `sys.argv`, `sys.path` and
-    ``__main__`` stay those of the script.
-
-    Raises:
-        SystemExit: The arguments are wrong, ``--help`` was given, or the script raised it.
-        KeyboardInterrupt: The script was interrupted.
+    ``run`` takes over the process as ``python SCRIPT`` would: `sys.argv`, `sys.path` and ``__main__`` stay those of
+    the script, which may raise `SystemExit` and `KeyboardInterrupt`.
     """
     whole = parser()
     given = sys.argv[1:] if argv is None else list(argv)
@@ -50,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = list(options.parser._option_string_actions)
         hint = suggestion(unknown[0].partition("=")[0], known, _OTHER_OPTIONS)
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    command: Callable[[argparse.Namespace], int] = options.command
+    command: Command = options.command
     try:
-        return command(options)
+        for name in command.writes:
+            output.check_writable(f"--{name}", getattr(options, name))
+        return command.run(options)
     except (HmpxError, HmpxWarning) as error:  # a warning is raised under `python -W error`
         output.complain(str(error))
         return 2
@@ -107,8 +97,71 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"hmpx {__version__}")
     commands = whole.add_subparsers(metavar="COMMAND", required=True)
-    for name in _COMMANDS:
-        add_command(
-            commands, name, importlib.import_module(f".{name.replace('-', '_')}", __package__)
-        )
+    for name, command in _COMMANDS.items():
+        add_command(commands, name, command)
     return whole
+
+
+# --- completion ----------------------------------------------------------------------------------
+
+_COMPLETION: Final = """\
+print a script for shell completion
+---
+hmpx completion SHELL
+---
+Prints a script for the shell that completes the commands and options of hmpx without
+starting Python. Needs `pip install 'hmpx[completion]'`.
+---
+shell SHELL  bash, zsh, tcsh, fish
+---
+exit status:
+  0; 1 if the extra is not installed; 2 wrong arguments
+
+examples:
+  hmpx completion bash >> ~/.bashrc
+  hmpx completion zsh > ~/.zfunc/_hmpx
+  hmpx completion fish > ~/.config/fish/completions/hmpx.fish"""
+
+
+def _complete(options: argparse.Namespace) -> int:
+    """Prints the script; status 1 if the package that writes it is missing."""
+    try:
+        import shtab
+    except ImportError:
+        output.complain("this needs the package shtab: pip install 'hmpx[completion]'")
+        return 1
+    whole = parser()
+    for action in _actions(whole):
+        if action.metavar in PATHS or action.nargs == argparse.REMAINDER:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
+    return output.show(shtab.complete(whole, options.shell).splitlines())
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _actions(each)
+
+
+#: In the order of ``hmpx --help``.
+_COMMANDS: Final[Mapping[str, Command]] = {
+    "run": run.RUN,
+    "report": results.REPORT,
+    "compare": models.COMPARE,
+    "draw": models.DRAW,
+    "bench": models.BENCH,
+    "plan": models.PLAN,
+    "tune": tune.TUNE,
+    "check": lists.CHECK,
+    "lint": lint.LINT,
+    "diff": results.DIFF,
+    "diff-runs": results.DIFF_RUNS,
+    "lists": lists.LISTS,
+    "ops": lists.OPS,
+    "doctor": doctor.DOCTOR,
+    "completion": Command(
+        _COMPLETION, _complete, {"shell": {"choices": ("bash", "zsh", "tcsh", "fish")}}
+    ),
+}

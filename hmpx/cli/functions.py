@@ -52,24 +52,28 @@ name, or the only one. Functions of the same file need no FILE.py: or MODULE: of
 so its training belongs under `if __name__ == "__main__":`."""
 
 
-def run_on(
-    options: argparse.Namespace, run: Callable[[argparse.Namespace, dict[str, Any]], int]
-) -> int:
-    """Returns the exit status of ``run``, which gets the functions of `PROGRAM` by name; 2 if one of them fails."""
-    source, name = split(options.model)
-    places = {"model": (source, name)}
-    for each in ("inputs", "forward_step", "loss_fn"):
-        if getattr(options, each, None):
-            places[each] = split(getattr(options, each), source)
-    with as_program(source):
-        given = {each: found(*place) for each, place in places.items()}
-        try:
-            return run(options, given)
-        except HmpxError:
-            raise
-        except Exception as error:  # from the model, or another function of the program
-            scripts.show_uncaught(error)
-            return 2
+def on_program(
+    run: Callable[[argparse.Namespace, dict[str, Any]], int],
+) -> Callable[[argparse.Namespace], int]:
+    """Has ``run`` get the functions of `PROGRAM` by name; its exit status is 2 if one of them fails."""
+
+    def run_on(options: argparse.Namespace) -> int:
+        source, name = split(options.model)
+        places = {"model": (source, name)}
+        for each in ("inputs", "forward_step", "loss_fn"):
+            if getattr(options, each, None):
+                places[each] = split(getattr(options, each), source)
+        with as_program(source):
+            given = {each: found(*place)[1] for each, place in places.items()}
+            try:
+                return run(options, given)
+            except HmpxError:
+                raise
+            except Exception as error:  # from the model, or another function of the program
+                scripts.show_uncaught(error)
+                return 2
+
+    return run_on
 
 
 @contextlib.contextmanager
@@ -83,21 +87,16 @@ def as_program(source: str) -> Iterator[None]:
         sys.argv = before
 
 
-def found(source: str, name: str) -> Any:
-    """Returns a function from a file or module."""
-    return function_of(imported(source), source, name)
-
-
-def function_of(module: types.ModuleType, source: str, name: str) -> Any:
-    """Returns the function ``name`` of a module; the name may be a dotted path."""
-    function: Any = module
+def found(source: str, name: str, *, again: bool = False) -> tuple[types.ModuleType, Any]:
+    """Returns a file's module, made once more if ``again``, and its function ``name``, which may be a dotted path."""
+    function: Any = (module := imported(source, again=again))
     for part in name.split("."):
         function = getattr(function, part, None)
     if function is None:
         raise FunctionError(
             f"{short(source)} has no {name!r}{suggestion(name, vars(module)) or ': give the name of a function'}"
         )
-    return function
+    return module, function
 
 
 def imported(source: str, *, again: bool = False) -> types.ModuleType:

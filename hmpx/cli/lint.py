@@ -9,6 +9,7 @@ from typing import Final
 from .. import checking, files, reports
 from ..errors import short
 from . import output, scripts
+from .options import Command
 
 _FORMATS: Final = {
     "text": lambda found: "\n".join(map(str, found)),
@@ -22,7 +23,7 @@ _CODES: Final = "\n".join(
     [f"  {code}  {name}: {text}" for code, (name, text) in checking.RULES.items()]
 )
 
-TEXT: Final = f"""\
+_TEXT: Final = f"""\
 run a script as it is, and show where it loses precision or time
 ---
 hmpx lint [options] SCRIPT [ARGS...]
@@ -52,19 +53,14 @@ examples:
   hmpx lint train.py
   hmpx lint --output-format github --baseline lint.txt train.py"""
 
-SETTINGS: Final = {
-    "m": {"dest": "is_module"},
-    "select": {"default": ""},
-    "ignore": {"default": ""},
-}
 
-
-def run(options: argparse.Namespace) -> int:
+def _lint(options: argparse.Namespace) -> int:
     """Runs the program under `hmpx.lint`; status 1 if there are findings."""
     if options.write_baseline and not options.baseline:
         options.parser.error("--write-baseline needs --baseline FILE")
-    output.check_writable("--html", options.html)
-    known = _known(options)
+    known: set[str] = set()
+    if options.baseline and not options.write_baseline:
+        known.update(files.read_text(options.baseline, files.BASELINE).splitlines())
     codes = {
         name: [*filter(None, getattr(options, name).split(","))] for name in ("select", "ignore")
     }
@@ -87,14 +83,16 @@ def run(options: argparse.Namespace) -> int:
             [f"wrote {output.counted(len(lines), 'finding')} to {short(options.baseline)}"]
         )
     page = checking.findings_page(found, checked.about)
-    wrote = [*output.written(options, html=functools.partial(reports.written, page))]
+    wrote = [*output.written(options, None, html=functools.partial(reports.written, page))]
     lines = [_FORMATS[options.output_format](found)]
     if options.output_format == "text":
         lines += [output.counted(len(found), "finding"), *wrote]
     return output.show(filter(None, lines), status=1 if found or failed else 0)
 
 
-def _known(options: argparse.Namespace) -> frozenset[str]:
-    if not options.baseline or options.write_baseline:
-        return frozenset()
-    return frozenset(files.read_text(options.baseline, files.BASELINE).splitlines())
+_SETTINGS: Final = {
+    "m": {"dest": "is_module"},
+    "select": {"default": ""},
+    "ignore": {"default": ""},
+}
+LINT: Final = Command(_TEXT, _lint, _SETTINGS, writes=("html",))

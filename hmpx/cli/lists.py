@@ -1,18 +1,117 @@
-"""``hmpx lists``: shows where the shipped op lists are, and copies a set."""
+"""``hmpx check``, ``lists`` and ``ops``: op lists, and what they decide."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from .. import policy
+from .. import checking, formats, policy, session
 from ..errors import OptionError, short
 from ..files import make_directory, write
+from ..reports import ReportTable
 from . import output
+from .options import Command, list_options
 
-TEXT: Final = """\
+_CHECK: Final = f"""\
+find the faults of op lists, policy files and contracts
+---
+hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILE_OR_DIR...]
+       hmpx check --state BEFORE AFTER
+---
+Prints every fault of op lists, policy files and contracts as FILE:LINE: MESSAGE: names
+that torch does not know, repeated lines, ops that are in two lists, unknown keys. With --state,
+the tensors of two checkpoints whose shape, dtype or precision differs.
+---
+files FILE_OR_DIR*  a policy file (.yaml, .yml, .json); a directory of op lists; or an op list: its kind
+  is fp32 or fp16 if its name contains that, {policy.FILE_NAMES["widest"]} names ops that follow their widest input,
+  any other is the low-precision list
+--bf16 FILE  an op list for bf16, whatever its name; may be repeated
+--fp16 FILE  an op list for fp16, whatever its name; may be repeated
+--fp32 FILE  an op list for fp32, whatever its name; may be repeated
+--state FILE FILE  two files of tensors, .safetensors or of torch.save
+---
+exit status:
+  0 no fault; 1 faults; 2 wrong arguments
+
+examples:
+  hmpx check my_bf16.txt my_fp32.txt
+  hmpx check lists
+  hmpx check policy.yaml gaudi_config.json contract.yaml
+  hmpx check --state trained.safetensors served.safetensors"""
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Prints the errors in the given files; status 1 if there are any."""
+    if options.state:
+        found = checking.differences(*map(checking.read_state, options.state))
+        return output.show(found or ["no differences"], status=1 if found else 0)
+    files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
+    kept = [each for each in options.files if checking.is_contract(each)]
+    lines = sum(len(checking.read(each)) for each in kept)
+    options.files = [each for each in options.files if each not in kept]
+    if kept and not (options.files or options.bf16 or options.fp16 or options.fp32):
+        checked = f"{output.counted(len(kept), 'contract')}, {output.counted(lines, 'line')}"
+        return output.show([f"{checked}: no faults"])
+    files["low"] += options.bf16
+    files["fp16"] += options.fp16
+    files["fp32"] += options.fp32
+    for path in itertools.chain.from_iterable(map(_files, options.files)):
+        files[_kind(path)].append(path)
+    count = sum(map(len, files.values()))
+    if not count:
+        options.parser.error("name at least one op list or policy file")
+    faults = policy.check_files({kind: tuple(paths) for kind, paths in files.items()})
+    if faults:
+        return output.show(faults, status=1)
+    of_policies = [
+        policy.read_policy_file(path).op_lists()
+        for path in files.pop("policy")
+        if Path(path).name != policy.OPTIONS_NAME
+    ]
+    lists = [*itertools.chain(*of_policies)]
+    lists += [policy.read_list(path, kind) for kind, paths in files.items() for path in paths]
+    op_count = sum(len(each.ops) for each in lists)
+    checked = f"{output.counted(count, 'file')}, {output.counted(op_count, 'op')}"
+    return output.show([f"{checked}: no faults"])
+
+
+CHECK: Final = Command(
+    _CHECK,
+    _check,
+    {kind: {"action": "append", "default": []} for kind in ("bf16", "fp16", "fp32")},
+)
+
+
+def _files(path: str) -> list[str]:
+    """Returns the file ``path`` without reports, or the lists and policy files of a directory."""
+    if Path(path).name == "report.txt":  # written by `hmpx.tune` next to lists
+        return []
+    if not Path(path).is_dir():
+        return [path]
+    names, suffixes = policy.FILE_NAMES.values(), (".yaml", ".yml")
+    inside = sorted(Path(path).iterdir())
+    found = [each for each in inside if each.name in names or each.suffix in suffixes]
+    if not found:
+        raise OptionError(f"{short(path)} holds neither {', '.join(names)} nor a policy file")
+    return [str(each) for each in found]
+
+
+def _kind(path: str) -> str:
+    name = Path(path).name.lower()
+    if policy.is_policy_file(name):
+        return "policy"
+    if name == policy.FILE_NAMES["widest"]:
+        return "widest"
+    return "fp32" if "fp32" in name else "fp16" if "fp16" in name else "low"
+
+
+# --- shipped lists ----------------------------------------------------------------------------------
+
+_LISTS: Final = """\
 show the shipped op lists and where they are, or copy a set
 ---
 hmpx lists [NAME] [--copy DIR]
@@ -31,14 +130,15 @@ examples:
   hmpx lists hmpx --copy my_lists"""
 
 
-def run(options: argparse.Namespace) -> int:
+def _lists(options: argparse.Namespace) -> int:
     """Prints the sets, or copies one."""
     if options.copy:
         return output.show(_copied(options.name or "hmpx", Path(options.copy)))
-    return output.show(_lines(options.name))
+    names = policy.set_names() if options.name is None else [options.name]
+    return output.show(str(path) for name in names for path in _shipped_files(name))
 
 
-def _files(name: str) -> list[Path]:
+def _shipped_files(name: str) -> list[Path]:
     if name not in policy.set_names():
         known = ", ".join(policy.set_names())
         raise OptionError(f"there is no set {short(name)!r}; the shipped ones are {known}")
@@ -46,14 +146,8 @@ def _files(name: str) -> list[Path]:
     return [folder / each for each in policy.FILE_NAMES.values() if (folder / each).is_file()]
 
 
-def _lines(name: str | None) -> Iterator[str]:
-    for each in policy.set_names() if name is None else [name]:
-        for path in _files(each):
-            yield str(path)
-
-
 def _copied(name: str, folder: Path) -> Iterator[str]:
-    files = _files(name)
+    files = _shipped_files(name)
     make_directory(folder)
     for path in files:
         if (folder / path.name).exists():
@@ -63,3 +157,104 @@ def _copied(name: str, folder: Path) -> Iterator[str]:
     for path in files:
         write(path.read_bytes(), folder / path.name)
         yield f"wrote {short(str(folder / path.name))}"
+
+
+LISTS: Final = Command(_LISTS, _lists)
+
+
+# --- ops --------------------------------------------------------------------------------------------
+
+_OPS: Final = """\
+show ops, their policy, and the line that decides
+---
+hmpx ops [list options] [--why] [PATTERN...]
+       hmpx ops --formats
+---
+Prints each op that a list may name, its policy, the line that decides, and its call sites in
+torch.
+---
+patterns PATTERN*  part of a name, a glob such as 'conv*', or any spelling: truediv, F.gelu, Tensor.add
+--formats  list the number formats that may be the low type, instead of ops
+--why  explain ops: the line that decides, possible overrides, how it computes here
+list options
+---
+policies:
+  LOW bf16  inputs are cast to bf16        FIRST  ... to the type of the first one
+  FP32      ... to fp32                    -      nothing
+  WIDEST    ... to the widest type among them
+  FOLLOW    ... to fp32, unless all have one low type already
+  Rows without an op's name are decisions of sections of the policy file.
+
+exit status:
+  0; 1 if a pattern matches no op; 2 wrong arguments or op lists
+
+examples:
+  hmpx ops softmax
+  hmpx ops matmul softmax 'conv*'
+  hmpx ops --why torch.nn.functional.gelu
+  hmpx ops --fp32 my_fp32.txt 'conv*'
+  hmpx ops --formats"""
+
+
+def _ops(options: argparse.Namespace) -> int:
+    """Prints a row for each op, or for each number format; status 1 if no op matches."""
+    if options.formats:
+        return output.show(_format_lines())
+    patterns: list[str] = options.patterns
+    if options.why and not patterns:
+        options.parser.error("--why explains an op: name one")
+    loaded = output.with_warnings_shown(policy.load_policy, **list_options(options))
+    if options.why:
+        return _explain(patterns, loaded)
+    names = session.listable(loaded)
+    found = {pattern: session.matching(pattern, names) for pattern in patterns}
+    for pattern in (each for each, matching in found.items() if not matching):
+        without = "; hmpx ops without a pattern shows all"
+        output.complain(session.why_no_match(pattern, names, without))
+    status = 0 if all(found.values()) else 1
+    if patterns:
+        names = list(dict.fromkeys(name for matching in found.values() for name in matching))
+    if not names:
+        return status
+    titles = ("op", "policy", "reason", "call sites")
+    return output.show(ReportTable.of(titles, _rows(names, loaded)).lines(sys.maxsize), status)
+
+
+def _rows(names: list[str], loaded: policy.Policy) -> Iterator[tuple[str, str, str, str]]:
+    by_section = loaded.section_rules()
+    for name in names:
+        decision = loaded[name]
+        sites = ", ".join(session.call_sites(name))
+        yield name, session.outcome(decision), decision.reason, sites
+        for each in by_section.get(name, ()):
+            yield "", session.outcome(each.decision), str(each), ""
+
+
+def _explain(patterns: list[str], loaded: policy.Policy) -> int:
+    lines: list[str] = []
+    status = 0
+    for pattern in patterns:
+        try:
+            found = session.explain(pattern, policy=loaded)
+        except OptionError as error:
+            output.complain(str(error))
+            status = 1
+        else:
+            lines += ["", *str(found).splitlines()] if lines else str(found).splitlines()
+    return output.show(lines, status)
+
+
+def _format_lines() -> list[str]:
+    titles = ("format", "bits", "largest", "epsilon", "smallest normal", "smallest")
+    rows: list[tuple[str, ...]] = []
+    for name in formats.names():
+        known = formats.get(name)
+        if isinstance(known, formats.Custom):
+            rows.append((name, *"-----"))
+            continue
+        values = (known.max, known.epsilon, known.smallest_normal, known.smallest_subnormal)
+        rows.append((name, f"{known.bits:g}", *[f"{value:.6g}" for value in values]))
+    return ReportTable.of(titles, rows, numbers=titles[1:]).lines(sys.maxsize)
+
+
+OPS: Final = Command(_OPS, _ops)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .. import policy
 from ..casting import Options
 
 
-def add_command(commands: Any, name: str, module: Any) -> None:
-    """Adds the parser of a command.
+class Command(NamedTuple):
+    """A command."""
 
-    Its ``TEXT`` has five parts between lines of ``---``: the help, the usage, the description, the options for
-    `add_options`, and the epilog. ``extend(parser)``, if the module has it, adds more options.
-    """
-    help_text, usage, description, options, epilog = module.TEXT.split("\n---\n")
+    # Five parts between lines of ``---``: help, usage, description, options for `add_options`, epilog
+    text: str
+    run: Callable[[argparse.Namespace], int]  # Returns the exit status
+    settings: Mapping[str, dict[str, Any]] = {}  # Those of `add_options`
+    writes: tuple[str, ...] = ()  # Options that name files which it writes at its end
+    extend: Callable[[argparse.ArgumentParser], None] | None = None  # Adds more options
+
+
+def add_command(commands: Any, name: str, command: Command) -> None:
+    """Adds the parser of a command."""
+    help_text, usage, description, options, epilog = command.text.split("\n---\n")
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -30,10 +36,10 @@ def add_command(commands: Any, name: str, module: Any) -> None:
         description=description,
         epilog=epilog,
     )
-    parser.set_defaults(command=module.run, parser=parser)
-    if hasattr(module, "extend"):
-        module.extend(parser)
-    add_options(parser, options, getattr(module, "SETTINGS", {}))
+    parser.set_defaults(command=command, parser=parser)
+    if command.extend is not None:
+        command.extend(parser)
+    add_options(parser, options, command.settings)
 
 
 #: Metavars of arguments that name files or directories.
@@ -59,7 +65,7 @@ _TYPES: Final[dict[str, Any]] = {
 
 
 def add_options(
-    group: Any, text: str, settings: Mapping[str, dict[str, Any]] = types.MappingProxyType({})
+    group: Any, text: str, settings: Mapping[str, dict[str, Any]] | None = None
 ) -> None:
     """Adds options, each on a line, with two spaces before its help; lines that begin with spaces go on.
 
@@ -69,7 +75,9 @@ def add_options(
     """
     for line in re.sub(r"\n +", " ", text).splitlines():
         if line == "list options":
-            _add_list_options(group)
+            lists = group.add_argument_group("list options, as in hmpx.convert")
+            own = ("bf16", "fp32", "fp16")
+            add_options(lists, _LISTS, {n: {"dest": f"{n}_file_path"} for n in own})
             continue
         spec, _, help_text = line.partition("  ")
         names, _, default = spec.partition("=")
@@ -91,7 +99,7 @@ def add_options(
             )
         if default:
             given["default"] = default
-        group.add_argument(*flags, **given | settings.get(flags[-1].lstrip("-"), {}))
+        group.add_argument(*flags, **given | (settings or {}).get(flags[-1].lstrip("-"), {}))
 
 
 _LISTS: Final = f"""\
@@ -106,18 +114,11 @@ _LISTS: Final = f"""\
 --low-precision-type TYPE  bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops
   --formats)
 --strict  make an unknown name an error"""
-_DESTINATIONS: Final = {name: {"dest": f"{name}_file_path"} for name in ("bf16", "fp32", "fp16")}
-
 #: Arguments of `hmpx.convert` that these options give.
 _LIST_OPTIONS: Final = (
     *("bf16_file_path", "fp32_file_path", "fp16_file_path", "lists", "policy", "opt_level"),
     *("low_precision_type", "strict"),
 )
-
-
-def _add_list_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("list options, as in hmpx.convert")
-    add_options(group, _LISTS, _DESTINATIONS)
 
 
 def add_computing_options(parser: argparse.ArgumentParser) -> None:

@@ -42,11 +42,14 @@ def check_writable(option: str, name: str | None) -> None:
         raise OptionError(f"{option} {short(name)}: there is no directory {directory}")
 
 
-def written(options: argparse.Namespace, **writers: Callable[[str], object]) -> Iterator[str]:
-    """Writes the files of these options, and yields a line on each."""
-    for name, write in writers.items():
-        path = getattr(options, name)
-        if path:
+def written(
+    options: argparse.Namespace, result: object, **others: Callable[[str], object]
+) -> Iterator[str]:
+    """Writes a result to the files of ``others``, --html, --json and --csv, as far as given; yields a line on each."""
+    of_result = {name: getattr(result, f"to_{name}", None) for name in ("html", "json", "csv")}
+    for name, write in (others | of_result).items():
+        path = getattr(options, name, None)
+        if path and write is not None:
             write(path)
             yield f"wrote {short(path)}"
 

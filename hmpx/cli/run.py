@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import os
+import secrets
+import shutil
+import signal
 import sys
+import tempfile
 import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
-from .. import integrations, policy, session
+from .. import integrations, patching, policy, session
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
 from ..checking import expect
+from ..errors import raised_here, said_by, short
+from ..files import unwritable
+from ..patching import Patch
+from ..recording import record
+from ..reports import Report, merged, read_json, written
 from ..tensors import parse_device_types
 from ..tracing import trace
 from ..watching import watch
-from . import output, run_report, scripts
+from . import output, scripts
 from .options import (
     DEVICE_TYPES,
+    Command,
     add_computing_options,
     add_options,
     computing_options,
@@ -27,10 +41,7 @@ from .options import (
 )
 from .scripts import ScriptError
 
-_HABANA: Final = "habana_frameworks"
-
-
-TEXT: Final = f"""\
+_TEXT: Final = f"""\
 convert torch, then run an unmodified script
 ---
 hmpx run [options] SCRIPT [ARGS...]
@@ -78,16 +89,13 @@ examples:
   hmpx run --habana-shim train_on_gaudi.py --device hpu
   torchrun --nproc-per-node 2 -m hmpx run train.py"""
 
-SETTINGS: Final = {"m": {"dest": "is_module"}}
-
 _VERBOSITY: Final = """\
 --verbose  log each distinct decision once, with its reason and line
 --verbose-each  log every call of a listed op
 --verbose-hmp  print the lines that HMP printed"""
 
 
-def extend(parser: argparse.ArgumentParser) -> None:
-    """Adds the other options of ``hmpx run``."""
+def _extend(parser: argparse.ArgumentParser) -> None:
     verbosity = parser.add_mutually_exclusive_group()
     add_options(verbosity, _VERBOSITY)
     former = "--verbose-once"
@@ -95,11 +103,11 @@ def extend(parser: argparse.ArgumentParser) -> None:
     add_computing_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Converts torch and runs the program; returns its exit status."""
     name = scripts.prepare(options)
     report = options.report or os.environ.get(REPORT_VARIABLE)
-    report_path = run_report.checked(report) if report else None
+    report_path = _checked(report) if report else None
     given = _run_options(options)
     has_shim = options.habana_shim and _install_shim(options, given)
     contract = expect(options.expect) if options.expect else contextlib.nullcontext()
@@ -114,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
             contract,
             traced,
             watched,
-            run_report.recorded(report_path, replaces=bool(options.report)),
+            _recorded(report_path, replaces=bool(options.report)),
         ):
             scripts.execute(name, options.is_module)
     except ScriptError:
@@ -130,12 +138,15 @@ def run(options: argparse.Namespace) -> int:
         return 0
     # Outside the handler, so that the script's excepthook does not see it as context.
     scripts.show_uncaught(uncaught)
-    if isinstance(uncaught, ModuleNotFoundError) and _HABANA in str(uncaught.name):
-        output.complain(f"to run it without {_HABANA}: hmpx run --habana-shim {name}")
+    if isinstance(uncaught, ModuleNotFoundError) and "habana_frameworks" in str(uncaught.name):
+        output.complain(f"to run it without habana_frameworks: hmpx run --habana-shim {name}")
     if isinstance(uncaught, KeyboardInterrupt):
         sys.excepthook = lambda *_: None  # python sets the exit status, and need not print anything
         raise uncaught
     return 1
+
+
+RUN: Final = Command(_TEXT, _run, {"m": {"dest": "is_module"}}, writes=("trace",), extend=_extend)
 
 
 def _trace(options: argparse.Namespace) -> trace:
@@ -145,7 +156,6 @@ def _trace(options: argparse.Namespace) -> trace:
         if not (colon and first.isdigit() and last.isdigit()):
             options.parser.error(f"--trace-steps {options.trace_steps}: write two numbers, as 0:10")
         steps = range(int(first), int(last))
-    output.check_writable("--trace", options.trace)
     modules = [*filter(None, (options.trace_modules or "").split(","))]
     return trace(options.trace, steps=steps, every=options.trace_every, modules=modules)
 
@@ -185,3 +195,132 @@ def _complain_of_unused(given: dict[str, Any], has_shim: bool) -> None:
             "the script never called hmp.convert(): nothing was cast, and the options before its name "
             "were not used; call it in the script, or leave out --habana-shim"
         )
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+#: Extension of the report's path -> its writer.
+_WRITERS: Final[dict[str, Callable[[Report, Path], object]]] = {
+    ".json": Report.to_json,
+    ".html": Report.to_html,
+    ".csv": Report.to_csv,
+    ".txt": lambda report, path: written(f"{report}\n", path),
+}
+
+
+def _checked(name: str) -> Path:
+    """Returns the path for a report; each of several processes has its own."""
+    path = Path(name)
+    if path.suffix.lower() not in _WRITERS:
+        *names, last = _WRITERS
+        raise ScriptError(
+            f"--report {short(name)}: unknown format; end the name in {', '.join(names)} or {last}"
+        )
+    output.check_writable("--report", name)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        path = path.with_suffix(f".rank{os.environ.get('RANK', '0')}{path.suffix}")
+    return path.absolute()  # the program may change its directory
+
+
+#: Functions that end a process at once, and signals by which schedulers and others end processes.
+_ENDS: Final = ("_exit", "abort", "execv", "execve")
+_SIGNALS: Final = ("SIGTERM", "SIGHUP")
+
+
+@contextlib.contextmanager
+def _recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
+    """Records the block, and writes the report to ``path``, however the process ends.
+
+    A forked process writes its part to a temporary folder. This process merges it into the report. Without
+    ``replaces`` an existing file stays: one command may run several programs, each with its report.
+    """
+    if path is None:
+        yield
+        return
+    recording, process = record(), os.getpid()
+    is_taken = path.exists() and not replaces
+    target = path.with_suffix(f".{process}{path.suffix}") if is_taken else path
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="hmpx-report-"))
+    except raised_here(OSError) as error:
+        raise unwritable(tempfile.gettempdir(), error) from error
+
+    def write(error: str | None = None) -> None:
+        # Without raising, since the program's exit status must not change.
+        try:
+            if os.getpid() == process:
+                _write(recording, target, folder, error)
+            elif folder.exists():  # else the report has been written
+                # `os._exit`, by which forks always end, is not an error.
+                part = _report(recording, None if error == "os._exit" else error)
+                if part.rows:
+                    part.to_json(folder / f"{os.getpid()}-{secrets.token_hex(8)}.json")
+        except Exception as failure:
+            output.complain(f"the report can't be written: {said_by(failure)}")
+
+    def forget() -> None:
+        if folder.exists():
+            recording.forget()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)
+    ends = patching.apply([Patch(os, name, _writing(name, write)) for name in _ENDS])
+    with _signals_followed(write):
+        try:
+            with recording:
+                yield
+        finally:
+            patching.undo(ends)
+            write()
+
+
+def _writing(name: str, write: Callable[[str], None]) -> Callable[..., Any]:
+    function = getattr(os, name)
+
+    @functools.wraps(function)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        write(f"os.{name}")
+        return function(*args, **kwargs)
+
+    end.__module__ = os.__name__  # where pickle looks it up
+    return end
+
+
+@contextlib.contextmanager
+def _signals_followed(write: Callable[[str], None]) -> Iterator[None]:
+    """Writes the report before a signal ends the process."""
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    followed = [each for each in numbers if signal.getsignal(each) is signal.SIG_DFL]
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)  # so that another signal ends the process at once
+        write(signal.Signals(number).name)
+        os.kill(os.getpid(), number)
+
+    for each in followed:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in followed:
+            if signal.getsignal(each) is end:
+                signal.signal(each, signal.SIG_DFL)
+
+
+def _report(recording: record, error: str | None) -> Report:
+    report = recording.report()
+    return dataclasses.replace(report, error=error) if error else report
+
+
+def _write(recording: record, path: Path, folder: Path, error: str | None) -> None:
+    try:
+        report = _report(recording, error)
+        if parts := [read_json(each) for each in sorted(folder.glob("*.json"))]:
+            report = merged([report, *parts])
+        _WRITERS[path.suffix.lower()](report, path)
+        verdict = str(report).splitlines()[0]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(ValueError):  # the program may have closed it
+        sys.stdout.flush()
+    output.complain(f"{verdict}\nreport: {path}")

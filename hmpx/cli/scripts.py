@@ -30,9 +30,14 @@ def execute(name: str, is_module: bool) -> None:
     if is_module:
         module, code = _load_module(name)
     elif _is_container(name):
-        module, code = _load_container(name)
+        spec = importlib.machinery.PathFinder.find_spec("__main__", [name])
+        if spec is None:
+            raise ScriptError(f"{name}: no __main__.py in it; give the path of a Python script")
+        module, code = _load_spec(spec)
     else:
-        module, code = _load_script(str(Path(name).absolute()))
+        path = str(Path(name).absolute())
+        module = _main_module(path, importlib.machinery.SourceFileLoader("__main__", path))
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     sys.modules["__main__"] = module
     exec(code, vars(module))
 
@@ -46,15 +51,12 @@ def prepare(options: argparse.Namespace) -> str:
     if not options.is_module and not exists(name):
         raise ScriptError(f"{short(name)}: no such file; give the path of a Python script")
     sys.argv = program
-    put_first_on_path(directory_of(name, options.is_module))
+    if options.is_module:
+        directory = Path.cwd()
+    else:
+        directory = Path(name).absolute() if _is_container(name) else Path(name).resolve().parent
+    put_first_on_path(directory)
     return name
-
-
-def directory_of(name: str, is_module: bool) -> Path:
-    """Returns the directory that python would put first in `sys.path`."""
-    if is_module:
-        return Path.cwd()
-    return Path(name).absolute() if _is_container(name) else Path(name).resolve().parent
 
 
 def _is_container(name: str) -> bool:
@@ -70,11 +72,6 @@ def put_first_on_path(directory: Path) -> None:
         sys.path[:1] = [str(directory)]
 
 
-def _load_script(path: str) -> tuple[types.ModuleType, types.CodeType]:
-    module = _main_module(path, importlib.machinery.SourceFileLoader("__main__", path))
-    return module, compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-
-
 def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
     try:
         spec = importlib.util.find_spec(name)
@@ -88,13 +85,6 @@ def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
     if spec is None:
         raise ScriptError(f"-m {name}: no such module; give a name that python -m can run")
     sys.argv[0] = spec.origin or name
-    return _load_spec(spec)
-
-
-def _load_container(path: str) -> tuple[types.ModuleType, types.CodeType]:
-    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
-    if spec is None:
-        raise ScriptError(f"{path}: no __main__.py in it; give the path of a Python script")
     return _load_spec(spec)
 
 

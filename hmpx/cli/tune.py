@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import signal
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..errors import short
 from . import output
+from .options import Command
 
-TEXT: Final = """\
+_TEXT: Final = """\
 find the smallest set of ops that a command needs in fp32
 ---
 hmpx tune --check "CMD" [--output DIR] [options]
@@ -42,7 +43,7 @@ examples:
   hmpx run --lists hmpx_tune train.py"""
 
 
-def run(options: argparse.Namespace) -> int:
+def _tune(options: argparse.Namespace) -> int:
     """Searches, writes the lists and prints the result."""
     from ..tuning import Check  # slow to import
 
@@ -85,9 +86,10 @@ def _seconds(text: str) -> float:
     return value
 
 
-SETTINGS: Final = {
+_SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "check": {"required": True},
     "runs": {"type": _count},
     "budget": {"type": _count},
     "timeout": {"type": _seconds},
 }
+TUNE: Final = Command(_TEXT, _tune, _SETTINGS)

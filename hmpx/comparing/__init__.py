@@ -10,35 +10,21 @@ from .comparison import Comparison
 from .rows import ComparedGradient, ComparedSite, Magnitudes
 
 if TYPE_CHECKING:
-    from .effective import BELOW_FP16, all_contents, contents, has_values, is_readable, may_read
-    from .format_errors import ErrorStatistics, ErrorTable, error, table
-    from .origins import Origins
-    from .picture import plot
+    from .effective import (
+        BELOW_FP16,
+        Origins,
+        all_contents,
+        contents,
+        has_values,
+        is_readable,
+        may_read,
+    )
+    from .format_errors import ErrorStatistics, ErrorTable, error, plot, table
 else:
     __getattr__ = shown_later(
         __name__,
         {
-            "effective": "BELOW_FP16 all_contents contents has_values is_readable may_read",
-            "format_errors": "ErrorStatistics ErrorTable error table",
-            "origins": "Origins",
-            "picture": "plot",
+            "effective": "BELOW_FP16 Origins all_contents contents has_values is_readable may_read",
+            "format_errors": "ErrorStatistics ErrorTable error plot table",
         },
     )
-
-__all__ = [
-    "ComparedGradient",
-    "ComparedSite",
-    "Comparison",
-    "ErrorStatistics",
-    "ErrorTable",
-    "Magnitudes",
-    "Origins",
-    "compare",
-    "contents",
-    "error",
-    "has_values",
-    "is_readable",
-    "may_read",
-    "plot",
-    "table",
-]

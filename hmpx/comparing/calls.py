@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -33,19 +33,11 @@ from ..tensors import (
 from ..torch_internals import behind_transform, is_of_transform
 from .measures import Measurement, effect, largest, limits, measured, sample
 
-if TYPE_CHECKING:
-    from ..number_formats import Format
-
-
 _CONVERTING: Final = ops.facts("converting").keys()
 
 
-class MatchedSite(NamedTuple):
-    """Where calls are made. Calls of one site are matched by their order."""
-
-    function: str
-    module: str
-    location: str
+#: Where calls are made: the function, the module and the line. Calls of one site are matched by their order.
+_Site = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +50,7 @@ class LowCall:
     bytes: int  # of the results in float32
 
     @property
-    def low_type(self) -> torch.dtype | Format | None:
+    def low_type(self) -> torch.dtype | number_formats.Format | None:
         """The low-precision type that the call computed with, or None."""
         dtype = self.call.dtype
         if number_formats.is_format(dtype) or dtype in LOW_DTYPES:
@@ -70,7 +62,7 @@ class LowRun:
     """The observer of the low-precision run; ``calls`` lists each site's calls in order."""
 
     def __init__(self) -> None:
-        self.calls: dict[MatchedSite, list[LowCall]] = defaultdict(list)
+        self.calls: dict[_Site, list[LowCall]] = defaultdict(list)
         self._lock = new_lock()
 
     def __call__(self, call: OpCall, tensors: CallTensors | None) -> None:
@@ -86,7 +78,7 @@ class LowRun:
             sum(4 * each.numel() for each in results),
         )
         with self._lock:
-            self.calls[MatchedSite(call.site, call.module, call.location)].append(low)
+            self.calls[call.site, call.module, call.location].append(low)
 
 
 def stored(tensor: Tensor) -> Tensor:
@@ -161,7 +153,7 @@ class ShadowRun:
         """
         self.kept, self.unmatched = kept, 0
         self._low_run, self._reference, self._compared = low_run, reference, compared
-        self._next: dict[MatchedSite, int] = defaultdict(int)
+        self._next: dict[_Site, int] = defaultdict(int)
         self._without: dict[tuple[str, str], deque[_Found]] = defaultdict(deque)
         self._draws_gradients = draws_gradients
         self._drawn: list[weakref.ref[Tensor]] = []
@@ -187,7 +179,7 @@ class ShadowRun:
 
     def _found(self, call: OpCall) -> _Found | None:
         """Returns the same call in low precision, by its position at its site."""
-        site = MatchedSite(call.site, call.module, call.location)
+        site = call.site, call.module, call.location
         known = self._low_run.calls.get(site, [])
         index = self._next[site]
         self._next[site] += 1
@@ -308,20 +300,16 @@ def _results(
     return [each.detach() for each in tensors_in([reference])], rounded
 
 
-_FLOATS: Final = frozenset(CAST)
-
-
 def _cast(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], dtypes: tuple[torch.dtype, ...]
 ) -> tuple[tuple[Any, ...], Kwargs]:
-    """Returns arguments with their floating tensors in these dtypes."""
     rest = iter(dtypes)
 
     def cast(tensor: Tensor) -> Tensor:
         if not is_floating(tensor):
             return tensor
         dtype = next(rest)
-        is_cast = tensor.dtype is not dtype and {tensor.dtype, dtype} <= _FLOATS
+        is_cast = tensor.dtype is not dtype and {tensor.dtype, dtype} <= CAST.keys()
         return CAST[dtype](tensor) if is_cast else tensor
 
     cast_args = map_tensors(args, cast)

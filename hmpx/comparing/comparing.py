@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,7 @@ from ..torch_state import reached_by, unchanged, without_casts
 from .calls import LowRun, ShadowRun, SiteNumbers
 from .comparison import Comparison
 from .rows import compared_gradients, compared_sites
-from .runs import PROJECTIONS, Done, Runs, different, relative
-
-#: A run in float32: its result, its gradients compared, and its observer.
-Exact = tuple[Done, list[tuple[str, Tensor]], ShadowRun]
-
-_REFERENCES: Final = (torch.float32, torch.float64)
+from .runs import PROJECTIONS, Done, Runs, different, norm_of, relative
 
 
 @restoring
@@ -78,7 +73,7 @@ def compare(
         ['add', 'sub']
     """
     steps = Steps("compare", model, forward_step, loss_fn)
-    if reference not in _REFERENCES:
+    if reference not in (torch.float32, torch.float64):
         raise OptionError(
             f"reference must be torch.float32 or torch.float64, not {shown(reference)}"
         )
@@ -111,9 +106,8 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
     low_run, low, low_gradients = _low(runs)
     parts = _parts(low_run, passes)
 
-    def exact_runs(
-        *, draws_gradients: bool
-    ) -> tuple[dict[tuple[str, str, str], SiteNumbers], Exact]:
+    def exact_runs(*, draws_gradients: bool) -> tuple[Any, Done, Any, ShadowRun]:
+        """Returns the numbers by site, and the first run's result, gradients and observer."""
         kept: dict[tuple[str, str, str], SiteNumbers] = {}
         found = []
         for part in parts:
@@ -122,22 +116,21 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
                 found.append((*runs.exact(shadow, low_gradients), shadow))
             finally:
                 shadow.end()
-        return kept, found[0]
+        return kept, *found[0]
 
     try:
-        kept, first = exact_runs(draws_gradients=True)
-        fails = first[0].error is not None
+        kept, exact, gradients, shadow = exact_runs(draws_gradients=True)
+        fails = exact.error is not None
     except raised_here(RuntimeError):
         fails = True
     if fails:
-        kept, first = exact_runs(draws_gradients=False)
-    exact, gradients, shadow = first
+        kept, exact, gradients, shadow = exact_runs(draws_gradients=False)
     error = low.error or exact.error
     with without_casts():
-        norm = math.sqrt(PROJECTIONS) * exact.norm
+        norm = math.sqrt(PROJECTIONS) * norm_of(exact.outputs.values())
         scale = math.nan if error else 1.0 if has_loss else 1 / (norm or 1.0)
         return Comparison(
-            rows=compared_sites(kept, runs.costs(), scale),
+            rows=compared_sites(kept, runs.recorder.rows(), scale),
             gradients=compared_gradients(gradients),
             loss=exact.loss,
             low_loss=low.loss,

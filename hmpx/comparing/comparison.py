@@ -9,31 +9,10 @@ from typing import Any, Final
 
 import torch
 
-from .. import number_formats
+from .. import number_formats, reports
 from ..errors import brief
 from ..renames import renamed_fields
-from ..reports import (
-    CHART_WIDTH,
-    Column,
-    ReportTable,
-    Written,
-    by_depth,
-    chart_section,
-    clean,
-    count,
-    exponential,
-    located,
-    page,
-    paragraphs,
-    share,
-    short_dtype,
-    svg_chart,
-    svg_text,
-    svg_title,
-    table_section,
-    without_start,
-    wrapped,
-)
+from ..reports import Column, ReportTable, Written, clean, count, exponential
 from ..tensors import LOW_DTYPES
 from .measures import EXPONENTS, Limits, limits
 from .rows import ComparedGradient, ComparedSite
@@ -90,7 +69,7 @@ class Comparison(Written):
         titles = ("op", "module", "in", "calls", "effect", "error", "passed on", "")
         rows = self.worst(_MOST_IN_NOTEBOOK)
         table = _table(rows, titles).to_html() if rows else ""
-        return f"<div>{paragraphs(_verdict(self))}{table}</div>"
+        return f"<div>{reports.paragraphs(_verdict(self))}{table}</div>"
 
     def _data(self) -> Mapping[str, Any]:
         return {"hmpx_comparison": SCHEMA, **asdict(self)}
@@ -102,8 +81,8 @@ class Comparison(Written):
     def _page(self) -> str:
         target = "outputs, relative to their norm" if math.isnan(self.loss) else "loss"
         parts = [
-            paragraphs(_verdict(self), "verdict"),
-            table_section(
+            reports.paragraphs(_verdict(self), "verdict"),
+            reports.table_section(
                 "sites",
                 "Calls, largest effect first",
                 f'<p class="note">Effect: the change that the rounding of this op alone makes to the {target}, to '
@@ -111,14 +90,15 @@ class Comparison(Written):
                 "the whole model in low precision.</p>",
             ),
         ]
-        for name, heading, keys, picture in (
-            ("depth", "Errors along the model", _DEPTH_KEYS, errors_by_depth(self.rows)),
-            ("ranges", "Ranges of results", _RANGE_KEYS, ranges(self.rows)),
-        ):
-            parts.append(chart_section(name, heading, keys, picture))
+        keys = {"own": "error of the op", "passed": "passed on"}
+        picture = errors_by_depth(self.rows)
+        parts.append(reports.chart_section("depth", "Errors along the model", keys, picture))
+        keys = {"normal": "the type's numbers", "subnormal": "with fewer digits"}
+        keys["values"] = "values in float32"
+        parts.append(reports.chart_section("ranges", "Ranges of results", keys, ranges(self.rows)))
         tables = {"sites": _table(self.rows)}
         if self.gradients:
-            parts.append(table_section("gradients", "Gradients of parameters"))
+            parts.append(reports.table_section("gradients", "Gradients of parameters"))
             tables["gradients"] = ReportTable(
                 [
                     Column("parameter", [each.name for each in self.gradients], clean, False),
@@ -126,21 +106,13 @@ class Comparison(Written):
                     Column("cosine", [each.cosine for each in self.gradients], "{:.6f}".format),
                 ]
             )
-        return page(
+        return reports.page(
             "hmpx comparison",
             "Low precision compared with float32",
             "\n".join(parts),
             self.about,
             tables=tables,
         )
-
-
-_DEPTH_KEYS: Final = {"own": "error of the op", "passed": "passed on"}
-_RANGE_KEYS: Final = {
-    "normal": "the type's numbers",
-    "subnormal": "with fewer digits",
-    "values": "values in float32",
-}
 
 
 def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> ReportTable:
@@ -152,9 +124,15 @@ def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> ReportTa
     names = [clean(row.module) or ("-" if titles else "") for row in rows]
     columns = [
         Column("op", [row.op for row in rows], clean, False, least=10),
-        Column("module", names, str, False, without_start, 12),
-        Column("line", [row.location for row in rows], located, False),
-        Column("in", [short_dtype(row.dtype) or "fp32" for row in rows], str, False, is_dtype=True),
+        Column("module", names, str, False, reports.without_start, 12),
+        Column("line", [row.location for row in rows], reports.located, False),
+        Column(
+            "in",
+            [reports.short_dtype(row.dtype) or "fp32" for row in rows],
+            str,
+            False,
+            is_dtype=True,
+        ),
         Column("decided by", [row.reason for row in rows], clean, False),
         numbers("calls", "calls", count),
         numbers("effect", "effect"),
@@ -178,9 +156,9 @@ def _remark(row: ComparedSite) -> str:
     if not row.fits:
         return "beyond the range"
     if row.underflow >= 0.01:
-        return f"{share(row.underflow, 1)} became 0"
+        return f"{reports.share(row.underflow, 1)} became 0"
     if row.flips > 0:
-        return f"{share(row.flips, 1)} differ"
+        return f"{reports.share(row.flips, 1)} differ"
     if 0 < row.unseen < row.calls:
         return f"no gradient: {count(row.unseen)}"
     return ""
@@ -215,20 +193,22 @@ def _verdict(comparison: Comparison) -> list[str]:
         parts.append("no op has an effect")
     else:
         where = f" in {clean(worst.module)}" if worst.module else ""
-        parts.append(f"largest effect: {clean(worst.op)}{where} at {located(worst.location)}")
+        parts.append(
+            f"largest effect: {clean(worst.op)}{where} at {reports.located(worst.location)}"
+        )
     return parts
 
 
 def _lines(comparison: Comparison) -> Iterator[str]:
     for sentence in _verdict(comparison):
-        yield from wrapped(sentence)
+        yield from reports.wrapped(sentence)
     if comparison.unmatched:
-        yield from wrapped(
+        yield from reports.wrapped(
             f"{count(comparison.unmatched)} calls were made in fp32 only: what the model calls "
             "depends on values"
         )
     if comparison.backward_error:
-        yield from wrapped(f"the backward failed: {clean(comparison.backward_error)}")
+        yield from reports.wrapped(f"the backward failed: {clean(comparison.backward_error)}")
     low = [row for row in comparison.rows if row.dtype]
     if low:
         titles = ["op", "module", "in", "calls", "effect", "error", "passed on", "largest"]
@@ -243,7 +223,7 @@ def _lines(comparison: Comparison) -> Iterator[str]:
         total = count(len(comparison.gradients))
         yield f"gradients of {total} parameters, those that differ most:"
     for each in comparison.gradients[:_MOST_GRADIENTS]:
-        yield from wrapped(f"{clean(each.name)} {_said(each)}", "  ")
+        yield from reports.wrapped(f"{clean(each.name)} {_said(each)}", "  ")
 
 
 def _said(gradient: ComparedGradient) -> str:
@@ -255,9 +235,6 @@ def _said(gradient: ComparedGradient) -> str:
 
 
 # --- charts -----------------------------------------------------------------------------------------
-
-#: Most rows with a strip.
-MOST_STRIPS: Final = 40
 
 
 def limits_of(dtype: str) -> Limits | None:
@@ -278,7 +255,7 @@ def errors_by_depth(rows: Sequence[ComparedSite]) -> str:
     ]
     types = {row.dtype: limits_of(row.dtype) for row in shown}
     roundoffs = {name: 2.0**-each.bits for name, each in types.items() if each}
-    return by_depth(points, len(shown), roundoffs, "errors in the order of calls")
+    return reports.by_depth(points, len(shown), roundoffs, "errors in the order of calls")
 
 
 def ranges(rows: Sequence[ComparedSite]) -> str:
@@ -286,13 +263,13 @@ def ranges(rows: Sequence[ComparedSite]) -> str:
 
     The range of the low-precision type is in the background: normal and subnormal numbers.
     """
-    shown = [row for row in rows if row.dtype and any(row.exponents)][:MOST_STRIPS]
+    shown = [row for row in rows if row.dtype and any(row.exponents)][:40]
     if not shown:
         return ""
     used = [EXPONENTS[i] for row in shown for i, each in enumerate(row.exponents) if each]
     first, last = max(EXPONENTS.start, min(used) - 4), min(EXPONENTS.stop - 1, max(used) + 4)
     left, height = 280, 18
-    step = (CHART_WIDTH - left - 10) / (last - first + 1)
+    step = (reports.CHART_WIDTH - left - 10) / (last - first + 1)
 
     def x(exponent: float) -> float:
         return left + (min(max(exponent, first), last + 1) - first) * step
@@ -312,14 +289,14 @@ def ranges(rows: Sequence[ComparedSite]) -> str:
         for exponent, counted in zip(EXPONENTS, row.exponents, strict=False):
             if counted:
                 shade = 0.25 + 0.75 * math.log1p(counted) / math.log1p(max(row.exponents))
-                said = svg_title(f"2^{exponent}: {counted}")
+                said = reports.svg_title(f"2^{exponent}: {counted}")
                 parts.append(_rect("values", x(exponent), step, top + 4, height - 10, shade, said))
-        name = without_start(clean(f"{row.op} {row.module}"), 44)
-        parts.append(svg_text(left - 8, top + 11, name, "end"))
+        name = reports.without_start(clean(f"{row.op} {row.module}"), 44)
+        parts.append(reports.svg_text(left - 8, top + 11, name, "end"))
     bottom = len(shown) * height + 16
     for exponent in range(first - first % 8 + 8, last + 1, 8):
-        parts.append(svg_text(x(exponent), bottom, f"2^{exponent}", "middle"))
-    return svg_chart(bottom + 6, "ranges of results", parts)
+        parts.append(reports.svg_text(x(exponent), bottom, f"2^{exponent}", "middle"))
+    return reports.svg_chart(bottom + 6, "ranges of results", parts)
 
 
 def _rect(  # noqa: PLR0917

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import number_formats
-
-if TYPE_CHECKING:
-    from ..number_formats import Format
 
 #: Number of values sampled where reading all would be too slow.
 SAMPLE: Final = 4096
@@ -33,7 +29,7 @@ class Limits(NamedTuple):
     bits: int
 
 
-def limits(dtype: torch.dtype | Format | None) -> Limits | None:
+def limits(dtype: torch.dtype | number_formats.Format | None) -> Limits | None:
     """Returns the range of a type; None for formats without one, such as posits."""
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         info = torch.finfo(dtype)
@@ -69,17 +65,8 @@ class Sums(NamedTuple):
 
     def plus(self, other: Sums) -> Sums:
         """Returns the sums with one more call added."""
-        return Sums(*(add(a, b) for add, a, b in zip(_ADDED, self, other, strict=True)))
-
-
-#: How each of `Sums` is added up.
-_ADDED: Final[tuple[Callable[[float, float], float], ...]] = (
-    *[math.hypot] * 3,
-    max,
-    max,
-    min,
-    *[operator.add] * 4,
-)
+        adding: list[Any] = [*[math.hypot] * 3, max, max, min, *[operator.add] * 4]
+        return Sums(*(add(a, b) for add, a, b in zip(adding, self, other, strict=True)))
 
 
 def sample(tensor: Tensor) -> Tensor:

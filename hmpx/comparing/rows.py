@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from ..reports import Row
 from ..tensors import long_name
 from .calls import SiteNumbers
 from .measures import Sums, limits
-
-_NAN: Final = math.nan
 
 #: Relative to the gradients of the module's other parameters: the largest gradient that may be zero up to rounding,
 #: and the largest difference of such a one. Those of biases before norms, and of attention's keys, are 1e-8 to 1e-6,
@@ -161,38 +159,30 @@ def compared_sites(
 
 def compared_gradients(found: Iterable[tuple[str, Tensor]]) -> tuple[ComparedGradient, ...]:
     """Returns the rows of gradients, the largest difference first."""
-    norms = {name: _Norms(*of_parameter.tolist()) for name, of_parameter in found}
+    norms = {name: of_parameter.tolist() for name, of_parameter in found}
     squares, whole = defaultdict[str, float](float), 0.0
-    for name, each in norms.items():
-        if math.isfinite(each.reference):
-            squares[name.rpartition(".")[0]] += each.reference**2
-            whole += each.reference**2
+    for name, (_, reference, _) in norms.items():
+        if math.isfinite(reference):
+            squares[name.rpartition(".")[0]] += reference**2
+            whole += reference**2
     rows = []
-    for name, each in norms.items():
-        own = each.reference**2 if math.isfinite(each.reference) else 0.0
+    for name, (difference, reference, low) in norms.items():
+        own = reference**2 if math.isfinite(reference) else 0.0
         # Of the module's other parameters, or of the model's if it has no others.
         beside = math.sqrt(
             max(squares[name.rpartition(".")[0]] - own, 0.0) or max(whole - own, 0.0)
         )
         # Zero up to rounding, where those of other parameters have this norm.
-        is_small = each.reference <= _ZERO * beside and each.difference <= _HARMLESS * beside
-        if is_small and each.reference < 2 * each.difference:
-            each = _Norms()  # noqa: PLW2901
-        is_finite, error, cosine = math.isfinite(each.low), _NAN, _NAN
-        if math.isfinite(each.reference):
-            error = _ratio(each.difference, each.reference) if is_finite else math.inf
-            cosine = _cosine(*each) if is_finite else _NAN
+        is_small = reference <= _ZERO * beside and difference <= _HARMLESS * beside
+        if is_small and reference < 2 * difference:
+            difference = reference = low = 0.0  # noqa: PLW2901
+        is_finite, error, cosine = math.isfinite(low), math.nan, math.nan
+        if math.isfinite(reference):
+            error = _ratio(difference, reference) if is_finite else math.inf
+            cosine = _cosine(difference, reference, low) if is_finite else math.nan
         rows.append(ComparedGradient(name, error, cosine, is_finite))
     # Unknown errors, and infinite ones, come first.
     return tuple(sorted(rows, key=lambda row: (row.is_finite, row.error == row.error, -row.error)))
-
-
-class _Norms(NamedTuple):
-    """Norms of a parameter's gradients."""
-
-    difference: float = 0.0
-    reference: float = 0.0
-    low: float = 0.0
 
 
 def _on_host(tensors: Iterable[Tensor]) -> dict[int, list[float]]:
@@ -237,7 +227,7 @@ def _site(
     elif low_type is None or (not effects and results and sums.difference == 0):
         effect = 0.0
     else:
-        effect = scale * math.hypot(*effects) if effects else _NAN
+        effect = scale * math.hypot(*effects) if effects else math.nan
     return ComparedSite(
         op=key[0],
         module=key[1],
@@ -252,12 +242,12 @@ def _site(
         sqnr_db=20 * math.log10(quotient) if 0 < quotient < math.inf else quotient or -math.inf,
         ulp=sums.ulp / len(results) if results else 0.0,
         cosine=_cosine(sums.difference, sums.reference, sums.low) if results else 1.0,
-        propagated_error=_ratio(*propagated) if propagated else _NAN,
+        propagated_error=_ratio(*propagated) if propagated else math.nan,
         range=Magnitudes(sums.smallest, sums.largest),
         fits=within is None or (most <= within.max and not sums.lost),
         lost=int(sums.lost),
         underflow=_ratio(sums.underflow, sums.nonzero),
-        flips=_ratio(flips, sum(size for _, size in kept.flips)) if kept.flips else _NAN,
+        flips=_ratio(flips, sum(size for _, size in kept.flips)) if kept.flips else math.nan,
         flops=costs[0],
         bytes=costs[1],
         exponents=tuple(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import OptionError, raised_here, said_by, shown
+from ..errors import raised_here, said_by, shown
 from ..freezing import is_layer_cast
 from ..inputs import Steps
 from ..observers import Attached, CallTensors, OpCall, attach
 from ..recording import Recorder
-from ..reports import Row
 from ..tensors import (
     Opaque,
     copied,
@@ -45,13 +44,6 @@ class Done:
     others: dict[str, Any]
     loss: float
     error: str | None = None  # why the backward failed, if the user did not request one
-
-    @property
-    def norm(self) -> float:
-        """The norm of the finite part of the outputs."""
-        outputs = self.outputs.values()
-        norms = [torch.linalg.vector_norm(_finite(each.float())).item() for each in outputs]
-        return math.hypot(*norms)
 
 
 class _Passing:
@@ -95,7 +87,7 @@ class Runs:
             for name, parameter in module.named_parameters()
         }
         self._passing = _Passing()
-        self._recorder = Recorder()
+        self.recorder = Recorder()  # of the calls of the run in low precision
         found = [*self.parameters.values(), *tensors]
         self.device_types = frozenset({each.device.type for each in found} or {"cpu"})
 
@@ -111,10 +103,6 @@ class Runs:
         ):
             yield
 
-    def costs(self) -> tuple[Row, ...]:
-        """Returns the calls of the run in low precision with their FLOPs and bytes."""
-        return self._recorder.rows()
-
     # --- runs ------------------------------------------------------------------------------------
 
     def low(self, run: Run) -> tuple[Done, dict[str, Tensor]]:
@@ -125,7 +113,7 @@ class Runs:
             self._state.keep_gradients(compared)
             return self._differentiate(compared)
 
-        self._passing.recorder = self._recorder
+        self._passing.recorder = self.recorder
         try:
             done = self._run(run, differentiate)
         finally:
@@ -179,7 +167,7 @@ class Runs:
                 outputs = floating_parts(parts)
                 loss = math.nan
                 if self._steps.loss_fn is not None:
-                    scalars = [_checked_loss(self._steps.loss(found, self._batch))]
+                    scalars = [self._steps.scalar_loss(found, self._batch)]
                     loss = scalars[0].item()
                 else:
                     scalars = self._projections([*outputs.values()])
@@ -229,14 +217,6 @@ def _finite(tensor: Tensor) -> Tensor:
     return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
 
 
-def _checked_loss(loss: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point:
-        return loss.reshape(())
-    raise OptionError(
-        f"loss_fn must return a floating-point tensor of one element, not {shown(loss)}"
-    )
-
-
 def _taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Returns the gradients of parameters, and clears them."""
     found = {}
@@ -263,19 +243,23 @@ def _gradient_norms(
     return found
 
 
+def norm_of(outputs: Iterable[Tensor]) -> float:
+    """Returns the norm of the finite part of outputs."""
+    return math.hypot(*[torch.linalg.vector_norm(_finite(o.float())).item() for o in outputs])
+
+
 def relative(outputs: dict[str, Tensor], references: dict[str, Tensor]) -> float:
     """Returns the norm of the differences over that of the references; NaN if they don't match."""
     shapes = {where: each.shape for where, each in references.items()}
     if not outputs or {where: each.shape for where, each in outputs.items()} != shapes:
         return math.nan
-    differences, norms = [0.0], [0.0]
+    differences = [0.0]
     for where, reference in references.items():
         a, b = outputs[where].float(), reference.float()
         same = (a == b) | (torch.isnan(a) & torch.isnan(b))
         difference = torch.where(same, torch.zeros_like(a), a - b)
         differences.append(torch.linalg.vector_norm(difference).item())
-        norms.append(torch.linalg.vector_norm(_finite(b)).item())
-    part, whole = math.hypot(*differences), math.hypot(*norms)
+    part, whole = math.hypot(*differences), norm_of(references.values())
     if part == 0:
         return 0.0
     return part / whole if whole else math.inf

@@ -22,13 +22,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..data_files import read_sections
-from ..device_types import DEVICE_TYPES
 from ..errors import is_own
+from ..files import read_sections
 from ..ops import argument, parameter_named
 from ..places import with_callers
 from ..tensors import (
     CAST,
+    DEVICE_TYPES,
     LOW_DTYPES,
     Args,
     Kwargs,

@@ -6,11 +6,3 @@ from .freezing import Frozen, freeze
 from .layer_cast import is_layer_cast
 from .seal import is_sealed
 from .weights import Weight
-
-__all__ = [
-    "Frozen",
-    "Weight",
-    "freeze",
-    "is_layer_cast",
-    "is_sealed",
-]

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, number_formats, patches, session, torch_state
+from .. import arguments, number_formats, patches, renames, session, torch_state
 from ..errors import FreezeError, OptionError, also, printable, warn
 from ..inputs import arguments_of
 from ..policy import LowType
-from ..renames import renamed
 from ..tensors import chunk_of, short_name
 from ..torch_internals import FakeTensor
 from .layer_cast import is_layer_cast, upcast_parameters
-from .originals import Originals
 from .seal import REMEDY, Widens, complete_undo, is_sealed, seal
-from .undo import LOCK, Undo
+from .undo import LOCK, Originals, Undo
 from .weights import (
     MemorySpan,
     Rounding,
@@ -35,13 +33,11 @@ from .weights import (
     watch_forward,
 )
 
-_OUTPUTS: Final = ("fp32", "keep")
 _LAYER_CAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORES: Final = ("dtype", "codes", *_LAYER_CAST)
 
 
 @session.restoring
-@renamed(gathers=True)
+@renames.renamed(gathers=True)
 def freeze(
     model: nn.Module,
     inputs: Any = (),
@@ -66,8 +62,8 @@ def freeze(
         outputs: ``"fp32"`` upcasts low outputs of the model to float32; ``"keep"`` leaves them
             unchanged.
         store: ``"dtype"`` stores weights in the low type. ``"codes"`` stores weights used in a single
-            number format as its codes, in uint8, uint16 or int32, if the policy has one format and
-            no rules. ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
+            number format as its codes, in uint8, uint16 or int32, if the policy has one format and no
+            rules. ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
         compute: ``"float32"`` for LayerCast; None for the conversion in force.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
 
@@ -89,8 +85,11 @@ def freeze(
         >>> model.weight.dtype
         torch.float32
     """
-    outputs = arguments.choice("outputs", outputs, _OUTPUTS)
-    store = arguments.choice("store", store, _STORES)
+    outputs = arguments.choice("outputs", outputs, ("fp32", "keep"))
+    if store == "prepared":
+        renames.prepared_is_gone()
+        store = "dtype"
+    store = arguments.choice("store", store, ("dtype", "codes", *_LAYER_CAST))
     keep_fp32 = arguments.truth("keep_fp32", keep_fp32)
     has_example = any(arguments_of(inputs))
     if not isinstance(model, nn.Module):
@@ -106,64 +105,80 @@ def freeze(
         if has_example:
             raise OptionError(f'store="{store}" takes no example: it stores all parameters')
         with LOCK:
-            frozen = _layer_cast(model, _LAYER_CAST[store], outputs, keep_fp32=keep_fp32)
-        patches.forget_compiled()
-        return frozen
-    in_force = _checked(model, has_example=has_example)
-    found = slots_of(model)
-    with torch_state.unchanged(model, inputs, but=[f.tensor for f in found]):
-        watch = watch_forward(model, found, inputs)
-        gone = replaced(model, found)
-    with LOCK:
-        _check_free(model)  # another thread may have frozen it meanwhile
-        gone |= replaced(model, found)
-        rounding = one_rounding(in_force) if store == "codes" else None
-        weights = tuple(judged(found, watch, gone, rounding is not None))
-        dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
-        lows: dict[int, Slot] = {}
-        for f in found:
-            if f.name in dtypes:
-                lows.setdefault(id(f.tensor), f)
-        stored = _low_copies(lows.values(), dtypes, rounding)
-        _check_values_last(model, lows.values(), stored, keep_fp32)
-
-        def change(undo: Undo) -> None:
-            if outputs == "fp32":
-                model.register_forward_hook(Widens(undo.key))
-            if lows:
-                seal(model, slots, dtypes, in_force, undo)
-            for tensor, low in stored:
-                if not low.is_floating_point():
-                    tensor.requires_grad_(False)
-                tensor.data = low
-            with torch.no_grad(), torch_state.without_casts():
-                for module in {slot.module: None for slot in slots}:
-                    if isinstance(module, nn.RNNBase):  # as cuDNN requires for the current dtype
-                        module.flatten_parameters()
-
-        slots = [f for f in found if id(f.tensor) in lows]
-        others = {
-            f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows
-        }
-        frozen = _frozen(model, weights, slots, others, change, keep_fp32=keep_fp32)
+            _check_layer_cast(model)
+            found = slots_of(model)
+            firsts = {id(f.tensor): f for f in reversed(found)}
+            weights = [_in_16_bits(f, _LAYER_CAST[store], firsts[id(f.tensor)]) for f in found]
+            frozen = _frozen(model, found, weights, None, None, outputs, keep_fp32)
+    else:
+        in_force = _checked(model, has_example=has_example)
+        found = slots_of(model)
+        with torch_state.unchanged(model, inputs, but=[f.tensor for f in found]):
+            watch = watch_forward(model, found, inputs)
+            gone = replaced(model, found)
+        with LOCK:
+            _check_free(model)  # another thread may have frozen it meanwhile
+            gone |= replaced(model, found)
+            rounding = one_rounding(in_force) if store == "codes" else None
+            weights = [*judged(found, watch, gone, rounding is not None)]
+            frozen = _frozen(model, found, weights, in_force, rounding, outputs, keep_fp32)
     patches.forget_compiled()
     return frozen
 
 
-def _frozen(
+def _frozen(  # noqa: PLR0917
     model: nn.Module,
-    weights: tuple[Weight, ...],
-    slots: Sequence[Slot],
-    kept_alive: set[int],
-    change: Callable[[Undo], None],
-    *,
+    found: Sequence[Slot],
+    weights: Sequence[Weight],
+    in_force: session.Session | None,
+    rounding: Rounding | None,
+    outputs: str,
     keep_fp32: bool,
 ) -> Frozen:
-    """Changes a model, to the end or not at all."""
-    undo = Undo(model, Originals(slots, kept_alive if keep_fp32 else None))
-    frozen = Frozen(weights, undo, printable(type(model).__name__))
+    """Stores weights, to the end or not at all; without a conversion, modules upcast them where they read them."""
+    dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
+    lows: dict[int, Slot] = {}
+    for f in found:
+        if f.name in dtypes:
+            lows.setdefault(id(f.tensor), f)
+    stored = _low_copies(lows.values(), dtypes, rounding)
+    for f, (tensor, low) in zip(lows.values(), stored, strict=True):
+        where, is_fake = f"{f.name!r} in {type(model).__name__}", isinstance(low, FakeTensor)
+        if is_fake and not isinstance(tensor, FakeTensor):
+            raise FreezeError(
+                f"{where} has values, which would be lost under the FakeTensorMode that is on; freeze the "
+                "model outside of it, or make the model inside"
+            )
+        if keep_fp32 and tensor.is_meta:
+            raise FreezeError(
+                f"{where} is on the meta device, which holds no values to keep for undo(); pass "
+                "keep_fp32=False, or make the model under FakeTensorMode"
+            )
+        is_real = not (low.is_meta or is_fake)
+        if in_force is None and is_real and bool((low.isinf() & ~tensor.isinf()).any()):
+            raise FreezeError(
+                f"{f.name!r} has values beyond {short_name(low.dtype)}'s largest number"
+            )
+    slots = [f for f in found if id(f.tensor) in lows]
+    others = {f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows}
+    undo = Undo(model, Originals(slots, others if keep_fp32 else None))
+    frozen = Frozen(tuple(weights), undo, printable(type(model).__name__))
     try:
-        change(undo)
+        if outputs == "fp32":
+            model.register_forward_hook(Widens(undo.key))
+        if lows or in_force is None:
+            sealed = {slot.name: dtypes[lows[id(slot.tensor)].name] for slot in slots}
+            seal(model, slots, sealed, in_force, undo)
+        for module in () if in_force else model.modules():
+            upcast_parameters(module)
+        for tensor, low in stored:
+            if not low.is_floating_point():
+                tensor.requires_grad_(False)
+            tensor.data = low
+        with torch.no_grad(), torch_state.without_casts():
+            for module in {slot.module: None for slot in slots} if in_force else ():
+                if isinstance(module, nn.RNNBase):  # as cuDNN requires for the current dtype
+                    module.flatten_parameters()
     except BaseException:
         undo()
         raise
@@ -195,7 +210,6 @@ def _checked(model: nn.Module, *, has_example: bool) -> session.Session:
 
 
 def _check_free(model: nn.Module) -> None:
-    """Raises FreezeError if a model is frozen, or in training mode."""
     complete_undo(model)
     name = type(model).__name__
     for path, module in model.named_modules():
@@ -209,8 +223,7 @@ def _check_free(model: nn.Module) -> None:
         )
 
 
-def _layer_cast(model: nn.Module, dtype: torch.dtype, outputs: str, *, keep_fp32: bool) -> Frozen:
-    """Stores all float32 parameters in ``dtype``, to be upcast where modules read them."""
+def _check_layer_cast(model: nn.Module) -> None:
     if session.current() is not None:
         raise FreezeError(
             "torch is converted, so ops would not compute in float32; call hmpx.revert() before "
@@ -224,31 +237,6 @@ def _layer_cast(model: nn.Module, dtype: torch.dtype, outputs: str, *, keep_fp32
                 f"{where} is a module of TorchScript, whose compiled code reads weights as they are "
                 "stored; freeze the module from which it was scripted or traced, and call that"
             )
-    found = slots_of(model)
-    firsts = {id(f.tensor): f for f in reversed(found)}
-    weights = [_in_16_bits(f, dtype, firsts[id(f.tensor)]) for f in found]
-    lows = {
-        id(f.tensor): firsts[id(f.tensor)] for f, w in zip(found, weights, strict=True) if w.is_low
-    }
-    with torch.no_grad():
-        stored = [(f.tensor, f.tensor.detach().to(dtype)) for f in lows.values()]
-    _check_values_last(model, lows.values(), stored, keep_fp32)
-    for f, (tensor, low) in zip(lows.values(), stored, strict=True):
-        is_real = not (low.is_meta or isinstance(low, FakeTensor))
-        if is_real and bool((low.isinf() & ~tensor.isinf()).any()):
-            raise FreezeError(f"{f.name!r} has values beyond {short_name(dtype)}'s largest number")
-
-    def change(undo: Undo) -> None:
-        seal(model, slots, {slot.name: dtype for slot in slots}, None, undo)
-        for module in model.modules():
-            upcast_parameters(module)
-        for tensor, low in stored:
-            tensor.data = low
-        if outputs == "fp32":
-            model.register_forward_hook(Widens(undo.key))
-
-    slots = [f for f in found if id(f.tensor) in lows]
-    return _frozen(model, tuple(weights), slots, set(), change, keep_fp32=keep_fp32)
 
 
 def _in_16_bits(f: Slot, dtype: torch.dtype, first: Slot) -> Weight:
@@ -280,41 +268,20 @@ def _low_copies(
             values, low = [f.tensor.detach() for f in group.values()], dtypes[first.name]
             with torch.inference_mode(first.tensor.is_inference()):
                 chunk = chunk_of(values) if isinstance(low, torch.dtype) else None
+                stored: list[Any]
                 if chunk is not None and isinstance(low, torch.dtype):
                     stored = chunk.parts(chunk.elements(values[0]).to(low))
                 else:
-                    stored = [_low_copy(each, low, rounding) for each in values]
+                    stored = [
+                        each.to(low)
+                        if isinstance(low, torch.dtype)
+                        else number_formats.encode(
+                            number_formats.quantize(each, low, *(rounding or ())), low
+                        )
+                        for each in values
+                    ]
             copies.update(zip(group, stored, strict=True))
     return [(f.tensor, copies[f.place]) for f in lows]
-
-
-def _check_values_last(
-    model: nn.Module,
-    lows: Iterable[Slot],
-    low_copies: Iterable[tuple[Tensor, Tensor]],
-    keep_fp32: bool,
-) -> None:
-    """Raises FreezeError if values would be lost, or there are none to keep for `Frozen.undo`."""
-    for f, (tensor, low) in zip(lows, low_copies, strict=True):
-        if isinstance(low, FakeTensor) and not isinstance(tensor, FakeTensor):
-            raise FreezeError(
-                f"{f.name!r} in {type(model).__name__} has values, which would be lost under the "
-                "FakeTensorMode that is on; freeze the model outside of it, or make the model inside"
-            )
-        if keep_fp32 and tensor.is_meta:
-            raise FreezeError(
-                f"{f.name!r} in {type(model).__name__} is on the meta device, which holds no values to "
-                "keep for undo(); pass keep_fp32=False, or make the model under FakeTensorMode"
-            )
-
-
-def _low_copy(values: Tensor, low: LowType, rounding: Rounding | None) -> Tensor:
-    if isinstance(low, torch.dtype):
-        return values.to(low)
-    assert rounding is not None
-    codes = number_formats.encode(number_formats.quantize(values, low, *rounding), low)
-    assert isinstance(codes, Tensor)
-    return codes
 
 
 # --- the result ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from ..torch_internals import has_tangents, transforms
 from .layer_cast import is_layer_cast
 from .undo import Hook, Undo, hooks_of
 from .weights import Slot, one_rounding
-
-if TYPE_CHECKING:
-    from ..number_formats import Format
 
 REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model from its fp32 weights"
 
@@ -116,12 +113,9 @@ class _ChecksTraining(Hook):
         if self.undo is None or not self.undo.is_done:
             self._check(module)
 
-    def _check(self, module: nn.Module) -> None:
-        if torch.is_grad_enabled() or transforms() is not None or has_tangents():
-            self._check_training(module)
-
-    def _check_training(self, model: nn.Module) -> None:
-        if not model.training and not any([m.training for m in self._inner.values()]):  # noqa: C419
+    def _check(self, model: nn.Module) -> None:
+        learns = torch.is_grad_enabled() or transforms() is not None or has_tangents()
+        if not learns or not any([m.training for m in (model, *self._inner.values())]):  # noqa: C419
             return
         inner = next((repr(path) for path, m in self._inner.items() if m.training), "it")
         raise FreezeError(
@@ -150,7 +144,7 @@ class _ChecksCalls(_ChecksTraining):
         self._is_rounded = in_force.options.legalize != "fast"
         self._seen: Callable[[], session.Session | None] = weakref.ref(in_force)
 
-    def _check(self, module: nn.Module) -> None:
+    def _check(self, model: nn.Module) -> None:
         in_force = session.current()
         if in_force is None:
             raise FreezeError(
@@ -171,7 +165,7 @@ class _ChecksCalls(_ChecksTraining):
                     f"hmpx.convert() as it was when the model was frozen, or {REMEDY}"
                 )
             self._seen, self._rules = weakref.ref(in_force), in_force.rules
-        super()._check(module)
+        super()._check(model)
 
     def _difference(self, in_force: session.Session) -> str:
         """Returns the conversion in force if it would store weights differently; else ``""``."""
@@ -187,11 +181,8 @@ class _ChecksCalls(_ChecksTraining):
         return ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_seen": _nothing, "_rules": (), "_own_rules": ()}
-
-
-def _nothing() -> None:
-    pass
+        nothing = type(None)  # called, it returns None
+        return {**super().__getstate__(), "_seen": nothing, "_rules": (), "_own_rules": ()}
 
 
 def _fingerprint(in_force: session.Session) -> str:
@@ -234,8 +225,6 @@ class _Seal(Hook):
 
 
 class _RefusesGradient(Hook):
-    """A hook of a weight."""
-
     def __init__(self, name: str, key: object) -> None:
         self._name, self.key = name, key
 
@@ -268,9 +257,9 @@ class _DescribesWeights(Hook):
 
 def _coded(
     slots: Sequence[Slot], dtypes: Mapping[str, LowType]
-) -> dict[str, list[tuple[Format, list[str]]]]:
+) -> dict[str, list[tuple[number_formats.Format, list[str]]]]:
     """Returns module path -> the formats of codes in it, each with the names there of one tied weight."""
-    tied: dict[str, dict[int, tuple[Format, list[str]]]] = defaultdict(dict)
+    tied: dict[str, dict[int, tuple[number_formats.Format, list[str]]]] = defaultdict(dict)
     for slot in slots:
         format = dtypes[slot.name]
         if number_formats.is_format(format):
@@ -289,7 +278,7 @@ class _DecodesWeights(Hook):
     float32 weights.
     """
 
-    def __init__(self, names: list[tuple[Format, list[str]]]) -> None:
+    def __init__(self, names: list[tuple[number_formats.Format, list[str]]]) -> None:
         self._names = names
 
     def __call__(
@@ -300,10 +289,7 @@ class _DecodesWeights(Hook):
                 held = [prefix + name for name in names if prefix + name in state_dict]
                 if not held:
                     continue
-                first = state_dict[held[0]]  # values, if an inner module's hook ran before
-                values = (
-                    first
-                    if first.is_floating_point()
-                    else number_formats.decode(first.detach(), format)
-                )
+                values = state_dict[held[0]]
+                if not values.is_floating_point():  # else an inner module's hook ran before
+                    values = number_formats.decode(values.detach(), format)
                 state_dict.update(dict.fromkeys(held, values))

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import compute, number_formats, session, torch_state
 from ..errors import lined, noted, printable, raised_here, to_the_end
 from ..inputs import Steps
-from ..policy import LowType
+from ..policy import LowType, every_decision
 from ..reports import ReportTable
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, short_name
 from ..torch_internals import (
@@ -25,12 +25,6 @@ from ..torch_internals import (
     is_tensor_of_tensors,
     uncompiled,
 )
-
-if TYPE_CHECKING:
-    from ..number_formats import Format
-
-#: Fake tensors have no values, but are otherwise treated as real.
-_PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 def _place_or_fault(tensor: Tensor) -> tuple[MemorySpan | None, str]:
     if nn.parameter.is_lazy(tensor):
         return None, "was not initialized before the example ran"
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN_TENSORS | {FakeTensor}:
         return None, f"is of class {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
         return None, f"is {str(tensor.layout).removeprefix('torch.')}"
@@ -198,7 +192,7 @@ class UsesMode(DispatchMode):
                 self._add(self.uses[place], func, tensor, alias, result)
         return result
 
-    def add_format(self, tensor: Tensor, format: Format, as_data: str) -> None:
+    def add_format(self, tensor: Tensor, format: number_formats.Format, as_data: str) -> None:
         """Records that a parameter is rounded to a number format, perhaps as data."""
         place = _place(tensor)
         for touched in self._touched(tensor):
@@ -239,10 +233,10 @@ class UsesMode(DispatchMode):
         name = str(getattr(func, "overloadpacket", func))  # "aten.embedding"
         if alias is not None and alias.is_write:
             uses.written_by.append(name)
-        elif alias is not None and _shares_storage(result, tensor):
-            pass  # a view: its own uses will be seen
-        elif getattr(func, "namespace", "") == "prim":
-            pass  # asks for the device or the layout, not for values
+        elif (alias is not None and _shares_storage(result, tensor)) or (
+            getattr(func, "namespace", "") == "prim"
+        ):
+            pass  # a view, whose own uses will be seen; or it asks for the layout, not for values
         elif (
             getattr(func, "overloadpacket", None) in casts_of_aten()
             and tensor.dtype is torch.float32
@@ -396,11 +390,9 @@ Rounding: TypeAlias = tuple[str, str | None]
 def one_rounding(in_force: session.Session) -> Rounding | None:
     """Returns how every use of a weight rounds it; None if uses differ: codes don't state their format."""
     policy, options = in_force.policy, in_force.options
-    decided = [policy.decisions, *[section.decisions for section in policy.sections]]
-    decisions = [decision for each in decided for decision in each.values()]
     ways = {
         (format, said.rounding or options.rounding, said.overflow or options.overflow)
-        for said in decisions
+        for said in every_decision(policy)
         if number_formats.is_format(said.dtype)
         for format in (said.dtype, said.weights or said.dtype)
     }

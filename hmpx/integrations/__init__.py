@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from ..later import shown_later
 
 if TYPE_CHECKING:
-    from .hmp import has_converted
+    from .hpex import has_converted
     from .shim import install
     from .spawning import follow
 else:
     __getattr__ = shown_later(
-        __name__, {"hmp": "has_converted", "shim": "install", "spawning": "follow"}
+        __name__, {"hpex": "has_converted", "shim": "install", "spawning": "follow"}
     )

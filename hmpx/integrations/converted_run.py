@@ -15,15 +15,12 @@ import yaml
 
 from .. import arguments
 from ..errors import HmpxWarning, NonFiniteError, OptionError, shown
-from ..policy import UNDECIDED, Policy, load_policy
+from ..policy import UNDECIDED, Policy, every_decision, load_policy
 from ..recording import record as Record  # a class, and the name of an argument here
 from ..session import checked_policy, convert, current
 from ..version import __version__
 from ..watching import Watch
 from ..watching import watch as watching
-
-#: Most ops named in a message.
-_MOST_NAMED: Final = 3
 
 #: Extension of the report's path -> its writer.
 _FORMATS: Final = {".html": Record.to_html, ".json": Record.to_json, ".csv": Record.to_csv}
@@ -50,7 +47,11 @@ class ConvertedRun:
     ) -> None:
         self.policy = checked_policy(**options) if options else None
         self._options = dict(options)
-        self._path = None if record is None else _report_path(record)
+        self._path = None if record is None else Path(arguments.path("record", record))
+        if self._path is not None and self._path.suffix not in _FORMATS:
+            raise OptionError(
+                f"record must be a path that ends in {', '.join(_FORMATS)}, not {shown(str(record))}"
+            )
         if watch is not None:
             watching(watch)  # type: ignore[arg-type]  # it checks
         self._mode = watch
@@ -70,9 +71,8 @@ class ConvertedRun:
         policy = self._policy()
         if policy is None:
             return False
-        decided = [policy.decisions, *[section.decisions for section in policy.sections]]
-        dtypes = [decision.dtype for each in decided for decision in each.values()]
-        return any((each or policy.low_precision_type) is torch.float16 for each in dtypes)
+        low = policy.low_precision_type
+        return any((each.dtype or low) is torch.float16 for each in every_decision(policy))
 
     def start(self, device_type: str | None) -> None:
         """Converts torch, by default on this device type, and starts the record and the watch. Runs once."""
@@ -82,7 +82,9 @@ class ConvertedRun:
             if self._options or current() is None:
                 found = {"device_types": device_type and {device_type}, **self._options}
                 stack.enter_context(convert(**found))
-            if self._path is not None and _rank() == 0:
+            is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            is_first = not is_distributed or torch.distributed.get_rank() == 0
+            if self._path is not None and is_first:
                 self.record = stack.enter_context(Record())
             if self._mode is not None:
                 self.watch = stack.enter_context(watching(self._mode))  # type: ignore[arg-type]
@@ -146,20 +148,6 @@ class ConvertedRun:
         return session.policy if self.policy is None and session is not None else self.policy
 
 
-def _report_path(path: str | os.PathLike[str]) -> Path:
-    found = Path(arguments.path("record", path))
-    if found.suffix not in _FORMATS:
-        raise OptionError(
-            f"record must be a path that ends in {', '.join(_FORMATS)}, not {shown(str(path))}"
-        )
-    return found
-
-
-def _rank() -> int:
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if is_distributed else 0
-
-
 def _difference(there: Policy, here: Policy) -> str:
     names = sorted(
         name
@@ -171,5 +159,5 @@ def _difference(there: Policy, here: Policy) -> str:
         if types[0] != types[1]:
             return f"its low precision is {types[0]}, here it is {types[1]}"
         return "its sections differ"
-    more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"it decides otherwise for {', '.join(names[:_MOST_NAMED])}{more}"
+    more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"it decides otherwise for {', '.join(names[:3])}{more}"

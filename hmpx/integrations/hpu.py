@@ -126,7 +126,6 @@ class _CompletedWork:
 
 _STREAM: Final = _CompletedWork()
 
-
 _ON_CPU: Final[Mapping[str, Any]] = {
     **dict.fromkeys(["init", "set_device", "set_stream", "synchronize", "empty_cache"], _nothing),
     **dict.fromkeys(["reset_peak_memory_stats", "reset_accumulated_memory_stats"], _nothing),

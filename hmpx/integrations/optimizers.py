@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from .devices import GaudiError
-
-#: After this many steps every bias correction is 1, and one more is the same float32 number.
-_UNBIASED: Final = float(1 << 24)
 
 
 class FusedSGD(SGD):
@@ -95,7 +92,8 @@ def _start_unbiased(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if not state:
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["step"] = torch.tensor(_UNBIASED)
+            # So many that every bias correction is 1, and one more is the same float32 number.
+            state["step"] = torch.tensor(float(1 << 24))
 
 
 # --- optimizers that torch does not have ---------------------------------------------------------

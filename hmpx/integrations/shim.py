@@ -14,11 +14,9 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 
 from .. import ops, patching
-from ..data_files import read_sections
 from ..errors import raised_here
-from . import devices, hmp, hpex, hpu, optimizers
-
-_LOGGER: Final = logging.getLogger("hmpx")
+from ..files import read_sections
+from . import devices, hpex, hpu, optimizers
 
 ROOT: Final = "habana_frameworks"
 
@@ -79,7 +77,7 @@ def _facts() -> Mapping[str, Mapping[str, str]]:
 
 @functools.cache
 def _note(name: str) -> None:
-    _LOGGER.info("%s() has no effect on this device", name)
+    logging.getLogger("hmpx").info("%s() has no effect on this device", name)
 
 
 # --- the modules ---------------------------------------------------------------------------------
@@ -104,7 +102,7 @@ _CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "torch.distributed": {},
     "torch.distributed.hccl": _HCCL,
     "torch.hpex": {},
-    "torch.hpex.hmp": _named(hmp.convert, hmp.disable_casts),
+    "torch.hpex.hmp": _named(hpex.convert, hpex.disable_casts),
     "torch.hpex.movingavrg": _named(hpex.FusedEMA),
     "torch.hpex.normalization": _named(hpex.FusedClipNorm),
     "torch.hpex.optimizers": _named(
@@ -129,9 +127,6 @@ _CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }
 
-#: Modules that are names for the device's module.
-_DEVICES: Final = ("", ".events", ".graphs", ".memory", ".random", ".streams")
-
 _replaced_modules: dict[str, types.ModuleType | None] = {}
 _applied: list[patching.Applied] = []
 _mode: devices.DeviceMode | None = None
@@ -155,7 +150,7 @@ def install(options: Mapping[str, Any] | None = None) -> bool:
         _applied.extend(patching.apply(devices.patches(modules["torch.hpu"])))
         _mode = devices.DeviceMode()
         _mode.__enter__()  # type: ignore[no-untyped-call]
-    hmp.set_defaults(options or {})
+    hpex.set_defaults(options or {})
     return True
 
 
@@ -175,12 +170,12 @@ def uninstall() -> None:
         else:
             sys.modules[name] = previous
     _replaced_modules.clear()
-    hmp.set_defaults({})
+    hpex.set_defaults({})
 
 
 def options() -> Mapping[str, Any] | None:
     """Returns the options given to `install`; None if the stand-in is not installed."""
-    return None if _mode is None else hmp.defaults()
+    return None if _mode is None else hpex.defaults()
 
 
 def _modules() -> dict[str, types.ModuleType]:
@@ -188,7 +183,7 @@ def _modules() -> dict[str, types.ModuleType]:
     found: dict[str, types.ModuleType] = {ROOT: StandIn(ROOT, {"__hmpx_shim__": True})}
     for below, contents in _CONTENTS.items():
         found[f"{ROOT}.{below}"] = StandIn(f"{ROOT}.{below}", contents)
-    for below in _DEVICES:
+    for below in ("", ".events", ".graphs", ".memory", ".random", ".streams"):
         name = f"torch.hpu{below}"
         found[name] = found[f"{ROOT}.{name}"] = StandIn(f"{ROOT}.{name}", {}, hpu)
     if not _is_importable("hmp"):  # another package of that name stays

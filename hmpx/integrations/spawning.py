@@ -20,8 +20,6 @@ from ..errors import raised_here
 from ..patching import Patch
 from . import shim
 
-_LOGGER: Final = logging.getLogger("hmpx")
-
 #: Run in the new process, which needs the parent's path to import hmpx.
 _PREPARING: Final = """
 import sys
@@ -70,7 +68,8 @@ def _state() -> bytes | None:
     conversion = None if current is None else current.arguments()
     try:
         state = pickle.dumps((stand_in, conversion))
-        why = "the policy holds a function of the main module" if _MAIN in state else ""
+        # The new process has not imported the program's main module yet, so it finds nothing there.
+        why = "the policy holds a function of the main module" if b"__main__" in state else ""
     except raised_here(Exception) as error:  # a format's functions may raise anything
         state, why = b"", str(error)
     remedy = "define number formats in a module of their own"
@@ -78,12 +77,8 @@ def _state() -> bytes | None:
         why, remedy = "convert(within=...) names a module of this one", "convert there, too"
     if not why:
         return state
-    _LOGGER.warning("started processes are not converted: %s; %s", why, remedy)
+    logging.getLogger("hmpx").warning("started processes are not converted: %s; %s", why, remedy)
     return pickle.dumps((stand_in, None))
-
-
-#: A new process has not imported the program's main module yet, so it finds nothing there.
-_MAIN: Final = b"__main__"
 
 
 def restore(state: bytes) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import yaml
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,9 +15,6 @@ from transformers.trainer_callback import ExportableState
 from ..errors import OptionError
 from ..reports import written
 from .converted_run import ConvertedRun
-
-#: The policy's file in the folder of each checkpoint.
-POLICY_FILE: Final = "hmpx_policy.yaml"
 
 
 class HmpxCallback(TrainerCallback, ExportableState):
@@ -94,7 +91,7 @@ class HmpxCallback(TrainerCallback, ExportableState):
         """Writes the policy into the model's folder."""
         folder = Path(args.output_dir or "", f"checkpoint-{state.global_step}")
         if state.is_world_process_zero and folder.is_dir():
-            written(self.run.state_dict()["policy"], folder / POLICY_FILE)
+            written(self.run.state_dict()["policy"], folder / "hmpx_policy.yaml")
 
     def state(self) -> dict[str, Any]:
         """Returns the state saved by the Trainer, from which a like callback is made."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeGuard
 
 import torch
 
-from ..data_files import read_sections
+from ..files import read_sections
 from ..torch_internals import run_when_traced
 
 if TYPE_CHECKING:

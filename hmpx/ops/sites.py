@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional
 
-from ..data_files import read_sections
+from ..files import read_sections
 from ..torch_internals import NN, NN_NAMESPACE, VF, VF_NAMESPACE, torch_version
 
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..later import shown_later
 from .planning import plan
-from .ranks import PerRank
-from .result import Plan, Run
+from .result import PerRank, Plan, Run
 from .runner import VARIANTS
 
 if TYPE_CHECKING:
@@ -17,5 +16,3 @@ else:
     __getattr__ = shown_later(
         __name__, {"benchmarking": "bench", "measured": "Bench Measured Quartiles"}
     )
-
-__all__ = ["VARIANTS", "Bench", "Measured", "PerRank", "Plan", "Quartiles", "Run", "bench", "plan"]

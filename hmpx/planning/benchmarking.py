@@ -29,14 +29,7 @@ from ..tensors import default_device_types, is_present, parse_device_type
 from .measured import Bench, Measured, Quartiles
 from .runner import BASE, DEFAULT, VARIANTS, Conditions, Runner
 
-#: Options of `hmpx.convert` that `bench` sets itself.
-_DECIDED: Final = {"legalize": "variants", "device_types": "device"}
-
 _CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.process_time}
-
-#: Above this ratio of the quartiles of fp32's own times, the figures are unreliable.
-_NOISY: Final = 1.3
-
 
 #: Errors that end a variant but not the benchmark. `sys.exit` in a step would end it silently.
 _FAILURES: Final = (Exception, SystemExit)
@@ -108,7 +101,7 @@ def bench(
         threads = arguments.whole("threads", threads, 1)
     say = arguments.progress(progress)
     session.check_names(bench, conversion)
-    for name, ours in _DECIDED.items():
+    for name, ours in (("legalize", "variants"), ("device_types", "device")):
         if name in conversion:
             raise OptionError(f"bench decides {name} itself; it takes {ours} instead")
     if conversion.get("verbose") or conversion.get("isVerbose"):
@@ -208,7 +201,7 @@ def _runners(
         lack = ""
         if variant.is_autocast and conditions.low_dtype is None:
             lack = "torch.autocast supports only bfloat16 and float16; leave it out"
-        elif variant.store is not None and runners and runners[0].model is None:
+        elif variant.is_frozen and runners and runners[0].model is None:
             lack = "to freeze weights, bench needs the model: make() must return the model instead of a step"
         if lack and names is not None:
             raise BenchError(lack)
@@ -233,7 +226,7 @@ def _runners(
 
 def _notes(measured: Sequence[Measured], conditions: Conditions) -> Iterator[str]:
     base = measured[0].step_s
-    if base is not None and base.high > _NOISY * base.low:
+    if base is not None and base.high > 1.3 * base.low:  # the quartiles of its own times
         yield (
             f"fp32's own runs vary from {base.low / base.median:.2f} to {base.high / base.median:.2f} of "
             "their median, so don't trust these figures: the machine is busy. More runs help, and on the "

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 from ..errors import OptionError, brief, shown
-from ..reports import NOTHING, Column, ReportTable, Written, clean, page, paragraphs, size, wrapped
+from ..reports import Column, ReportTable, Written, clean, page, paragraphs, size, wrapped
 from .runner import BASE
 
 #: The version of the JSON that `Bench.to_json` writes.
@@ -173,7 +173,11 @@ def _headline(bench: Bench) -> str:
 
 def _sentences(bench: Bench) -> Iterator[str]:
     yield _verdict(bench)
-    yield from _broken(bench.variants)
+    for each in bench.variants:
+        if each.not_finite_at is not None:
+            yield f"The loss of {each.label} is NaN or infinite at step {each.not_finite_at}."
+        elif _is_broken(each, bench.variants[0]):
+            yield f"The output of {each.label} is NaN or infinite where that of fp32 is not."
     for each in bench.variants:
         if each.error is not None:
             where = f", at {clean(each.error_location)}" if each.error_location else ""
@@ -185,8 +189,12 @@ def _table(rows: Sequence[Measured]) -> ReportTable:
     others = [None if each.name == BASE else each for each in rows]
     columns = [
         Column("", [each.label for each in rows], is_number=False),
-        Column("of fp32", rows, _ratio),
-        Column("quartiles", [each and each.ratio for each in others], _range),
+        Column(
+            "of fp32", [each.ratio if each.error is None else "failed" for each in rows], _ratio
+        ),
+        Column(
+            "quartiles", [each and each.ratio for each in others], "{0.low:.2f}-{0.high:.2f}".format
+        ),
         Column("a step", [each.step_s for each in rows], _time),
     ]
     if any(each.loss is not None for each in rows):
@@ -202,14 +210,8 @@ def _table(rows: Sequence[Measured]) -> ReportTable:
     return ReportTable(columns)
 
 
-def _ratio(row: Measured) -> str:
-    if row.error is not None:
-        return "failed"
-    return NOTHING if row.ratio is None else f"{row.ratio.median:.2f}"
-
-
-def _range(ratio: Quartiles) -> str:
-    return f"{ratio.low:.2f}-{ratio.high:.2f}"
+def _ratio(ratio: Quartiles | str) -> str:
+    return ratio if isinstance(ratio, str) else f"{ratio.median:.2f}"
 
 
 def _time(step_s: Quartiles) -> str:
@@ -244,7 +246,14 @@ def _verdict(bench: Bench) -> str:
     faster = [each for each in sound if each.is_other and _median(each) < 1.0]
     if faster:
         best = min(faster, key=_median)
-        return " ".join([f"Fastest is {_took(best)}.", *_equals(best, sound)])
+        equal = [
+            each.label
+            for each in sound
+            if each is not best
+            and not is_beyond_chance([a / b for a, b in zip(each.ratios, best.ratios, strict=True)])
+        ]
+        more = f" Equal to it within what runs vary: {', '.join(equal)}." if equal else ""
+        return f"Fastest is {_took(best)}.{more}"
     if nearest.is_other:
         return f"None is faster than fp32. The nearest is {_took(nearest)}."
     count = sum(each < 1.0 for each in nearest.ratios)
@@ -254,29 +263,10 @@ def _verdict(bench: Bench) -> str:
     )
 
 
-def _broken(variants: Sequence[Measured]) -> Iterator[str]:
-    for each in variants:
-        if each.not_finite_at is not None:
-            yield f"The loss of {each.label} is NaN or infinite at step {each.not_finite_at}."
-        elif _is_broken(each, variants[0]):
-            yield f"The output of {each.label} is NaN or infinite where that of fp32 is not."
-
-
 def _is_broken(row: Measured, base: Measured) -> bool:
     if row.output_error is not None and not math.isfinite(row.output_error):
         return True
     return row.not_finite_at is not None and base.not_finite_at is None
-
-
-def _equals(best: Measured, others: Sequence[Measured]) -> Iterator[str]:
-    labels = [
-        each.label
-        for each in others
-        if each is not best
-        and not is_beyond_chance([a / b for a, b in zip(each.ratios, best.ratios, strict=True)])
-    ]
-    if labels:
-        yield f"Equal to it within what runs vary: {', '.join(labels)}."
 
 
 def _took(row: Measured) -> str:

@@ -16,29 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import torch_internals
 from ..errors import PlanError, raised_here, said_by
 from ..patching import Patch, apply, undo, unpatched
 from ..tensors import ELIGIBLE, LOW_DTYPES, is_present, stored_parameters
-from ..torch_internals import (
-    BATCH_NORM_OP,
-    FLASH_ATTENTION,
-    HERE,
-    MASKED_ATTENTION,
-    NN,
-    VALUE_OP,
-    VF,
-    DispatchMode,
-    FakeTensor,
-    disable_modes,
-    fake_mode,
-    has_fake_tensors,
-    here,
-    planning,
-    quiet,
-    replacing_parameters,
-    standing_in,
-    storage_of,
-)
+from ..torch_internals import DispatchMode, FakeTensor, disable_modes, has_fake_tensors
 from ..torch_state import reached_by
 
 
@@ -52,7 +34,9 @@ class PlannedDevice:
         self._is_absent = self.device_type != "cpu" and not is_present(self.device_type)
         self._device = torch.device("cpu")
         if self.device_type != "cpu":
-            self._device = HERE if self._is_absent else torch.device(self.device_type, 0)
+            self._device = (
+                torch_internals.HERE if self._is_absent else torch.device(self.device_type, 0)
+            )
         self._corrections = _Corrections()
 
     @contextlib.contextmanager
@@ -60,13 +44,13 @@ class PlannedDevice:
         """Puts tensors made in the block in this place."""
         with contextlib.ExitStack() as stack:
             if self._is_absent:  # fake tensors on the CPU replace those of the device
-                stack.enter_context(standing_in(self.device_type))
+                stack.enter_context(torch_internals.standing_in(self.device_type))
                 stack.callback(undo, apply(_stand_ins(self.device_type)))
             if not self.is_small:
-                stack.enter_context(quiet())
-                stack.enter_context(replacing_parameters())
-                stack.enter_context(planning())
-                stack.enter_context(fake_mode())
+                stack.enter_context(torch_internals.quiet())
+                stack.enter_context(torch_internals.replacing_parameters())
+                stack.enter_context(torch_internals.planning())
+                stack.enter_context(torch_internals.fake_mode())
                 stack.enter_context(self._corrections)
             yield
 
@@ -136,7 +120,7 @@ _NORMS: Final = {
     _ATEN.native_layer_norm.default: 2,
     _ATEN.native_group_norm.default: 1,
     _ATEN.native_batch_norm.default: 1,
-    BATCH_NORM_OP: 1,
+    torch_internals.BATCH_NORM_OP: 1,
     _ATEN.cudnn_batch_norm.default: 1,
 }
 
@@ -158,7 +142,7 @@ class _Corrections(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is VALUE_OP:
+        if func is torch_internals.VALUE_OP:
             if (known := self.values.of(args[0])) is not None:
                 with disable_modes():
                     return known.item()
@@ -170,16 +154,14 @@ class _Corrections(DispatchMode):
         position = _NORMS.get(func, len(args))
         weight = args[position] if position < len(args) else None
         if weight is not None and weight.dtype is not args[0].dtype:
-            first, *statistics = result
-            return (first, *(_as(each, weight.dtype) for each in statistics))
+            first, *statistics = result  # which are never viewed
+            return first, *[
+                torch.empty_like(each, dtype=weight.dtype)
+                if each.dtype in ELIGIBLE and each.numel()
+                else each
+                for each in statistics
+            ]
         return result
-
-
-def _as(statistic: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor like a norm's statistic, which is never viewed, in another dtype."""
-    if statistic.dtype not in ELIGIBLE or not statistic.numel():
-        return statistic
-    return torch.empty_like(statistic, dtype=dtype)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -209,7 +191,7 @@ class _Values:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Returns a real tensor with the values of a fake one; None if unknown."""
-        return self._known.get(storage_of(tensor), {}).get(_view(tensor))
+        return self._known.get(torch_internals.storage_of(tensor), {}).get(_view(tensor))
 
     def keep(self, tensor: Tensor, values: Tensor) -> None:
         """Stores the values of a tensor made from a real one."""
@@ -217,7 +199,7 @@ class _Values:
             self._note(tensor, values.detach().cpu().clone())
 
     def _note(self, tensor: Tensor, values: Tensor | None) -> None:
-        self._known.setdefault(storage_of(tensor), {})[_view(tensor)] = values
+        self._known.setdefault(torch_internals.storage_of(tensor), {})[_view(tensor)] = values
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Computes a call's values, if its result and all its inputs may have any."""
@@ -259,20 +241,22 @@ def _stand_ins(device_type: str) -> list[Patch]:
 
     def placing(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if has_fake_tensors():
-            args = tuple([here(each, device_type) for each in args])
-            kwargs = {name: here(each, device_type) for name, each in kwargs.items()}
+            args = tuple([torch_internals.here(each, device_type) for each in args])
+            kwargs = {
+                name: torch_internals.here(each, device_type) for name, each in kwargs.items()
+            }
         return to(self, *args, **kwargs)
 
     def moving(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if has_fake_tensors() and device_type == "cuda":
-            return self.to(HERE)
+            return self.to(torch_internals.HERE)
         return cuda(self, *args, **kwargs)
 
     return [
         Patch(Tensor, "to", placing),
         Patch(Tensor, "cuda", moving),
-        Patch(VF, "dropout", _dropout),
-        Patch(NN, "scaled_dot_product_attention", _attention),
+        Patch(torch_internals.VF, "dropout", _dropout),
+        Patch(torch_internals.NN, "scaled_dot_product_attention", _attention),
         Patch(F, "scaled_dot_product_attention", _attention),
     ]
 
@@ -299,7 +283,7 @@ def _attention(  # noqa: PLR0917  # torch's own
 ) -> Tensor:
     """Computes attention by CUDA's fused kernels: flash attention, or with a mask the other one."""
     is_usual = query.dim() == key.dim() == value.dim() == 4 and query.dtype in ELIGIBLE
-    is_usual = is_usual and FLASH_ATTENTION is not None
+    is_usual = is_usual and torch_internals.FLASH_ATTENTION is not None
     if not (is_usual and _stands_in(query)) or query.shape[-1] != value.shape[-1]:
         return _plain_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -310,14 +294,16 @@ def _attention(  # noqa: PLR0917  # torch's own
     if missing:
         query, key, value = (F.pad(each, (0, missing)) for each in (query, key, value))
     if attn_mask is None and query.dtype in LOW_DTYPES:
-        result = FLASH_ATTENTION(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        result = torch_internals.FLASH_ATTENTION(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
     else:
         if key.shape[1] != query.shape[1]:
             times = query.shape[1] // key.shape[1]
             key, value = (each.repeat_interleave(times, 1) for each in (key, value))
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        result = MASKED_ATTENTION(
+        result = torch_internals.MASKED_ATTENTION(
             query, key, value, bias, learns, dropout_p, is_causal, scale=scale
         )[0]
     return result[..., :width] if missing else result  # type: ignore[no-any-return]

@@ -31,11 +31,7 @@ from ..torch_internals import (
 )
 from ..torch_state import named_tensors, reached_by, unchanged
 from .places import PlannedDevice
-from .ranks import ShardGroup, groups_of
-from .result import Plan, Run
-
-#: Arguments of `convert` that `plan` rejects: it logs no calls, and has its own argument for the device.
-_REFUSED: Final = ("verbose", "isVerbose", "device_types")
+from .result import Plan, Run, ShardGroup, groups_of
 
 
 @restoring
@@ -106,7 +102,9 @@ def plan(
         stack.enter_context(DisableAutocast())
         stack.enter_context(place.entered())
         program = _Program(steps, inputs, make_optimizer, training, place)
-        options = _options(place, conversion)
+        is_native = small or place.device_type != "cpu"
+        native = {"legalize": "never"} if is_native else {}
+        options = {**native, **conversion, "device_types": {place.device_type}}
         runs = _runs(program, options)
         frozen, notes = _frozen(program, options)
     if small:
@@ -137,8 +135,8 @@ def _check(model: Any, training: Any, conversion: Mapping[str, Any]) -> None:
     if training is not None:
         arguments.truth("training", training)
     check_names(plan, conversion)
-    for each in _REFUSED:
-        if each in conversion:
+    for each in ("verbose", "isVerbose", "device_types"):
+        if each in conversion:  # it logs no calls, and has its own argument for the device
             hint = "; pass device" if each == "device_types" else ""
             raise OptionError(f"hmpx.plan takes no {each}{hint}")
 
@@ -158,12 +156,6 @@ def _called(function: Callable[[], Any], name: str) -> Any:
         return function()
     except Exception as error:
         _raise_explained(error, f"{name} raised it")
-
-
-def _options(place: PlannedDevice, conversion: Mapping[str, Any]) -> dict[str, Any]:
-    is_native = place.is_small or place.device_type != "cpu"
-    native = {"legalize": "never"} if is_native else {}
-    return {**native, **conversion, "device_types": {place.device_type}}
 
 
 def _runs(program: _Program, options: Mapping[str, Any]) -> tuple[Run, ...]:
@@ -288,7 +280,13 @@ class _Program:
         if not self.is_training:
             return None
         if self.steps.loss_fn is not None:
-            return _checked(self.steps.loss(output, self.inputs))
+            scalar = self.steps.scalar_loss(output, self.inputs)
+            if not scalar.requires_grad:
+                raise OptionError(
+                    "loss_fn returns a tensor that no gradient comes from: it depends on no parameter, or was "
+                    "computed under torch.no_grad(); for inference pass training=False"
+                )
+            return scalar
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.reshape(()) if loss.requires_grad else None
@@ -296,21 +294,6 @@ class _Program:
         if not learning:
             return None
         return torch.stack([each.float().sum() for each in learning]).sum()
-
-
-def _checked(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
-        is_tensor = isinstance(loss, Tensor)
-        given = f"one of shape {list(loss.shape)} and {loss.dtype}" if is_tensor else shown(loss)
-        raise OptionError(
-            f"loss_fn must return a floating-point tensor of one element, not {given}"
-        )
-    if not loss.requires_grad:
-        raise OptionError(
-            "loss_fn returns a tensor that no gradient comes from: it depends on no parameter, or was "
-            "computed under torch.no_grad(); for inference pass training=False"
-        )
-    return loss.reshape(())
 
 
 def _raise_explained(error: Exception, note: str) -> NoReturn:
@@ -340,9 +323,6 @@ Optimizer = str | type[torch.optim.Optimizer] | Callable[[Iterable[nn.Parameter]
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Any]
 
-#: Devices on which torch's optimizers update all parameters at once by default.
-_AT_A_TIME: Final = ("cuda", "xpu", "mtia")
-
 _NAMES: Final = {
     name.lower(): found
     for name, found in vars(torch.optim).items()
@@ -368,7 +348,8 @@ def _parsed_optimizer(value: Any, device_type: str) -> tuple[str, OptimizerFacto
         optimizer = make(parameters)
         for group in optimizer.param_groups:
             is_undecided = "foreach" in group and group["foreach"] is None
-            if is_undecided and not group.get("fused") and device_type in _AT_A_TIME:
+            # Devices on which torch's optimizers update all parameters at once by default.
+            if is_undecided and not group.get("fused") and device_type in ("cuda", "xpu", "mtia"):
                 group["foreach"] = True
         return optimizer
 

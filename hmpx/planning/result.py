@@ -3,31 +3,123 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final, NamedTuple
 
-from .. import arguments
+from torch import Tensor, nn
+
+from .. import arguments, reports
 from ..errors import OptionError, brief, fielded, shown
-from ..reports import (
-    KINDS,
-    Memory,
-    Report,
-    ReportTable,
-    Written,
-    bars,
-    chart_section,
-    clean,
-    count,
-    page,
-    paragraphs,
-    section,
-    share,
-    short_dtype,
-    size,
-    wrapped,
-)
-from .ranks import STRATEGIES, PerRank, ShardGroup, per_rank
+from ..reports import Memory, Report, ReportTable, Written, clean, size
+from ..tensors import stored_parameters, tensors_of
+
+STRATEGIES: Final = ("fsdp2", "ddp")
+
+
+class _Size(NamedTuple):
+    """Shape of a tensor, and bytes of an element."""
+
+    sizes: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Size:
+        return cls(tuple(tensor.shape), tensor.dtype.itemsize)
+
+    def shard(self, world_size: int) -> int:
+        """Returns the bytes of the largest of equal numbers of rows."""
+        first, *others = self.sizes or (1,)
+        return -(-first // world_size) * math.prod(others) * self.itemsize
+
+
+class ParameterSize(NamedTuple):
+    """The size of a parameter, whether it gets a gradient, and the sizes of its optimizer state."""
+
+    size: _Size
+    learns: bool
+    states: tuple[_Size, ...] = ()
+
+
+#: Parameters that FSDP2 gathers together: those of one block, or the rest.
+ShardGroup = tuple[ParameterSize, ...]
+
+
+def groups_of(modules: Iterable[nn.Module], optimizer: object) -> tuple[ShardGroup, ...]:
+    """Groups the parameters: each item of a ``ModuleList`` is a group, and the rest is the last."""
+    states: Mapping[nn.Parameter, Any] = getattr(optimizer, "state", {})
+    outer = list(modules)
+    inner = [each for module in outer for each in module.modules()]
+    blocks = [block for each in inner if isinstance(each, nn.ModuleList) for block in each]
+    seen: set[int] = set()
+    groups = []
+    for part in (*([block] for block in blocks), outer):
+        group = []
+        for parameter in (each for module in part for each in stored_parameters(module)):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                kept = tuple(map(_Size.of, tensors_of(dict(states.get(parameter, {})))))
+                group.append(ParameterSize(_Size.of(parameter), parameter.grad is not None, kept))
+        if group:
+            groups.append(tuple(group))
+    return tuple(groups)
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """The bytes of tensors in one of several processes.
+
+    Attributes:
+        parameter_bytes: Its parameters.
+        gradient_bytes: Their gradients.
+        optimizer_bytes: The optimizer state.
+        gathered_bytes: FSDP2: the whole parameters of the two largest groups, since the next one is
+            gathered while one is in use.
+        bucket_bytes: DDP: buckets from which gradients are sent.
+        saved_bytes: Tensors that autograd keeps for the backward, without casts of weights.
+        weight_cast_bytes: Casts of weights, which are kept whole even if parameters are sharded.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+    bucket_bytes: int
+    saved_bytes: int
+    weight_cast_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Their sum: a step's peak, apart from the temporary memory of single ops."""
+        return sum(vars(self).values())
+
+
+def per_rank(
+    groups: Sequence[ShardGroup], memory: Memory, strategy: str, world_size: int
+) -> PerRank:
+    """Returns the bytes of the FSDP2 rank with the largest shards, or of each DDP rank."""
+    is_sharded = strategy == "fsdp2"
+    parts = world_size if is_sharded else 1
+    every = [each for group in groups for each in group]
+    whole = sorted(sum(each.size.shard(1) for each in group) for group in groups)
+    gradients = sum(each.size.shard(parts) for each in every if each.learns)
+    return PerRank(
+        parameter_bytes=sum(each.size.shard(parts) for each in every),
+        gradient_bytes=gradients,
+        optimizer_bytes=sum(
+            state.shard(parts if state.sizes == each.size.sizes else 1)
+            for each in every
+            for state in each.states
+        ),
+        gathered_bytes=sum(whole[-2:]) if is_sharded else 0,
+        bucket_bytes=0 if is_sharded else gradients,
+        saved_bytes=memory.saved_bytes,
+        weight_cast_bytes=memory.weight_cast_bytes,
+    )
+
+
+# --- several processes ---------------------------------------------------------------------------
 
 #: The version of the JSON that `Plan.to_json` writes.
 SCHEMA: Final = 1
@@ -188,32 +280,34 @@ class Plan(Written):
     __repr__ = brief
 
     def __str__(self) -> str:
-        lines = [*wrapped(_headline(self)), _verdict(self), "", *_memory_table(self).lines()]
-        said = [line for each in _remedies(self) for line in wrapped(each)]
+        lines = [
+            *reports.wrapped(_headline(self)),
+            _verdict(self),
+            "",
+            *_memory_table(self).lines(),
+        ]
+        said = [line for each in _remedies(self) for line in reports.wrapped(each)]
         groups = self.report.by_op()
         lines += ["", *_ranks_table(self).lines()] if _cards(self.runs) else []
         lines += ["", *said] if said else []
-        lines += ["", *groups.lines(_MOST_GROUPS, ".report.by_op()")] if groups else []
+        lines += ["", *groups.lines(15, ".report.by_op()")] if groups else []
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         remedies = "".join(f"<li>{html.escape(each)}</li>" for each in _remedies(self))
         headline = f"<p><strong>{html.escape(_headline(self))}</strong></p>"
-        said = headline + paragraphs([_verdict(self)])
+        said = headline + reports.paragraphs([_verdict(self)])
         ranks = _ranks_table(self).to_html() if _cards(self.runs) else ""
         return f"<div>{said}{_memory_table(self).to_html()}{ranks}<ul>{remedies}</ul></div>"
 
     def _data(self) -> Mapping[str, Any]:
         return {
             "hmpx_plan": SCHEMA,
-            "model": self.model,
-            "device_type": self.device_type,
-            "optimizer": self.optimizer,
-            "is_training": self.is_training,
-            "parameters": self.parameters,
-            "frozen_bytes": self.frozen_bytes,
-            "notes": list(self.notes),
-            "about": dict(self.about),
+            **{
+                each.name: getattr(self, each.name)
+                for each in fields(self)
+                if each.name != "groups"
+            },
             "runs": {each.name: _of_run(each) for each in self.runs},
         }
 
@@ -222,21 +316,21 @@ class Plan(Written):
 
     def _page(self) -> str:
         peaks = {run.name: run.memory.peak.kinds for run in self.runs}
-        kinds = [(kind, [each.get(kind, 0) for each in peaks.values()]) for kind in KINDS]
-        keys = {f"kind{index}": kind for index, kind in enumerate(KINDS)}
+        kinds = [(kind, [each.get(kind, 0) for each in peaks.values()]) for kind in reports.KINDS]
+        keys = {f"kind{index}": kind for index, kind in enumerate(reports.KINDS)}
         marks = [card * 10**9 for card in _cards(self.runs)]
-        picture = bars(peaks, keys, marks, "memory at the peak, by kind")
+        picture = reports.bars(peaks, keys, marks, "memory at the peak, by kind")
         parts = [
-            paragraphs((_headline(self), _verdict(self)), "verdict"),
-            paragraphs(_remedies(self)),
-            section("memory", "Memory of tensors", _memory_table(self).to_html()),
-            chart_section("peak", "At the peak, by kind", keys, picture),
+            reports.paragraphs((_headline(self), _verdict(self)), "verdict"),
+            reports.paragraphs(_remedies(self)),
+            reports.section("memory", "Memory of tensors", _memory_table(self).to_html()),
+            reports.chart_section("peak", "At the peak, by kind", keys, picture),
             _table("kind", peaks, kinds).to_html(),
-            section("ranks", "Each of several processes", _ranks_table(self).to_html()),
-            section("ops", "By op", self.report.by_op().html_table()),
-            section("modules", "By module", self.report.by_module().html_table()),
+            reports.section("ranks", "Each of several processes", _ranks_table(self).to_html()),
+            reports.section("ops", "By op", self.report.by_op().html_table()),
+            reports.section("modules", "By module", self.report.by_module().html_table()),
         ]
-        return page("hmpx plan", "Plan of a step", "\n".join(parts), self.about)
+        return reports.page("hmpx plan", "Plan of a step", "\n".join(parts), self.about)
 
 
 def _of_run(run: Run) -> Mapping[str, Any]:
@@ -254,19 +348,16 @@ def _of_run(run: Run) -> Mapping[str, Any]:
 
 # --- text ----------------------------------------------------------------------------------------
 
-#: Most groups of calls printed.
-_MOST_GROUPS: Final = 15
-
 
 def _headline(plan: Plan) -> str:
     what = f"a training step with {plan.optimizer}" if plan.is_training else "a forward"
-    return f"{clean(plan.model)}, {count(plan.parameters)} parameters: {what} on {plan.device_type}"
+    return f"{clean(plan.model)}, {reports.count(plan.parameters)} parameters: {what} on {plan.device_type}"
 
 
 def _verdict(plan: Plan) -> str:
     totals = plan.report.totals
-    flops = f"{share(totals.low_flops, totals.flops)} of FLOPs and " if totals.flops else ""
-    return f"{flops}{share(totals.low_bytes, totals.bytes)} of bytes in low precision"
+    flops = f"{reports.share(totals.low_flops, totals.flops)} of FLOPs and " if totals.flops else ""
+    return f"{flops}{reports.share(totals.low_bytes, totals.bytes)} of bytes in low precision"
 
 
 def _remedies(plan: Plan) -> Iterator[str]:
@@ -316,7 +407,7 @@ def _figures(found: Sequence[Any]) -> Iterator[_Sizes]:
             dtypes = dict.fromkeys(dtype for each in saved for dtype in each)
             rows = [(dtype, [each.get(dtype, 0) for each in saved]) for dtype in dtypes]
             for dtype, sizes in sorted(rows, key=lambda row: -sum(row[1])):
-                yield f"  {clean(short_dtype(dtype))}", sizes
+                yield f"  {clean(reports.short_dtype(dtype))}", sizes
 
 
 def _table(
@@ -339,11 +430,17 @@ def _memory_table(plan: Plan) -> ReportTable:
         _figures(memories),
         ("  in", [each.peak.phase or "-" for each in memories]),
         *[
-            (f"fits on {card} GB", [_fits(each, card) for each in peaks])
+            (
+                f"fits on {card} GB",  # an allocator needs some memory more than the tensors
+                [
+                    f"yes, {reports.share(e, card * 10**9)}" if e <= card * 10**9 else "no"
+                    for e in peaks
+                ],
+            )
             for card in _cards(plan.runs)
         ],
-        ("FLOPs in low", [share(each.low_flops, each.flops) for each in totals]),
-        ("bytes in low", [share(each.low_bytes, each.bytes) for each in totals]),
+        ("FLOPs in low", [reports.share(each.low_flops, each.flops) for each in totals]),
+        ("bytes in low", [reports.share(each.low_bytes, each.bytes) for each in totals]),
     )
 
 
@@ -355,11 +452,6 @@ def _cards(runs: Iterable[Run]) -> tuple[int, ...]:
     """Returns the cards of interest: none for a small model."""
     most = max((run.memory.peak_bytes for run in runs), default=0)
     return _CARDS if most > _CARDS[0] * 1e8 else ()
-
-
-def _fits(peak: int, card: int) -> str:
-    """Returns ``"yes, 58 %"``, or ``"no"``; an allocator needs some memory more than the tensors."""
-    return f"yes, {share(peak, card * 10**9)}" if peak <= card * 10**9 else "no"
 
 
 def _ranks_table(plan: Plan) -> ReportTable:

@@ -39,7 +39,7 @@ class Variant:
     label: str  # The name in tables
     legalize: str | None = None  # Argument of `hmpx.convert`; None leaves torch unconverted
     is_autocast: bool = False  # Steps run in regions of torch.autocast
-    store: str | None = None  # How `hmpx.freeze` stores weights; None leaves them alone
+    is_frozen: bool = False  # `hmpx.freeze` stores the model's weights
 
 
 #: Name -> variant, in the order of tables.
@@ -50,7 +50,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
         Variant("autocast", "torch.autocast", is_autocast=True),
         Variant("auto", "hmpx auto", legalize="auto"),
         Variant("fast", "hmpx fast", legalize="fast"),
-        Variant("frozen", "hmpx frozen", legalize="auto", store="dtype"),
+        Variant("frozen", "hmpx frozen", legalize="auto", is_frozen=True),
         Variant("always", "hmpx always", legalize="always"),
         Variant("never", "hmpx never", legalize="never"),
     )
@@ -69,10 +69,6 @@ class Conditions:
     conversion: Mapping[str, Any]  # Options of convert
     clock: Callable[[], float]
     seed: int
-
-
-#: Most steps of a run.
-_MOST_STEPS: Final = 10_000
 
 
 @dataclass
@@ -149,7 +145,7 @@ class Runner:
                 self._noted(arguments.has_run("the step", self.step()))
             # wall time, since a waiting step uses no processor
             step_s = self._seconds_per_step(1, time.perf_counter)
-        self.steps = min(_MOST_STEPS, max(1, math.ceil(run_s / max(step_s, 1e-9))))
+        self.steps = min(10_000, max(1, math.ceil(run_s / max(step_s, 1e-9))))
 
     def run(self) -> None:
         """Makes one untimed step, since torch has just been changed, and then the timed ones."""
@@ -198,7 +194,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:
-        legalize, store = self.variant.legalize, self.variant.store
+        legalize = self.variant.legalize
         with contextlib.ExitStack() as stack:
             if legalize is not None:
                 types, conversion = {self.conditions.device_type}, self.conditions.conversion
@@ -206,9 +202,9 @@ class Runner:
                     session.convert(legalize=legalize, device_types=types, **conversion)
                 )
             stack.enter_context(self._own_random_numbers())
-            if store is not None and self._frozen is None:
+            if self.variant.is_frozen and self._frozen is None:
                 assert self.model is not None
-                self._frozen = freezing.freeze(self.model, self.inputs, store=store)
+                self._frozen = freezing.freeze(self.model, self.inputs)
             yield
 
     @contextlib.contextmanager

@@ -34,19 +34,14 @@ from .op_lists import (
     PolicySource,
     is_policy_file,
 )
-from .policy import Policy
+from .policy import Policy, every_decision, policy_line
 from .sections import CONDITIONS, Section, matches
 
 if TYPE_CHECKING:
     from .files import read_policy_file
     from .nodes import Reader, of_mapping, of_yaml
-    from .texts import policy_line
-else:  # YAML files and tables for people
+else:  # YAML
     __getattr__ = shown_later(
         __name__,
-        {
-            "nodes": "Reader of_mapping of_yaml",
-            "files": "read_policy_file",
-            "texts": "policy_line",
-        },
+        {"nodes": "Reader of_mapping of_yaml", "files": "read_policy_file"},
     )

@@ -111,8 +111,6 @@ Rule: TypeAlias = Callable[[Call], Verdict]
 # computes other equations elementwise, such as ``"i,j->ij"`` of positions and frequencies. Rounded to
 # bfloat16, positions above 256 would coincide.
 
-_PASS: Final = Decision(CastPolicy.PASS, reason="an einsum that sums no products")
-
 
 def leaves_pointwise_einsums(decisions: Mapping[str, Decision]) -> bool:
     """Whether a shipped list puts einsum in low precision, so that `pass_pointwise` must decide first."""
@@ -126,7 +124,7 @@ def pass_pointwise(call: Call) -> Decision | None:
     """A rule: leaves calls alone that sum no products."""
     equation = call.kwargs.get("equation")
     if isinstance(equation, str) and not sums_products(equation, call.shapes):
-        return _PASS
+        return Decision(CastPolicy.PASS, reason="an einsum that sums no products")
     return None
 
 

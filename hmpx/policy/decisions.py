@@ -55,13 +55,8 @@ UNNAMED: Final = "lists/first.txt:"
 #: An output dtype: that of the call's first floating input, before casts.
 INPUT: Final = "input"
 
-OutputType = torch.dtype | Literal["input"]
-
 #: Fields for the format of some of an op's tensors.
 ROLES: Final = ("weights", "activations", "gradients")
-
-#: Fields for number formats only.
-_OF_FORMATS: Final = (*ROLES, "rounding", "overflow")
 
 #: The names in TVM's mixed-precision pass.
 ALLOW: Final = CastPolicy.LOW
@@ -107,7 +102,7 @@ class Decision:
     cast_policy: CastPolicy
     dtype: LowType | None = None
     accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    output_dtype: OutputType | None = field(default=None, kw_only=True)
+    output_dtype: torch.dtype | Literal["input"] | None = field(default=None, kw_only=True)
     weights: Format | None = field(default=None, kw_only=True)
     activations: Format | None = field(default=None, kw_only=True)
     gradients: Format | None = field(default=None, kw_only=True)
@@ -155,7 +150,9 @@ class Decision:
         object.__setattr__(self, "reason", arguments.text("reason", self.reason))
 
     def _check_formats(self) -> None:
-        given = [name for name in _OF_FORMATS if getattr(self, name) is not None]
+        given = [
+            name for name in (*ROLES, "rounding", "overflow") if getattr(self, name) is not None
+        ]
         if not given:
             return
         if self.cast_policy is not CastPolicy.LOW:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import yaml
 
-from .. import arguments, files
+from .. import arguments, files, number_formats
 from ..errors import OpListError, OptionError, PolicyFileError, short, shown, suggestion
 from ..number_formats import OVERFLOWS, ROUNDING_MODES
 from . import nodes
@@ -28,9 +28,6 @@ from .op_lists import (
     is_policy_file,
 )
 from .sections import CONDITIONS
-
-if TYPE_CHECKING:
-    from ..number_formats import Format
 
 
 def read_policy_file(
@@ -89,7 +86,7 @@ class _PolicyReader(nodes.Reader):
     def low_type(self, key: str, node: yaml.Node) -> LowType:
         return self.parsed(key, node, parse_low_type)
 
-    def truth_or_format(self, key: str, node: yaml.Node) -> bool | Format:
+    def truth_or_format(self, key: str, node: yaml.Node) -> bool | number_formats.Format:
         text = self.text(key, node)
         if text in ("true", "false"):
             return text == "true"

@@ -279,23 +279,24 @@ def _with_formats(policy: Policy, source: PolicySource) -> Policy:
             "low_precision_type, or on an op's line"
         )
 
+    options = source.formats
+
+    def with_options(decision: Decision) -> Decision:
+        """Adds options to a decision with a format, whose own options override them."""
+        if not is_format(decision.dtype):
+            return decision
+        gradients = options.get("round_gradients")
+        if isinstance(gradients, bool):
+            gradients = decision.dtype if gradients else number_formats.get("float32")
+        return dataclasses.replace(
+            decision,
+            rounding=decision.rounding or options.get("rounding"),
+            overflow=decision.overflow or options.get("overflow"),
+            gradients=decision.gradients or gradients,
+        )
+
     def settle(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
-        return {op: _with_options(said, source.formats) for op, said in decisions.items()}
+        return {op: with_options(said) for op, said in decisions.items()}
 
     sections = [each.with_decisions(settle(each.decisions)) for each in policy.sections]
     return Policy(settle(policy.decisions), policy.low_precision_type, tuple(sections))
-
-
-def _with_options(decision: Decision, options: Mapping[str, Any]) -> Decision:
-    """Adds options of a policy file to a decision with a format; the decision's own options override them."""
-    if not is_format(decision.dtype):
-        return decision
-    gradients = options.get("round_gradients")
-    if isinstance(gradients, bool):
-        gradients = decision.dtype if gradients else number_formats.get("float32")
-    return dataclasses.replace(
-        decision,
-        rounding=decision.rounding or options.get("rounding"),
-        overflow=decision.overflow or options.get("overflow"),
-        gradients=decision.gradients or gradients,
-    )

@@ -60,7 +60,7 @@ FILE_NAMES: Final[Mapping[str, str]] = {
 #: The values of ``legalize``.
 LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
 
-#: The values of ``hardware``, likewise.
+#: The values of ``hardware``.
 HARDWARE_MODES: Final = ("auto", "never", "require")
 
 #: In a directory of lists: the arguments of `convert` with which they were measured.

@@ -5,28 +5,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import types
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from .. import arguments, ops
-from ..errors import OptionError, shown
-from ..number_formats import is_format
+from .. import arguments, number_formats, ops, tensors
+from ..errors import OptionError, lined, shown
+from ..tensors import short_name
 from . import sections
 from .calls import Rule, leaves_pointwise_einsums, pass_pointwise
-from .decisions import UNDECIDED, Decision, LowType, parse_low_type, settled_dtype
+from .decisions import (
+    UNDECIDED,
+    YIELDING,
+    CastPolicy,
+    Decision,
+    LowType,
+    parse_low_type,
+    settled_dtype,
+)
 from .faults import report
 from .lists import parse
-from .op_lists import listed, resolve
+from .op_lists import KEYS, KINDS, listed, resolve
 from .sections import Section, SectionRule, by_module
 
 if TYPE_CHECKING:
     from ..number_formats import Format
 
-_NAMES: Final = "a list of op names"
 _DECISIONS: Final = "a dict of op names to hmpx.Decision"
 
 
@@ -71,14 +80,10 @@ class Policy:
         object.__setattr__(self, "sections", tuple(self.sections))
 
     def __repr__(self) -> str:
-        from . import texts  # for people, as below
-
-        return f"<hmpx.Policy {texts.policy_line(self)}>"
+        return f"<hmpx.Policy {policy_line(self)}>"
 
     def __str__(self) -> str:
-        from . import texts
-
-        return texts.table(self)
+        return _table(self)
 
     def _repr_html_(self) -> str:
         import html
@@ -94,9 +99,8 @@ class Policy:
 
     def formats(self) -> frozenset[Format]:
         """Returns the number formats that ops run in, by any decision."""
-        of_sections = [each.decisions for each in self.sections]
-        decided = [said for each in (self.decisions, *of_sections) for said in each.values()]
-        return frozenset([said.dtype for said in decided if is_format(said.dtype)])
+        dtypes = [each.dtype for each in every_decision(self)]
+        return frozenset(filter(number_formats.is_format, dtypes))
 
     def section_rules(self) -> dict[str, list[SectionRule]]:
         """Returns op -> its decisions in sections, in their order."""
@@ -133,9 +137,7 @@ class Policy:
 
     def to_yaml(self) -> str:
         """Returns a policy file for an equal policy, with every decision spelled out."""
-        from . import texts
-
-        return texts.to_yaml(self)
+        return _to_yaml(self)
 
     def __getitem__(self, op: str) -> Decision:
         """Returns the decision for ``op``, in any of its spellings.
@@ -175,12 +177,18 @@ class Policy:
         low_dtype = parse_low_type(low_precision_type)
         given = {"low": low, "fp32": fp32, "widest": widest, "first": first}
         read = {
-            kind: parse("\n".join(arguments.texts(kind, names, _NAMES)), f"<{kind}>")
+            kind: parse("\n".join(arguments.texts(kind, names, "a list of op names")), f"<{kind}>")
             for kind, names in given.items()
         }
         lists = listed(read, low_dtype)
         report(lists, strict=True, is_from_files=False)
         return cls(resolve([[each] for each in lists]), low_dtype)
+
+
+def every_decision(policy: Policy) -> list[Decision]:
+    """Returns the decisions for ops, and those of sections."""
+    several = (policy.decisions, *[each.decisions for each in policy.sections])
+    return [decision for each in several for decision in each.values()]
 
 
 def _bare(decisions: Mapping[str, Decision]) -> list[tuple[str, str]]:
@@ -190,3 +198,111 @@ def _bare(decisions: Mapping[str, Decision]) -> list[tuple[str, str]]:
 @functools.lru_cache(maxsize=1 << 10)
 def _said(decision: Decision) -> str:
     return repr((decision.cast_policy.name, decision.dtype, *decision.options()))
+
+
+# --- for people ----------------------------------------------------------------------------------
+
+_TITLES: Final = ("op", "policy", "dtype", "reason")
+
+
+def policy_line(policy: Policy) -> str:
+    """Returns the number of ops by cast policy: ``"bf16: 24 LOW, 15 FP32, 2 sections"``."""
+    name = short_name(policy.low_precision_type)
+    name = name if len(name) <= 24 else f"{name[:21]}..."
+    found = Counter(decision.cast_policy for decision in policy.decisions.values())
+    parts = [f"{found[each]} {each.name}" for each in CastPolicy if found[each]] or ["no ops"]
+    if count := len(policy.sections):
+        parts.append(f"{count:,} section{'s' if count > 1 else ''}")
+    return f"{name}: {', '.join(parts)}"
+
+
+def _table(policy: Policy) -> str:
+    parts = [(f"Policy, {policy_line(policy)}", [*_rows(policy.decisions)])]
+    parts += [(_heading(each), [*_rows(each.decisions)]) for each in policy.sections]
+    every = [_TITLES, *itertools.chain.from_iterable(rows for _, rows in parts)]
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    lines: list[str] = []
+    for heading, rows in parts:
+        lines.append(heading)
+        for row in (_TITLES, *rows) if rows else ():
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append(f"  {'  '.join(cells)}".rstrip())
+    return lined(lines)
+
+
+def _rows(decisions: Mapping[str, Decision]) -> Iterator[tuple[str, str, str, str]]:
+    for op in sorted(decisions):
+        decision = decisions[op]
+        words = [] if decision.dtype is None else [short_name(decision.dtype)]
+        words += [f"{word}={short_name(value)}" for word, value in decision.options()]
+        yield op, decision.cast_policy.name, " ".join(words), decision.reason
+
+
+def _heading(section: Section) -> str:
+    conditions = [
+        f"{name} {shown([*map(str, value)] if isinstance(value, tuple) else value)}"
+        for name, value in section.conditions
+    ]
+    where = f" ({section.where})" if section.where else ""
+    return f"where {', '.join(conditions)}{where}"
+
+
+# --- policy files ------------------------------------------------------------------------------
+
+
+def _to_yaml(policy: Policy) -> str:
+    low_dtype = policy.low_precision_type
+    content: dict[str, Any] = {
+        "low_precision_type": _type_name(low_dtype),
+        "lists": "none",
+        **_lists(policy.decisions, low_dtype),
+    }
+    if policy.sections:
+        content["sections"] = [
+            {
+                **{key: _written(value) for key, value in section.conditions},
+                **_lists(section.decisions, low_dtype),
+            }
+            for section in policy.sections
+        ]
+    import yaml
+
+    return yaml.safe_dump(content, sort_keys=False)  # escaped: U+0085 would be a space
+
+
+def _lists(decisions: Mapping[str, Decision], low_dtype: LowType) -> dict[str, list[str]]:
+    keys = {KINDS[key].cast_policy: key for key in KEYS}
+    found: dict[str, list[str]] = {}
+    for op, decision in sorted(decisions.items()):
+        covering = ops.covering(op)
+        if covering is not None and decisions.get(covering) == decision:
+            continue
+        words = [op]
+        if decision.cast_policy is CastPolicy.LOW and decision.dtype not in (None, low_dtype):
+            words.append(_type_name(decision.dtype))
+        words += [f"{word}={tensors.long_name(value)}" for word, value in decision.options()]
+        lines = found.setdefault(keys[decision.cast_policy], [])
+        lines.append(" ".join(words))
+        lines += [
+            f"-{each}"
+            for each in sorted(ops.covered(op) - {op})
+            if each not in decisions
+            or (decisions[each].cast_policy in YIELDING and decision.cast_policy not in YIELDING)
+        ]
+    return {key: found[key] for key in KEYS if key in found}
+
+
+def _type_name(low_type: LowType | None) -> str:
+    """Returns the name of a low-precision type; for a format named like a dtype, TVM's name."""
+    assert low_type is not None
+    name = tensors.long_name(low_type)
+    is_taken = name in map(tensors.long_name, tensors.LOW_PRECISION)
+    if is_taken and isinstance(low_type, number_formats.Float):
+        return f"custom[{name}]{low_type.bits}"
+    return name
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [*map(_written, value)]
+    return tensors.long_name(value) if isinstance(value, torch.dtype) else value

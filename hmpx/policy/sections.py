@@ -78,10 +78,6 @@ def _of_names(key: str) -> Callable[[Any, Call], bool]:
     )
 
 
-def _of_classes(classes: Sequence[str], call: Call) -> bool:
-    return not set(classes).isdisjoint(call.module_classes)
-
-
 #: The conditions on qualified names, of which one has to hold.
 _PATHS: Final = ("module", "module_regex")
 
@@ -89,7 +85,12 @@ _ROWS: Final = (
     Condition("module", "texts", _of_names("module"), is_placed=True),
     Condition("module_regex", "regexes", _of_names("module_regex"), is_placed=True),
     # Class names: the call is in a module of such a class, or inside one.
-    Condition("module_class", "texts", _of_classes, is_placed=True),
+    Condition(
+        "module_class",
+        "texts",
+        lambda classes, call: not set(classes).isdisjoint(call.module_classes),
+        is_placed=True,
+    ),
     # The mode of the innermost module.
     Condition("mode", "mode", lambda mode, call: call.training is (mode == "train"), True),
     # The least number of elements, and the greatest.
@@ -205,17 +206,11 @@ def _of_module(rules: Sequence[SectionRule]) -> Rule:
 def unmatched(sections: Iterable[Section], paths: Iterable[str]) -> list[str]:
     """Returns a message for each pattern of the sections that matches none of the qualified names."""
     paths = frozenset(paths)
-
-    def is_matched(key: str, pattern: str) -> bool:
-        if key == "module" and not _is_wild(pattern):
-            return pattern in paths
-        return any(matches(key, pattern, path) for path in paths)
-
     return [
         f"{section.where}: {key} {pattern!r}"
         for section in sections
         for key, patterns in section.conditions
         if key in _PATHS
         for pattern in patterns
-        if not is_matched(key, pattern)
+        if not any(matches(key, pattern, path) for path in paths)
     ]

@@ -17,5 +17,3 @@ else:
     __getattr__ = shown_later(
         __name__, {"drawing": "draw", "graph": "Edge Node", "picture": "Drawing"}
     )
-
-__all__ = ["Drawing", "Edge", "Ledger", "Node", "Recorder", "draw", "raised_at", "record"]

@@ -135,13 +135,10 @@ _NAMES: Final = {"CompiledFunction": "compiled graph", "CheckpointFunction": "ch
 #: Views that autograd names, but lists can't.
 _VIEWS: Final = frozenset({"alias", "reshape_alias", "slice", "unsafe_view", "view_as_real"})
 
-#: Ops named like views that copy values, and so get their own node.
-_COMPUTING: Final = frozenset({"clone", "index"})
-
 
 def _is_view(op: str) -> bool:
-    known = ops.names().get(op)
-    is_known_view = known is not None and op not in _COMPUTING and ops.is_view(known)
+    known = ops.names().get(op)  # those two copy values, and so get their own node
+    is_known_view = known is not None and op not in ("clone", "index") and ops.is_view(known)
     return op in _VIEWS or is_known_view
 
 

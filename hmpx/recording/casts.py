@@ -5,7 +5,6 @@ Follows tensors by their memory, which views share, and keeps none of them alive
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
@@ -102,7 +101,6 @@ class Casts:
     """Follows casts from call to call."""
 
     def __init__(self) -> None:
-        """Starts without any."""
         self._made: dict[int, _Made] = {}
         self._seen: dict[int, _CastTensor] = {}
         self._most_seen = _MOST  # twice the number alive at the last check, so that checks are rare
@@ -125,9 +123,8 @@ class Casts:
         before = ""
         for tensor, cast in zip(inputs, casts.inputs, strict=True):
             is_weight = cast is not None and cast[1] and isinstance(tensor, nn.Parameter)
-            if before and (cast is None or is_weight):
-                made = None
-            else:
+            made = None
+            if not before or (cast is not None and not is_weight):
                 made = self._made.get(_memory(tensor))
             if made is not None:
                 before = before or made.op
@@ -171,9 +168,13 @@ class Casts:
         elif dtype in seen.dtypes:
             size_bytes = tensor.numel() * dtype.itemsize
             if not isinstance(tensor, nn.Parameter):
-                self._add("tensor cast again", call.op, call, _beside(dtype), size_bytes)
+                low = f"low = x.{_METHODS.get(dtype, 'to(...)')}"
+                fix = low, "once, for these calls; in place of x it is less accurate"
+                self._add("tensor cast again", call.op, call, fix, size_bytes)
             else:
-                fix = _once(dtype) if casts.learns else _FREEZE
+                weight = f"weight = weight.{_METHODS.get(dtype, 'to(...)')}"
+                fix = weight, "once, before it is used; sums its gradients low"
+                fix = fix if casts.learns else _FREEZE
                 self._add("parameter cast again", _name(tensor, seen), call, fix, size_bytes)
         seen.dtypes.add(dtype)
 
@@ -215,22 +216,15 @@ def _kept_by(node: Any, casts: CallCasts, inputs: list[Tensor]) -> list[tuple[in
     return found
 
 
-@functools.cache
-def _once(dtype: torch.dtype) -> _Fix:
-    """Returns the fix of casting a weight that learns once."""
-    fix = f"weight = weight.{_METHODS.get(dtype, 'to(...)')}"
-    return fix, "once, before it is used; sums its gradients low"
-
-
-def _beside(dtype: torch.dtype) -> _Fix:
-    """Returns the fix of casting another tensor once."""
-    fix = f"low = x.{_METHODS.get(dtype, 'to(...)')}"
-    return fix, "once, for these calls; in place of x it is less accurate"
-
-
 def _name(parameter: Tensor, seen: _CastTensor) -> str:
+    """Returns the qualified name of a parameter of a running module."""
     if not seen.name:
-        seen.name = _name_of(parameter)
+        seen.name = f"a parameter of shape {tuple(parameter.shape)}"
+        module = running_module()
+        for name, found in () if module is None else module.named_parameters():
+            if found is parameter:
+                seen.name = ".".join(filter(None, (place().path, name)))
+                break
     return seen.name
 
 
@@ -240,16 +234,6 @@ def _memory(tensor: Tensor) -> int:
     if not is_plain or is_of_transform(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)
-
-
-def _name_of(parameter: Tensor) -> str:
-    """Returns the qualified name of a parameter of a running module."""
-    module = running_module()
-    if module is not None:
-        for name, found in module.named_parameters():
-            if found is parameter:
-                return ".".join(filter(None, (place().path, name)))
-    return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 def _held_for(node: Any) -> Iterator[Tensor]:

@@ -50,7 +50,6 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     """
 
     def __init__(self, *, times: bool = False, memory: bool = False) -> None:
-        """Records nothing until it is entered."""
         self._is_timed = arguments.truth("times", times)
         self._ledger = Ledger() if arguments.truth("memory", memory) else None
         self._recorder = Recorder(is_timed=self._is_timed)
@@ -68,7 +67,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
             raise OptionError("this record was entered before; make a new one with hmpx.record()")
         attached = Attached(self._recorder, every_op=True, values=True, times=self._is_timed)
         with contextlib.ExitStack() as block:
-            block.callback(self._recorder.stop)
+            block.callback(setattr, self._recorder, "is_on", False)
             block.enter_context(uncompiled())
             block.enter_context(attached)
             block.enter_context(register_optimizer_step_post_hook(self._note_optimizer))

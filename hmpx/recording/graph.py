@@ -93,15 +93,7 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "fp16": ("#f6bfc6", "#b8475a"),
     "fp64": ("#d9d2ec", "#6f5aa8"),
 }
-#: Colours of number formats, which are emulated.
-_EMULATED: Final = ("#c9e7d0", "#3f8f5b")
-#: Colours of other and unknown dtypes.
-_OTHER: Final = ("#eeeeee", "#888888")
-
 _MOST_CHARACTERS: Final = 60
-
-#: Most saved tensors named in a node's tooltip.
-_MOST_SAVED: Final = 6
 
 _HEAD: Final = """\
 digraph hmpx {
@@ -129,8 +121,9 @@ def to_dot(
 
 
 def _colours(dtype: str, formats: set[str]) -> tuple[str, str]:
-    """Returns the node and edge colours of a type."""
-    return _EMULATED if dtype in formats else COLOURS.get(dtype, _OTHER)
+    if dtype in formats:  # which are emulated
+        return "#c9e7d0", "#3f8f5b"
+    return COLOURS.get(dtype, ("#eeeeee", "#888888"))
 
 
 # --- nodes -----------------------------------------------------------------------------------------
@@ -198,10 +191,10 @@ def _tooltip(node: Node) -> Iterator[str]:
         yield ", ".join(node.grad_fn[:6])
     if node.saved:
         yield f"saves {size(sum(each.bytes for each in node.saved))} for the backward:"
-        for each in node.saved[:_MOST_SAVED]:
+        for each in node.saved[:6]:
             yield f"  {each.dtype}  {_size(each.shape)}  {size(each.bytes)}"
-        if len(node.saved) > _MOST_SAVED:
-            yield f"  and {len(node.saved) - _MOST_SAVED:,} more"
+        if len(node.saved) > 6:
+            yield f"  and {len(node.saved) - 6:,} more"
 
 
 def _size(shape: tuple[int, ...] | None) -> str:

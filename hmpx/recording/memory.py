@@ -7,11 +7,10 @@ the purpose of a storage may be known much later.
 from __future__ import annotations
 
 import contextlib
-import enum
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,35 +21,15 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .. import torch_internals
 from ..compute import nodes_made, tensors_saved_by
 from ..errors import raised_here
 from ..reports import Memory, Moment
 from ..tensors import tensors_in, tensors_of
-from ..torch_internals import (
-    CAST_OP,
-    DispatchMode,
-    call_in,
-    current_graph_task,
-    is_of_transform,
-    is_tensor_of_tensors,
-    keeps_graph,
-    next_number,
-    storage_of,
-    transforms,
-    unseen,
-)
+from ..torch_internals import DispatchMode, unseen
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _DETACH: Final = torch.ops.aten.detach.default
-
-
-class What(enum.Enum):
-    """An event of a piece of memory."""
-
-    MADE = enum.auto()
-    FREED = enum.auto()
-    HELD = enum.auto()
-    RELEASED = enum.auto()
 
 
 class Stored:
@@ -81,7 +60,7 @@ class Stored:
 
 
 #: An event, its memory, and for new memory the phase.
-Event = tuple[What, Stored, str]
+Event = tuple[Literal["made", "freed", "held", "released"], Stored, str]
 
 
 class _Saved:
@@ -91,16 +70,16 @@ class _Saved:
 
     def __init__(self, stored: list[Stored], log: list[Event]) -> None:
         self._stored, self._log = stored, log
-        log.extend([(What.HELD, each, "") for each in stored])
+        log.extend([("held", each, "") for each in stored])
 
     def release(self, *_: Any) -> None:
         """Ends it, unless the backward keeps the graph; a hook after the node's backward."""
-        if not (is_dynamo_compiling() or keeps_graph()):
+        if not (is_dynamo_compiling() or torch_internals.keeps_graph()):
             self.__del__()
 
     def __del__(self) -> None:
         released, self._stored = self._stored, []
-        self._log.extend([(What.RELEASED, each, "") for each in released])
+        self._log.extend([("released", each, "") for each in released])
 
 
 class _Mode(DispatchMode):
@@ -120,12 +99,12 @@ class _Mode(DispatchMode):
         ledger, given = self._ledger, tensors_in(args)
         if func is not _DETACH:  # by which autograd saves results
             ledger.note_saved(given)  # by the calls before
-        result = call_in(self, func, args, kwargs or {})
+        result = torch_internals.call_in(self, func, args, kwargs or {})
         results = tensors_in([result])
         for each in (*given, *results):
             ledger.note(each)
         ledger.results += map(weakref.ref, results)
-        if func is CAST_OP and (made := ledger.note(result)) is not None:
+        if func is torch_internals.CAST_OP and (made := ledger.note(result)) is not None:
             made.cast_of = ledger.note(args[0])
         return result
 
@@ -134,7 +113,6 @@ class Ledger:
     """Records when memory is allocated and freed, in one thread and the backward that it starts."""
 
     def __init__(self) -> None:
-        """Records nothing until `noting` begins."""
         self._log: list[Event] = []
         self._stored: dict[int, Stored] = {}
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -153,7 +131,7 @@ class Ledger:
             register_optimizer_step_post_hook(self._note_state),
             _Mode(self),
         ):
-            self._first_node = next_number() or 0
+            self._first_node = torch_internals.next_number() or 0
             try:
                 yield
             finally:
@@ -170,32 +148,36 @@ class Ledger:
     def note(self, tensor: Tensor) -> Stored | None:
         """Returns the record of a tensor's memory; None if it has none of its own."""
         try:
-            storage = storage_of(tensor)
+            storage = torch_internals.storage_of(tensor)
         # Sparse, of another library, or of a lazy module.
         except raised_here(RuntimeError, ValueError):
             return None
         key = storage._cdata
         stored = self._stored.get(key)
         if stored is None:
-            if is_tensor_of_tensors(tensor) or is_of_transform(tensor):
+            if torch_internals.is_tensor_of_tensors(tensor) or torch_internals.is_of_transform(
+                tensor
+            ):
                 return None
             name = str(tensor.dtype).removeprefix("torch.")
             stored = self._start(key, storage, Stored(storage.nbytes(), name))
             if isinstance(tensor, nn.Parameter):
                 self._note_parameter(tensor)
         elif stored.bytes != (size_bytes := storage.nbytes()):
-            self._log.append((What.FREED, stored, ""))
+            self._log.append(("freed", stored, ""))
             stored = self._start(key, storage, Stored(size_bytes, stored.dtype, stored))
         return stored
 
     @unseen
     def note_saved(self, tensors: list[Tensor]) -> None:
         """Records what the nodes of tensors, and of the last results, save; torch's hooks would change it."""
-        if transforms() is not None:
+        if torch_internals.transforms() is not None:
             return
         last = [each for result in self.results if (each := result()) is not None]
         # Asked for its node in a call, a jagged tensor never answers.
-        asked = [each for each in (*last, *tensors) if not is_tensor_of_tensors(each)]
+        asked = [
+            each for each in (*last, *tensors) if not torch_internals.is_tensor_of_tensors(each)
+        ]
         found = [
             (node, tensors_saved_by(node)) for node in nodes_made(asked, self._first_node, self)
         ]
@@ -222,7 +204,8 @@ class Ledger:
     def _start(self, key: int, storage: torch.UntypedStorage, stored: Stored) -> Stored:
         self._stored[key] = stored
         stored.memory = weakref.ref(storage, lambda _: self._note_freed(key, stored))
-        self._log.append((What.MADE, stored, self._phase()))
+        phase = "forward" if torch_internals.current_graph_task() == -1 else "backward"
+        self._log.append(("made", stored, "optimizer" if self._is_stepping else phase))
         return stored
 
     def _note_parameter(self, parameter: Tensor) -> None:
@@ -231,14 +214,9 @@ class Ledger:
             self._parameters[parameter] = None
 
     def _note_freed(self, key: int, stored: Stored) -> None:
-        self._log.append((What.FREED, stored, ""))
+        self._log.append(("freed", stored, ""))
         if self._stored.get(key) is stored:
             del self._stored[key]
-
-    def _phase(self) -> str:
-        if self._is_stepping:
-            return "optimizer"
-        return "forward" if current_graph_task() == -1 else "backward"
 
     # --- hooks -------------------------------------------------------------------------------------
 
@@ -273,9 +251,6 @@ class Ledger:
 
 # --- sums ----------------------------------------------------------------------------------------
 
-#: Kinds of memory that last from one step to the next: they count from the start.
-_LASTING: Final = ("parameters", "buffers", "optimizer state")
-
 
 class _Replay:
     """Replays events: sums by kind at each moment, and those at the peaks."""
@@ -289,19 +264,19 @@ class _Replay:
         self._most_saved: Counter[tuple[str, bool]] = Counter()
         self._phases: dict[str, Moment] = {}
         for what, stored, _ in events:
-            if what is What.MADE and stored.kind in _LASTING:
+            is_lasting = stored.kind in ("parameters", "buffers", "optimizer state")
+            if what == "made" and is_lasting:  # it counts from the start
                 self._change(stored, is_live=True)
         for what, stored, phase in events:
-            if what is What.MADE:
+            if what == "made":
                 self._change(stored, is_live=True)
                 self._note_moment(phase)
-            elif what is What.FREED:
+            elif what == "freed":
                 self._change(stored, is_live=False)
             elif stored.kind not in ("parameters", "buffers"):
-                self._hold(stored, 1 if what is What.HELD else -1)
+                self._hold(stored, 1 if what == "held" else -1)
 
     def memory(self) -> Memory:
-        """Returns the sums."""
         saved = sorted(self._most_saved.items())
         return Memory(
             parameter_bytes=self._most["parameters"],

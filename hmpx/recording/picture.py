@@ -20,16 +20,8 @@ from .. import arguments, files
 from ..errors import OptionError, said_by, shown
 from .graph import LEAVES, Edge, Node, to_dot
 
-_INSTALL_PACKAGE: Final = "pip install 'hmpx[draw]'"
-_INSTALL_PROGRAM: Final = (
-    "apt install graphviz, brew install graphviz, or https://graphviz.org/download"
-)
-
 _TEXT: Final = (".dot", ".gv")
 _PICTURES: Final = (".svg", ".png", ".pdf")
-
-#: Repeated blocks with fewer nodes are not folded.
-_LEAST_NODES: Final = 10
 
 
 @dataclass(frozen=True)
@@ -108,7 +100,6 @@ class Drawing:
         return file
 
     def _repr_svg_(self) -> str | None:
-        """Returns the SVG for notebooks; None without graphviz."""
         try:
             return self.svg()
         except OptionError:
@@ -125,13 +116,14 @@ class Drawing:
             graphviz: Any = importlib.import_module("graphviz")
         except ImportError as error:
             raise OptionError(
-                f"pictures need the Python package graphviz: {_INSTALL_PACKAGE}; drawing.dot needs none"
+                "pictures need the Python package graphviz: pip install 'hmpx[draw]'; drawing.dot needs none"
             ) from error
         try:
             found: bytes = graphviz.Source(self.dot).pipe(format=file_format)
         except graphviz.ExecutableNotFound as error:
             raise OptionError(
-                f"pictures need graphviz's program dot: {_INSTALL_PROGRAM}; drawing.dot needs none"
+                "pictures need graphviz's program dot: apt install graphviz, brew install graphviz, or "
+                "https://graphviz.org/download; drawing.dot needs none"
             ) from error
         except subprocess.CalledProcessError as error:
             said = (error.stderr or b"").decode("utf-8", "replace")
@@ -172,7 +164,6 @@ def _folded(
 
 
 def _by_module(nodes: Iterable[Node]) -> dict[str, list[Node]]:
-    """Returns qualified name of a module -> the nodes in it."""
     inside: dict[str, list[Node]] = defaultdict(list)
     for node in nodes:
         for path in itertools.accumulate(filter(None, node.module.split(".")), "{}.{}".format):
@@ -200,7 +191,7 @@ def _likeness(
         label, module = node.label.removeprefix(path), node.module.removeprefix(path)
         said = node.kind, label, module, node.dtype, node.reason, node.is_legalized
         inside[node.id] = said
-    if len(inside) < _LEAST_NODES:
+    if len(inside) < 10:
         return None
     passed = Counter(
         (inside.get(edge.source), inside[edge.target], edge.dtype)

@@ -66,9 +66,8 @@ class Recorder:
     """
 
     def __init__(self, *, is_timed: bool = False) -> None:
-        """Starts empty."""
         self._is_timed = is_timed
-        self.is_on = True
+        self.is_on = True  # backwards are counted
         self._entries: dict[object, RecordedCalls] = {}
         self._gradients: dict[int, RecordedCalls] = {}
         self._lock = new_lock()
@@ -90,10 +89,6 @@ class Recorder:
         self._costs: dict[object, Costs] = {}
         self._known: dict[int, RecordedCalls] = {}  # by the ids of calls
         self._held = list[OpCall]()  # these calls, so that their ids are not reused
-
-    def stop(self) -> None:
-        """Ends the counting of backwards."""
-        self.is_on = False
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -124,7 +119,7 @@ class Recorder:
         if call.op in _CONVERTING:
             if call.output_dtypes == call.input_dtypes[:1]:
                 return None  # it has converted nothing
-            call = replace(call, reason=OWN_CAST, cast_bytes=_bytes_of(result))
+            call = replace(call, reason=OWN_CAST, cast_bytes=_bytes(shapes(result)))
         found = signature(args, kwargs, learns=learns)
         given, outputs = shapes(inputs, learns=learns), shapes(result)
         if any([shape.times > 1 for shape in given]) and call.reason != OWN_CAST:  # noqa: C419
@@ -221,10 +216,6 @@ def _bytes_cast(inputs: tuple[Shape, ...], call: OpCall) -> int:
     )
 
 
-def _bytes_of(result: Any) -> int:
-    return sum(each.bytes for each in shapes(result))
-
-
 def _node_of(inputs: list[Tensor], result: Any) -> Any:
     """Returns the node of autograd's graph that a call made, or None."""
     for output in [result] if isinstance(result, Tensor) else tensors_in([result]):
@@ -241,14 +232,12 @@ OWN_CAST: Final = "the program's own cast"
 
 
 def _times(row: Row, call: OpCall, times: int, **values: Any) -> Row:
-    """Returns the row of as many calls, at the place of ``call``."""
     names = "casts", "cast_bytes", "flops", "bytes"
     sums = {name: times * getattr(row, name) for name in names}
     return replace(row, module=call.module, location=call.location, calls=times, **sums, **values)
 
 
 def _rows(costs: Costs) -> tuple[Row, Row]:
-    """Returns the rows of one call and of its gradients."""
     if costs.rows is None:
         costs.rows = _row_of_call(costs), _row_of_gradients(costs)
     return costs.rows
@@ -279,7 +268,12 @@ def _row_of_gradients(costs: Costs) -> Row:
     cast = [
         shape
         for shape, given, run in learning
-        if given is not run or (call.output_dtypes and _is_promoted(given, call))
+        if given is not run
+        # torch upcasts it inside the op, and so casts its gradient to its dtype
+        or (
+            (call.output_dtypes[:1] == (torch.float32,) and given in LOW_DTYPES)
+            and call.op in ops.facts("promotes")
+        )
     ]
     gradients = sum(shape.bytes // given.itemsize * run.itemsize for shape, given, run in learning)
     return _row(
@@ -318,12 +312,6 @@ def _casts(call: OpCall) -> int:
     if is_format(call.dtype):
         return len(call.input_dtypes)
     return sum(a is not b for a, b in zip(call.input_dtypes, call.cast_dtypes, strict=True))
-
-
-def _is_promoted(given: torch.dtype, call: OpCall) -> bool:
-    """Whether torch upcasts an input inside the op, and so casts its gradient to the input's dtype."""
-    is_mixed = given in LOW_DTYPES and call.output_dtypes[0] is torch.float32
-    return is_mixed and call.op in ops.facts("promotes")
 
 
 def _computed_in(call: OpCall) -> str:

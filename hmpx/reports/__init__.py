@@ -15,7 +15,6 @@ from .cells import (
     without_start,
     wrapped,
 )
-from .groups import Group, Groups, grouped
 from .pages import (
     CHART_WIDTH,
     Written,
@@ -31,7 +30,7 @@ from .pages import (
     table_section,
     written,
 )
-from .report import Report, Views, merged, read_json
+from .report import Group, Groups, Report, Views, grouped, merged, read_json
 from .rows import (
     KINDS,
     Memory,

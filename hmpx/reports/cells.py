@@ -20,12 +20,6 @@ WIDTH: Final = 80
 #: The text of a cell without a value.
 NOTHING: Final = "-"
 
-_ELLIPSIS: Final = ".."
-_PREFIXES: Final = ("", "k", "M", "G", "T", "P", "E")
-
-#: Longer text is cut before any other processing.
-_LONGEST: Final = 2_000
-
 
 # --- numbers -------------------------------------------------------------------------------------
 
@@ -41,7 +35,7 @@ def size(byte_count: int) -> str:
 
 
 def _scaled(number: int, unit: str) -> str:
-    for power, prefix in enumerate(_PREFIXES):
+    for power, prefix in enumerate(("", "k", "M", "G", "T", "P", "E")):
         scale = 1000**power
         tenths = (20 * number + scale) // (2 * scale)
         if power and tenths < 100:
@@ -85,7 +79,7 @@ def exponential(value: float) -> str:
 
 def clean(text: str) -> str:
     """Returns text for a table cell: `printable`, and cut if long."""
-    return printable(text[:_LONGEST])
+    return printable(text[:2_000])
 
 
 def located(location: str) -> str:
@@ -109,7 +103,7 @@ def without_end(text: str, columns: int) -> str:
     """Returns text with its end cut to fit ``columns``: ``"scaled_dot_prod.."``."""
     if len(text) <= columns:
         return text
-    return text[: max(0, columns - len(_ELLIPSIS))] + _ELLIPSIS[:columns]
+    return text[: max(0, columns - 2)] + ".."[:columns]
 
 
 def without_start(text: str, columns: int) -> str:

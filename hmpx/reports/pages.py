@@ -13,7 +13,7 @@ import importlib.resources
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from .. import files
@@ -32,14 +32,9 @@ def written(found: str, path: str | os.PathLike[str] | None) -> str:
 class Written:
     """Base of results that are written to files; a subclass has `_data`, `_table` and `_page`."""
 
-    def _data(self) -> Mapping[str, Any]:
-        raise NotImplementedError
-
-    def _table(self) -> ReportTable:
-        raise NotImplementedError
-
-    def _page(self) -> str:
-        raise NotImplementedError
+    _data: Callable[[], Mapping[str, Any]]
+    _table: Callable[[], ReportTable]
+    _page: Callable[[], str]
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns all figures as JSON, and writes it to ``path`` if given.
@@ -95,16 +90,9 @@ def page(
     data: Mapping[str, Any] | None = None,
     tables: Mapping[str, ReportTable] | None = None,
 ) -> str:
-    """Returns a page.
+    """Returns a page: its body is HTML in which users' text is escaped, ``about`` is shown at the end.
 
-    Args:
-        title: The page's title.
-        heading: The page's heading.
-        body: The HTML after the heading, with users' text escaped.
-        about: What it was measured with, shown at the end.
-        script: JavaScript after the common JavaScript.
-        data: The script's data, as JSON.
-        tables: The tables of `table_section`, by name.
+    ``script`` and its ``data`` are added to the common JavaScript, which shows the ``tables`` of `table_section`.
     """
     found = {**(data or {}), "tables": {n: each.page_data() for n, each in (tables or {}).items()}}
     text = json.dumps(found, separators=(",", ":"), allow_nan=False)
@@ -182,9 +170,6 @@ def _content_hash(text: str) -> str:
 #: The width of a chart, in pixels.
 CHART_WIDTH: Final = 960
 
-#: The kind of a point, its place among the calls, its value, and what it is of.
-Point = tuple[str, int, float, str]
-
 
 def chart_section(name: str, heading: str, keys: Mapping[str, str], picture: str) -> str:
     """Returns a section of a page with a chart and its legend of kind -> meaning; ``""`` without a chart."""
@@ -196,15 +181,14 @@ def chart_section(name: str, heading: str, keys: Mapping[str, str], picture: str
 
 
 def by_depth(
-    points: Sequence[Point], count: int, roundoffs: Mapping[str, float], label: str
+    points: Sequence[tuple[str, int, float, str]],
+    count: int,
+    roundoffs: Mapping[str, float],
+    label: str,
 ) -> str:
     """Returns a chart of relative errors in the order of ``count`` calls, on a logarithmic axis.
 
-    Args:
-        points: Points; those without a positive, finite value are left out.
-        count: Number of calls.
-        roundoffs: Type -> its unit roundoff, marked by a line.
-        label: What the chart shows.
+    A point is its kind, its place among the calls, its value, and what it is of. Those without a positive, finite value are left out; a line marks each type's unit roundoff.
     """
     shown = [each for each in points if math.isfinite(each[2]) and each[2] > 0]
     if not shown:
@@ -217,12 +201,15 @@ def by_depth(
     def y(value: float) -> float:
         return bottom - (math.log10(value) - low) / (high - low) * (bottom - top)
 
+    def line(kind: str, value: float) -> str:
+        return f'<line class="{kind}" x1="{left}" x2="{CHART_WIDTH}" y1="{value:.1f}" y2="{value:.1f}"/>'
+
     parts = []
     for power in range(low, high + 1, max(1, (high - low) // 8)):
-        parts.append(_line("grid", left, y(10.0**power)))
+        parts.append(line("grid", y(10.0**power)))
         parts.append(svg_text(left - 6, y(10.0**power) + 4, f"1e{power}", "end"))
     for name, roundoff in roundoffs.items():
-        parts.append(_line("unit", left, y(roundoff)))
+        parts.append(line("unit", y(roundoff)))
         parts.append(svg_text(CHART_WIDTH - 4, y(roundoff) - 4, f"unit roundoff of {name}", "end"))
     for kind, index, value, said in shown:
         x = left + (index + 0.5) * (right - left) / count
@@ -235,21 +222,12 @@ def by_depth(
     return svg_chart(bottom + 30, label, parts)
 
 
-def _line(kind: str, left: float, y: float) -> str:
-    """Returns a horizontal line to the right end."""
-    return f'<line class="{kind}" x1="{left}" x2="{CHART_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
-
-
 def bars(
     rows: Mapping[str, Mapping[str, int]], keys: Mapping[str, str], marks: Iterable[int], label: str
 ) -> str:
     """Returns a chart with a bar for each row, of bytes by kind; ``""`` if all are zero.
 
-    Args:
-        rows: Name of a row -> kind -> bytes.
-        keys: CSS class -> kind, in the order of a bar's parts.
-        marks: Numbers of bytes; those within the bars are marked by a line.
-        label: What the chart shows.
+    ``keys`` are CSS class -> kind, in the order of a bar's parts; lines mark those ``marks`` that are within the bars.
     """
     sums = {name: sum(kinds.values()) for name, kinds in rows.items()}
     most = max(sums.values(), default=0)

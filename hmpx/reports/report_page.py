@@ -7,17 +7,14 @@ import importlib.util
 import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..errors import HmpxError, passing_over
 from ..files import SOURCE, read
 from .cells import clean, count, dtypes, short_dtype, size
 from .pages import filled, page, page_file, paragraphs
+from .report import MOST_FIXES, Report, ended_with, fixes, kept_wide, sensitive, verdict
 from .rows import Row, Totals, totals
-from .text import MOST_FIXES, ended_with, fixes, kept_wide, sensitive, verdict
-
-if TYPE_CHECKING:
-    from .report import Report
 
 #: Most fixes shown at the top; the table of casts has all.
 _MOST_FIXES: Final = 20

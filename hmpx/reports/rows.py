@@ -212,9 +212,6 @@ class Moment(NamedTuple):
         return sum(self.kinds.values())
 
 
-_NEVER: Final = Moment()
-
-
 @dataclass(frozen=True)
 class Memory:
     """The memory of tensors, by storage: each counts once, however many views it has.
@@ -239,7 +236,7 @@ class Memory:
     optimizer_bytes: int = 0
     saved: Mapping[str, int] = field(default_factory=dict)
     weight_cast_bytes: int = 0
-    peak: Moment = _NEVER
+    peak: Moment = field(default_factory=Moment)
     phases: tuple[Moment, ...] = ()
 
     __repr__ = fielded

@@ -1,4 +1,4 @@
-"""The table of all hmpx reports: text, Markdown, HTML, CSV, JSON and pandas."""
+"""The table of all hmpx reports: text, HTML, CSV and pandas."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import csv
 import html
 import importlib
 import io
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..errors import OptionError, fielded
-from .cells import NOTHING, WIDTH, plain, without_end
+from .cells import NOTHING, WIDTH, without_end
 
 #: Spreadsheets may read a cell that starts with one of these as a formula; from OWASP's page on CSV injection,
 #: including its full-width signs.
@@ -65,18 +64,7 @@ class Column:
 
 
 class ReportTable:
-    """Rows of values under titles. Printed, it is text of 80 columns; notebooks show HTML.
-
-    Attributes:
-        columns: The columns.
-
-    Example:
-        >>> from hmpx.reports import Column, Table
-        >>> print(Table([Column("op", ["mm", "exp"], is_number=False), Column("calls", [12, 3])]))
-        op   calls
-        mm      12
-        exp      3
-    """
+    """Rows of values under titles. Printed, it is text of 80 columns; notebooks show HTML."""
 
     def __init__(self, columns: Iterable[Column]) -> None:
         self.columns = list(columns)
@@ -127,23 +115,6 @@ class ReportTable:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def to_markdown(self) -> str:
-        """Returns the table in Markdown.
-
-        Example:
-            >>> from hmpx.reports import Table
-            >>> print(Table.of(("op", "calls"), [("mm", 12)], numbers=["calls"]).to_markdown())
-            | op | calls |
-            |---|---:|
-            | mm | 12 |
-        """
-        titles = [column.title for column in self.columns]
-        rules = ["---:" if column.is_number else "---" for column in self.columns]
-        shown = zip(*(column.cells for column in self.columns), strict=True)
-        lines = [[cell.replace("|", r"\|") for cell in cells] for cells in (titles, *shown)]
-        first, *others = [f"| {' | '.join(cells)} |" for cells in lines]
-        return "\n".join([first, f"|{'|'.join(rules)}|", *others])
-
     # --- HTML ------------------------------------------------------------------------------------
 
     def to_html(self) -> str:
@@ -190,12 +161,6 @@ class ReportTable:
                 ]
             )
         return stream.getvalue()
-
-    def to_json(self) -> str:
-        """Returns the values as a JSON list with an object for each row."""
-        titles = [column.title for column in self.columns]
-        rows = [dict(zip(titles, plain(row), strict=True)) for row in self.rows]
-        return json.dumps(rows, indent=1, allow_nan=False)
 
     def to_dataframe(self) -> Any:
         """Returns the values as a `pandas.DataFrame`.

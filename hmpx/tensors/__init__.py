@@ -6,6 +6,7 @@ from .chunks import cast_any_layout, cast_as_one, chunk_of, is_in_memory
 from .dtypes import (
     CAST,
     COMPUTED,
+    DEVICE_TYPES,
     ELIGIBLE,
     LOW_DTYPES,
     LOW_PRECISION,

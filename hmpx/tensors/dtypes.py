@@ -1,4 +1,4 @@
-"""The dtypes that hmpx casts between, and their names."""
+"""The dtypes that hmpx casts between, device types, and their names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Final, Protocol, TypeGuard
+from typing import Final, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from .. import arguments
-from ..device_types import DEVICE_TYPES
 from ..errors import OptionError, raised_here, shown, suggestion
 
 #: Tensors of these dtypes may be cast; float64, complex, integer and bool never are.
@@ -102,6 +101,40 @@ def parse_name(name: str, allowed: tuple[torch.dtype, ...] = COMPUTED) -> torch.
         raise OptionError(f"unknown dtype {shown(name)} ({known}){suggestion(name, names)}")
     return found
 
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+class DeviceType(NamedTuple):
+    """Facts about one device type; any other of torch's works without a row.
+
+    `compute.capability` measures what a device computes natively; facts about single ops on it are in ``ops.ini`` and
+    ``kernels.ini``.
+    """
+
+    name: str  # As torch calls it
+    is_suggested: bool  # Error texts list it among the known types
+    # ``kernels.ini`` says which ops lack kernels there. On other types, ops that lack a kernel
+    # on some type are tried.
+    has_kernel_table: bool
+    # Its place in the order in which ``torch_state.switch`` uses autocast bits of absent devices as
+    # marks; None if its bit is not used
+    spare: int | None
+    spellings: tuple[str, ...] = ()  # Its other names, for hints
+
+
+DEVICE_TYPES: Final = (
+    DeviceType("cpu", True, True, None),
+    DeviceType("cuda", True, True, 6, ("gpu", "nvidia", "rocm", "amd")),
+    DeviceType("hpu", True, False, 3, ("gaudi", "habana")),
+    DeviceType("xpu", True, False, 4, ("intel",)),
+    # The first: autocast itself never reads its bit
+    DeviceType("mps", True, False, 0, ("metal", "apple")),
+    DeviceType("mtia", True, False, 1),
+    DeviceType("xla", True, False, 2, ("tpu",)),
+    DeviceType("ipu", False, False, None),  # its bit marks training
+    DeviceType("privateuseone", False, False, 5),
+)
 
 _SPELLINGS: Final = {other: each.name for each in DEVICE_TYPES for other in each.spellings}
 

@@ -19,8 +19,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from ..data_files import read_sections
 from ..errors import said_by
+from ..files import read_sections
 from ..forks import new_lock
 from ..later import AfterImport
 from .modes import SNAPSHOT, is_transformed

@@ -19,8 +19,8 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from ..data_files import read_sections
 from ..errors import HmpxWarning, TorchError
+from ..files import read_sections
 from ..version import __version__
 
 

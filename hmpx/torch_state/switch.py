@@ -16,9 +16,9 @@ from typing import Final
 import torch
 from torch import nn
 
-from ..device_types import DEVICE_TYPES
 from ..patching import Patch
 from ..places import PACKAGE
+from ..tensors import DEVICE_TYPES
 from ..torch_internals import (
     FUNCTION_MODULES,
     KERNEL_MODULES,

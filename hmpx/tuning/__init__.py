@@ -3,7 +3,5 @@
 from __future__ import annotations
 
 from .checking import Check
-from .entry import tune
 from .result import Tuned
-
-__all__ = ["Check", "Tuned", "tune"]
+from .task import tune

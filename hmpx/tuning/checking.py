@@ -20,11 +20,18 @@ from ..errors import OptionError, raised_here
 from ..files import make_directory, unwritable
 from ..reports import merged, read_json, written
 from ..version import __version__
-from .candidates import Costs, Kept, Outcome, assigned, called_spots, candidates_of
-from .journal import Journal
-from .policies import observing_policy, policy_source
+from .candidates import (
+    Costs,
+    Kept,
+    Outcome,
+    assigned,
+    called_spots,
+    candidates_of,
+    observing_policy,
+    policy_source,
+)
 from .result import CHECK, Tuned
-from .search import Evaluator, Search
+from .search import Evaluator, Journal, Search
 from .task import low_type_name
 
 #: The file of a run with the command's output.
@@ -39,25 +46,15 @@ _PASSES, _TOLERANCE, _FAILS = 0.0, 0.5, math.inf
 
 @dataclass
 class Check(Evaluator):
-    """A command that tests whether a policy passes.
+    """A command that tests whether a policy passes."""
 
-    Attributes:
-        command: A shell command. `hmpx run` in it obeys the environment variables.
-        directory: Directory of the artefacts: a folder for each run, the journal, the result.
-        low_precision_type: The low-precision type; None for bfloat16.
-        by: ``"op"``, or ``"module"``.
-        runs: How often the command must pass.
-        timeout_s: Seconds after which a run counts as failed; None for no limit.
-        budget: Most evaluations.
-    """
-
-    command: str
-    directory: Path
-    low_precision_type: str | None = None
-    by: str = "op"
-    runs: int = 1
-    timeout_s: float | None = None
-    budget: int = 200
+    command: str  # of a shell; `hmpx run` in it obeys the environment variables
+    directory: Path  # of a folder for each run, the journal, the result
+    low_precision_type: str | None = None  # None for bfloat16
+    by: str = "op"  # or "module"
+    runs: int = 1  # how often the command must pass
+    timeout_s: float | None = None  # after which a run counts as failed
+    budget: int = 200  # most evaluations
 
     def __post_init__(self) -> None:
         self.tolerance, self.metric_name = _TOLERANCE, CHECK

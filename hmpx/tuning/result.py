@@ -6,6 +6,7 @@ import html
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..reports import ReportTable, Written, page, paragraphs, section, written
 from ..tensors import long_name
 from ..version import __version__
 from .candidates import (
+    FOLLOWS,
     Candidate,
     Evaluation,
     Kept,
@@ -28,11 +30,12 @@ from .candidates import (
     bare,
     is_following,
     low_parts,
+    policy_of,
+    policy_source,
     shares,
     types_of,
 )
 from .metrics import LEAST_BATCHES
-from .policies import FOLLOWS, policy_of, policy_source
 
 #: The metric of a command, which only passes or fails.
 CHECK: Final = "check"
@@ -202,7 +205,7 @@ class Tuned(Written):
 
     def __str__(self) -> str:
         tables = [_kept_table(self)] if self.kept else []
-        parts = [lined(each.lines(_WIDE)) for each in (*tables, _path_table(self))]
+        parts = [lined(each.lines(sys.maxsize)) for each in (*tables, _path_table(self))]
         return "\n\n".join([_verdict(self), *parts])
 
     def _repr_html_(self) -> str:
@@ -211,9 +214,6 @@ class Tuned(Written):
 
 
 # --- text --------------------------------------------------------------------------------------------
-
-#: Text is not cut to the width of a terminal.
-_WIDE: Final = 10_000
 
 #: Why a search ended early.
 _STOPS: Final = {
@@ -295,16 +295,12 @@ def _kept_table(tuned: Tuned) -> ReportTable:
 def _path_table(tuned: Tuned) -> ReportTable:
     rows = []
     for number, each in enumerate(tuned.path, 1):
-        names, more = sorted(each.kept), len(each.kept) - _MOST_NAMES
-        named = ", ".join(map(cut, names[:_MOST_NAMES])) or "nothing"
+        names, more = sorted(each.kept), len(each.kept) - 4
+        named = ", ".join(map(cut, names[:4])) or "nothing"
         verdict = "" if tuned.metric == CHECK else "passes" if each.passed else "fails"
         kept = f"{named} and {more} more" if more > 0 else named
         rows.append((str(number), each.stage, kept, _error_text(tuned, each.error), verdict))
     return ReportTable.of(("", "stage", "kept", "error", ""), rows, numbers=["error"])
-
-
-#: Most names of a set in the table of evaluations.
-_MOST_NAMES: Final = 4
 
 
 def _by_effect(candidates: Iterable[Candidate]) -> list[Candidate]:

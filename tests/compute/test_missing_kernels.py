@@ -24,7 +24,7 @@ import hmpx
 from hmpx import Policy, ops
 from hmpx.compute import missing_kernels
 from hmpx.compute.missing_kernels import Callee, Lacking
-from hmpx.data_files import read_sections
+from hmpx.files import read_sections
 from hmpx.ops import schemas as op_schemas
 from hmpx.ops.sites import NAMESPACES
 from hmpx.policy import lists as oplists

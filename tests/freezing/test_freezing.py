@@ -1740,3 +1740,13 @@ def test_undo_needs_values() -> None:
         assert model.weight.dtype is FP32
         hmpx.freeze(model, x, keep_fp32=False)
         assert model.weight.dtype is BF16
+
+
+def test_prepared_weights_are_gone() -> None:
+    """For one version the option has a warning, and stores weights as by default."""
+    model, x = nn.Linear(8, 4).eval(), torch.ones(2, 8)
+    with hmpx.convert(device_types={"cpu"}), torch.no_grad():
+        with pytest.warns(DeprecationWarning, match='it is store="dtype"'):
+            frozen = hmpx.freeze(model, x, store="prepared")
+        assert [each.stored_dtype for each in frozen.weights] == [torch.bfloat16] * 2
+        frozen.undo()

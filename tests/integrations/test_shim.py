@@ -396,7 +396,7 @@ def test_run_trains_a_script_written_for_gaudi(tmp_path: Path) -> None:
 
 def merged(said: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the options that hold beside what a script says, and those that don't."""
-    from hmpx.integrations import hmp
+    from hmpx.integrations import hpex as hmp
 
     return hmp.merged(said, given)
 

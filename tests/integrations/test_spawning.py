@@ -202,7 +202,7 @@ import pickle, sys
 data = pickle.load(sys.stdin.buffer)
 import torch
 import habana_frameworks.torch.core
-from hmpx.integrations import hmp
+from hmpx.integrations import hpex as hmp
 x = torch.ones(2, 2, device="hpu")
 print((x @ x).dtype, dict(hmp.defaults()))
 """

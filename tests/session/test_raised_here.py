@@ -39,7 +39,7 @@ KNOWN = {
     ("cli/lint.py", "run"): "the program ends; the error is printed",
     ("cli/functions.py", "run_on"): "the program ends; the error is printed",
     ("cli/run.py", "run"): "the program ends; the error is printed",
-    ("cli/run_report.py", "write"): "the program has ended; its exit status stays",
+    ("cli/run.py", "write"): "the program has ended; its exit status stays",
     ("cli/scripts.py", "show_uncaught"): "the program ends; the error is printed",
     ("compute/missing_kernels.py", "_tried"): "raised, unless `is_refusal`, which is stricter",
     ("errors.py", "to_the_end"): "raised at the end",

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hmpx.tuning.candidates import Candidate, Kept, LowShares, Outcome
-from hmpx.tuning.journal import Journal
-from hmpx.tuning.search import Evaluator, Search
+from hmpx.tuning.search import Evaluator, Journal, Search
 
 TOLERANCE = 1.0
 

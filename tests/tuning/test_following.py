@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.tuning.candidates import Candidate, Kept, assigned, is_following
-from hmpx.tuning.policies import policy_of
+from hmpx.tuning.candidates import Candidate, Kept, assigned, is_following, policy_of
 
 from .oracles import Flow, flow, run_flow
 

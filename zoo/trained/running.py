@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import hmpx
-from hmpx.tuning.candidates import assigned
-from hmpx.tuning.policies import policy_source
+from hmpx.tuning.candidates import assigned, policy_source
 
 from ..measuring import SEED, distance, first_line, floating_tensors
 from ..modes import TRAINED, Mode

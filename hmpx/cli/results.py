@@ -1,4 +1,4 @@
-"""``hmpx diff``: the ops, and the calls of a program, that two policies decide otherwise."""
+"""``hmpx report``, ``diff`` and ``diff-runs``: what runs have left, and how two of them differ."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from .. import reports, tracing
 from ..checking import siblings
 from ..errors import OptionError, short
 from ..places import located
@@ -18,8 +19,81 @@ from ..policy import Decision, Policy, is_policy_file, load_policy
 from ..reports import Report, ReportTable, Row, read_json, short_dtype
 from ..tensors import default_device_types, short_name
 from . import output
+from .options import Command
 
-TEXT: Final = """\
+_REPORT: Final = """\
+print reports of runs, or turn them into a page or a table
+---
+hmpx report [--html OUT] [--csv OUT] FILE...
+       hmpx report merge FILE... -o OUT
+---
+Prints the share of work in low precision, avoidable casts, and a table by op.
+Several files, such as those of ranks, are merged.
+---
+files FILE+  a report in JSON, from hmpx run --report x.json or Report.to_json
+--html OUT  write a page that needs no network
+--csv OUT  write a table
+-o --output OUT  the file that merge writes, in JSON
+---
+exit status:
+  0; 2 if a file can't be read or written, holds no report, or the arguments are wrong
+
+examples:
+  hmpx report report.json
+  hmpx report report.json --html report.html
+  hmpx report merge rank0.json rank1.json -o all.json"""
+
+
+def _report(options: argparse.Namespace) -> int:
+    """Prints the report, or writes it to the given path."""
+    files: list[str] = options.files
+    is_merge = files[0] == "merge"
+    if is_merge and len(files) == 1:
+        options.parser.error("name the reports to merge")
+    if is_merge and options.output is None:
+        options.parser.error("merge needs -o OUT, where it writes")
+    if options.output is not None and not is_merge:
+        options.parser.error("-o says where merge writes: hmpx report merge FILE... -o OUT")
+    found = [reports.read_json(path) for path in files[is_merge:]]
+    report = found[0] if len(found) == 1 else reports.merged(found)
+    written = [*output.written(options, report, output=report.to_json)]
+    return output.show(written or str(report).splitlines())
+
+
+REPORT: Final = Command(_REPORT, _report, {"files": {"type": str}})  # one is a word
+
+_DIFF_RUNS: Final = """\
+compare two traced runs, call by call
+---
+hmpx diff-runs [--html OUT] [--json OUT] A B
+---
+A and B are traces that hmpx run --trace or hmpx.trace() wrote: of two precisions, machines,
+versions of torch, or programs. Prints the first call whose difference is neither rounding of its
+types nor inherited from its inputs, and a table by module.
+---
+a A  the reference's trace
+b B  the other one
+--html OUT  write a page that needs no network
+--json OUT  write every call
+---
+exit status:
+  0 everything is explained; 1 something is not; 2 a file is not a trace
+
+examples:
+  hmpx diff-runs fp32.hmpx bf16.hmpx
+  hmpx diff-runs --html diff.html before.hmpx after.hmpx"""
+
+
+def _diff_runs(options: argparse.Namespace) -> int:
+    """Prints the difference; status 1 if something is unexplained."""
+    found = tracing.diff_runs(options.a, options.b)
+    lines = [*str(found).splitlines(), *output.written(options, found)]
+    return output.show(lines, status=0 if found.first is None and found.rows else 1)
+
+
+DIFF_RUNS: Final = Command(_DIFF_RUNS, _diff_runs, writes=("html", "json"))
+
+_DIFF: Final = """\
 show what two policies decide otherwise, for all ops or for a program, or how two reports differ
 ---
 hmpx diff A B [-- SCRIPT [ARGS...]]
@@ -41,7 +115,7 @@ examples:
   hmpx diff before.json after.json"""
 
 
-def run(options: argparse.Namespace) -> int:
+def _diff(options: argparse.Namespace) -> int:
     """Prints the differences; status 1 if there are any."""
     names = options.before, options.after
     program = [each for each in options.program if each != "--"] if options.program else []
@@ -53,6 +127,9 @@ def run(options: argparse.Namespace) -> int:
         before, after = [load_policy(**_arguments(name)) for name in names]
         lines = [*_of_ops(before, after, names)]
     return output.show(lines or ["no difference"], status=1 if lines else 0)
+
+
+DIFF: Final = Command(_DIFF, _diff)
 
 
 def _arguments(name: str) -> dict[str, Any]:
