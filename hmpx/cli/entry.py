@@ -19,7 +19,7 @@ from .options import add_command
 
 #: Modules of this package, with ``_`` for ``-``, in the order of ``hmpx --help``.
 _COMMANDS: Final = (
-    "run", "report", "compare", "draw", "bench", "plan", "tune", "check", "lint", "diff", "diff-runs",
+    "run", "report", "compare", "draw", "bench", "plan", "tune", "export", "check", "lint", "diff", "diff-runs",
     "lists", "ops", "doctor", "completion",
 )  # fmt: skip
 
