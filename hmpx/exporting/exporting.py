@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -53,9 +54,8 @@ def export(
 ) -> OnnxFile:
     """Writes an ONNX file in which every node has the type that the conversion gives its op.
 
-    For engines that take types from the graph, such as TensorRT's strongly typed networks. Casts are nodes, and
-    weights are stored in the type in which they are used. A node's metadata tells its op, the line of the list that
-    decided, and the program's line. torch's exporter makes the graph; whoever runs the file needs no hmpx.
+    Casts are nodes, and weights are stored in the type in which they are used ([ONNX](freeze.md#onnx)). torch's
+    exporter makes the graph.
 
     Args:
         model: In evaluation mode.
@@ -64,8 +64,8 @@ def export(
         outputs: ``"fp32"`` casts low outputs to float32; ``"keep"`` leaves them unchanged.
         dynamic_shapes: As for `torch.onnx.export`.
         opset_version: ONNX's opset; None: torch's default, or 22 with bfloat16.
-        verify: Whether to compute each op by onnxruntime, or by ONNX's reference, from the same inputs as torch, and
-            tell the errors of `OnnxNode`. Takes much longer.
+        verify: Whether each op is also computed from torch's inputs, by onnxruntime or ONNX's reference, for the
+            ``error`` of nodes: the largest difference, in units of roundoff of the largest value.
         **conversion: Arguments of `convert`. None given: the conversion in force, else the default.
 
     Returns:
@@ -73,7 +73,7 @@ def export(
 
     Raises:
         OptionError: An argument has an invalid value, the model is in training mode, casts are off, torch can't
-            export the model, or the file can't be written. An earlier file stays as it was.
+            export it, or the file can't be written. An earlier file stays.
 
     Example:
         >>> model = torch.nn.Linear(4, 2).eval()
@@ -156,7 +156,9 @@ def _exported(
     import numpy
 
     try:
-        with numpy.errstate(over="ignore"):  # the exporter casts weights by numpy
+        # The exporter calls functions that torch has deprecated, and casts weights by numpy.
+        with warnings.catch_warnings(), numpy.errstate(over="ignore"):
+            warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
             return torch.onnx.export(
                 model, args, kwargs=dict(kwargs), dynamo=True, verbose=False, **options
             )
@@ -196,7 +198,7 @@ def _store_low(graph: Any) -> None:
     weights = dict(graph.initializers)
     nodes: list[Any] = [*graph]
     for node in nodes:
-        if node.op_type != "Cast" or weights.get(node.inputs[0].name) is not node.inputs[0]:
+        if node.op_type != "Cast" or node.inputs[0].name not in weights:
             continue
         weight, cast = node.inputs[0], node.outputs[0]
         if weight.dtype != ir.DataType.FLOAT or cast.dtype not in lows:

@@ -79,17 +79,15 @@ class OnnxFile(Written):
 
     Attributes:
         path: The file.
-        nodes: A row per node, in the file's order.
+        nodes: A row per node: its ``op_type`` in ONNX, ``op``, ``module``, ``location``, ``reason``, ``dtype``,
+            ``input_dtypes``, ``output_dtypes``, ``faults``, and with ``verify=True`` its ``error``.
         stored: Type of the initializers -> their bytes.
-        weight_faults: What is wrong with stored weights: infinities in float16, a file of weights that is not there.
+        weight_faults: Infinities in float16, values that can't be read.
         about: See [results](#results).
 
     Example:
         >>> model = torch.nn.Linear(4, 2).eval()
-        >>> found = hmpx.export(model, torch.ones(1, 4), "linear.onnx", low_precision_type="float16")
-        >>> [(node.op_type, node.dtype) for node in found.nodes]
-        [('Cast', 'float16'), ('Gemm', 'float16'), ('Cast', 'float32')]
-        >>> found.faults
+        >>> hmpx.export(model, torch.ones(1, 4), "linear.onnx").faults
         ()
     """
 
@@ -101,7 +99,7 @@ class OnnxFile(Written):
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is wrong, a line for each: mixed inputs, a type off the policy, a needless cast, infinite weights."""
+        """A line for each mixed input, type off the policy, needless cast, and faulty weight."""
         found = [
             f"{node.name} ({', '.join(filter(None, (node.op_type, node.module, node.location)))}): {fault}"
             for node in self.nodes

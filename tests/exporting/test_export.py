@@ -19,9 +19,6 @@ from hmpx.exporting import read_onnx
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 
-# torch's exporter calls functions of its own that torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
-
 FLOAT, FLOAT16, BFLOAT16 = 1, 10, 16  # onnx.TensorProto's codes
 
 

@@ -20,9 +20,6 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-# torch's exporter calls a function of its own that torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
-
 BF16, FP16 = torch.bfloat16, torch.float16
 LOW = "LOW"  # in the tables: the type that the model was exported for
 
