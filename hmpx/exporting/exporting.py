@@ -84,6 +84,8 @@ def export(
     arguments.choice("outputs", outputs, _OUTPUTS)
     arguments.truth("verify", verify)
     target = Path(arguments.path("path", path))
+    if opset_version is not None:
+        arguments.whole("opset_version", opset_version, 1)
     check_names(export, conversion)
     if not isinstance(model, nn.Module):
         raise OptionError(f"hmpx.export takes a torch.nn.Module, not {type(model).__name__}")
@@ -122,12 +124,7 @@ def export(
         made = {node.name: node.outputs[0].name for node in program.model.graph}
         if outputs == "fp32":
             _upcast_outputs(program.model.graph)
-        program.save(folder / target.name)
-        found = read_onnx(folder / target.name, about_run())
-        for each in sorted(
-            folder.iterdir(), reverse=True
-        ):  # the weights before the graph that names them
-            each.replace(target.with_name(each.name))
+        found = _written(program, folder, target)
     # Names of values before outputs were cast.
     nodes = [
         dataclasses.replace(each, error=differences.get(made.get(each.name, "")))
@@ -142,11 +139,24 @@ def _folder_beside(target: Path) -> Iterator[Path]:
     folder = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
     try:
         folder.mkdir()
-        yield folder
     except raised_here(OSError) as error:
         raise unwritable(target, error) from error
+    try:
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _written(program: Any, folder: Path, target: Path) -> OnnxFile:
+    """Writes a program's files in a folder, reads them back, and moves them to their place."""
+    try:
+        program.save(folder / target.name)
+        found = read_onnx(folder / target.name, about_run())
+        for each in sorted(folder.iterdir(), reverse=True):  # the weights before the graph that names them
+            each.replace(target.with_name(each.name))
+    except raised_here(OSError) as error:
+        raise unwritable(target, error) from error
+    return found
 
 
 def _exported(
