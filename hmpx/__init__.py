@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from . import formats
     from .checking import Breach, Finding, Lint, expect, lint
     from .comparing import Comparison, compare, contents
+    from .exporting import OnnxFile, export
     from .freezing import Frozen, Weight, freeze
     from .planning import Bench, Plan, bench, plan
     from .recording import Drawing, draw, record
@@ -45,6 +46,7 @@ else:  # not needed by a program's first op
             "formats": "",
             "comparing": "Comparison compare contents",
             "checking": "Breach Finding Lint expect lint",
+            "exporting": "OnnxFile export",
             "freezing": "Frozen Weight freeze",
             "planning": "Bench Plan bench plan",
             "recording": "Drawing draw record",
@@ -87,6 +89,7 @@ __all__ = [
     "Lint",
     "NonFiniteError",
     "Offence",
+    "OnnxFile",
     "OpCall",
     "OpListError",
     "OptionError",
@@ -113,6 +116,7 @@ __all__ = [
     "draw",
     "expect",
     "explain",
+    "export",
     "formats",
     "freeze",
     "invariance",

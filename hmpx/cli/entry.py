@@ -154,6 +154,7 @@ _COMMANDS: Final[Mapping[str, Command]] = {
     "bench": models.BENCH,
     "plan": models.PLAN,
     "tune": tune.TUNE,
+    "export": models.EXPORT,
     "check": lists.CHECK,
     "lint": lint.LINT,
     "diff": results.DIFF,

@@ -17,14 +17,17 @@ from . import output
 from .options import Command, list_options
 
 _CHECK: Final = f"""\
-find the faults of op lists, policy files and contracts
+find the faults of op lists, policy files, contracts and ONNX files
 ---
 hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILE_OR_DIR...]
+       hmpx check MODEL.onnx...
        hmpx check --state BEFORE AFTER
 ---
 Prints every fault of op lists, policy files and contracts as FILE:LINE: MESSAGE: names
-that torch does not know, repeated lines, ops that are in two lists, unknown keys. With --state,
-the tensors of two checkpoints whose shape, dtype or precision differs.
+that torch does not know, repeated lines, ops that are in two lists, unknown keys. Of ONNX files, what
+strongly typed engines refuse: mixed inputs, types that an operator does not take; nodes off the policy in
+files of hmpx export; needless casts. With --state, the tensors of two checkpoints whose shape, dtype or
+precision differs.
 ---
 files FILE_OR_DIR*  a policy file (.yaml, .yml, .json); a directory of op lists; or an op list: its kind
   is fp32 or fp16 if its name contains that, {policy.FILE_NAMES["widest"]} names ops that follow their widest input,
@@ -41,6 +44,7 @@ examples:
   hmpx check my_bf16.txt my_fp32.txt
   hmpx check lists
   hmpx check policy.yaml gaudi_config.json contract.yaml
+  hmpx check model.onnx
   hmpx check --state trained.safetensors served.safetensors"""
 
 
@@ -49,6 +53,9 @@ def _check(options: argparse.Namespace) -> int:
     if options.state:
         found = checking.differences(*map(checking.read_state, options.state))
         return output.show(found or ["no differences"], status=1 if found else 0)
+    graphs = [each for each in options.files if each.endswith(".onnx")]
+    if graphs:
+        return _check_graphs(options, graphs)
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
     kept = [each for each in options.files if checking.is_contract(each)]
     lines = sum(len(checking.read(each)) for each in kept)
@@ -77,6 +84,16 @@ def _check(options: argparse.Namespace) -> int:
     op_count = sum(len(each.ops) for each in lists)
     checked = f"{output.counted(count, 'file')}, {output.counted(op_count, 'op')}"
     return output.show([f"{checked}: no faults"])
+
+
+def _check_graphs(options: argparse.Namespace, paths: list[str]) -> int:
+    if len(paths) < len(options.files) or options.bf16 or options.fp16 or options.fp32:
+        options.parser.error("check ONNX files by a command of their own")
+    from ..exporting import read_onnx  # slow to import
+
+    found = [*map(read_onnx, paths)]
+    lines = itertools.chain.from_iterable([*str(each).splitlines(), ""] for each in found)
+    return output.show([*lines][:-1], status=1 if any(each.faults for each in found) else 0)
 
 
 CHECK: Final = Command(

@@ -20,9 +20,6 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-# torch's exporter calls a function of its own that torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
-
 BF16, FP16 = torch.bfloat16, torch.float16
 LOW = "LOW"  # in the tables: the type that the model was exported for
 
@@ -140,9 +137,6 @@ CASES = {
     "region": Case(Region, (3, 8), ("batch",), 1, {"Gemm": {LOW, "FLOAT"}}),
 }
 
-#: bf16 convolutions are in ONNX since opset 22; the exporter's default is older.
-OPSETS = {("convolutions", BF16): 22, ("norms", BF16): 22}
-
 
 @dataclass(frozen=True)
 class Artefact:
@@ -170,7 +164,7 @@ def example(case: Case, *, longer: int) -> tuple[Tensor, ...]:
     return x, torch.randn(tokens, tokens).masked_fill(later, -torch.inf)
 
 
-def export(case: Case, dtype: torch.dtype, opset: int | None = None) -> Artefact:
+def export(case: Case, dtype: torch.dtype, folder: Path, opset: int | None = None) -> Artefact:
     """Exports the model under the conversion; runs it there and without, at two input sizes."""
     torch.manual_seed(0)
     model = case.model().eval()
@@ -188,15 +182,11 @@ def export(case: Case, dtype: torch.dtype, opset: int | None = None) -> Artefact
         unconverted = results()
         with hmpx.convert(low_precision_type=dtype, device_types={"cpu"}):
             expected = results()
-            program = torch.onnx.export(
-                model,
-                inputs[0],
-                dynamo=True,
-                dynamic_shapes=(dims, *mask_dims),
-                opset_version=opset,
-                verbose=False,
-            )
-    return Artefact(case, dtype, program.model_proto, inputs, expected, unconverted)
+            path = folder / "exported.onnx"
+            shapes = (dims, *mask_dims)
+            found = hmpx.export(model, inputs[0], path, dynamic_shapes=shapes, opset_version=opset)
+    assert found.faults == ()
+    return Artefact(case, dtype, onnx.load(path), inputs, expected, unconverted)
 
 
 def node_types(proto: Any) -> list[tuple[str, list[str], list[str]]]:
@@ -276,10 +266,10 @@ EXPORTS = [
 
 
 @pytest.fixture(scope="module", params=EXPORTS)
-def artefact(request: pytest.FixtureRequest) -> Artefact:
-    """Each model for each low type, by the exporter's default opset where that has the ops."""
+def artefact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Artefact:
+    """Each model for each low type."""
     name, dtype = request.param
-    return export(CASES[name], dtype, OPSETS.get((name, dtype)))
+    return export(CASES[name], dtype, tmp_path_factory.mktemp("exported"))
 
 
 def test_the_graph_is_valid_and_holds_the_casts(artefact: Artefact) -> None:
@@ -321,7 +311,7 @@ def test_onnxruntime_equals_eager_or_names_the_kernel_it_lacks(
 
 def test_attention_becomes_one_low_precision_node(tmp_path: Path) -> None:
     """Since opset 23 ONNX has scaled_dot_product_attention; the float mask is cast for it."""
-    artefact = export(CASES["attention"], FP16, 23)
+    artefact = export(CASES["attention"], FP16, tmp_path, 23)
     onnx.checker.check_model(artefact.proto, full_check=True)
     found = [inputs for op, inputs, _ in node_types(artefact.proto) if op == "Attention"]
     assert found == [["FLOAT16"] * 4]

@@ -1,0 +1,308 @@
+"""`export`: writes a converted model as an ONNX file in which every node has its type."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from .. import arguments
+from ..errors import HmpxError, OptionError, raised_here, said_by
+from ..files import unwritable
+from ..inputs import Steps, arguments_of
+from ..observers import is_users
+from ..places import located
+from ..recording import record
+from ..reports import Row
+from ..session import about_run, check_names, convert, current, refuse_where_off
+from ..tensors import tensors_in
+from ..torch_state import unchanged
+from .onnx_file import DTYPE, LOCATION, OP, REASON, OnnxFile, imported, module_of, read_onnx
+from .values import errors
+
+_OUTPUTS: Final = ("fp32", "keep")
+
+#: Names of the policies that tell the type of an op whatever its inputs are.
+_TYPED: Final = frozenset({"LOW", "FP32", "WIDEST"})
+
+#: The first opset whose products and convolutions take bfloat16.
+_BFLOAT16_OPSET: Final = 22
+
+
+def export(
+    model: nn.Module,
+    inputs: Any,
+    path: str | os.PathLike[str],
+    *,
+    outputs: str = "fp32",
+    dynamic_shapes: Any = None,
+    opset_version: int | None = None,
+    verify: bool = False,
+    **conversion: Any,
+) -> OnnxFile:
+    """Writes an ONNX file in which every node has the type that the conversion gives its op.
+
+    Casts are nodes, and weights are stored in the type in which they are used ([ONNX](freeze.md#onnx)). torch's
+    exporter makes the graph.
+
+    Args:
+        model: In evaluation mode.
+        inputs: The arguments of the forward ([inputs](#inputs)). They also give the inputs' types.
+        path: The file to write. Weights beyond 2 GB go to ``PATH.data``.
+        outputs: ``"fp32"`` casts low outputs to float32; ``"keep"`` leaves them unchanged.
+        dynamic_shapes: As for `torch.onnx.export`.
+        opset_version: ONNX's opset; None: torch's default, or 22 with bfloat16.
+        verify: Whether each op is also computed from torch's inputs, by onnxruntime or ONNX's reference, for the
+            ``error`` of nodes: the largest difference, in units of roundoff of the largest value.
+        **conversion: Arguments of `convert`. None given: the conversion in force, else the default.
+
+    Returns:
+        The file's nodes and faults, as read from the file.
+
+    Raises:
+        OptionError: An argument has an invalid value, the model is in training mode, casts are off, torch can't
+            export it, or the file can't be written. An earlier file stays.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2).eval()
+        >>> found = hmpx.export(model, torch.ones(1, 4), "linear.onnx", low_precision_type="float16")
+        >>> print(found.nodes[1].op_type, found.nodes[1].dtype, found.stored)
+        Gemm float16 {'float16': 20}
+    """
+    arguments.choice("outputs", outputs, _OUTPUTS)
+    arguments.truth("verify", verify)
+    target = Path(arguments.path("path", path))
+    if opset_version is not None:
+        arguments.whole("opset_version", opset_version, 1)
+    check_names(export, conversion)
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"hmpx.export takes a torch.nn.Module, not {type(model).__name__}")
+    busy = next((name or "it" for name, each in model.named_modules() if each.training), None)
+    if busy is not None:
+        raise OptionError(
+            f"{type(model).__name__} is in training mode ({busy}), so its dropout and batch norms would be exported as "
+            "for training; call model.eval() before hmpx.export"
+        )
+    for package in ("onnx", "onnxscript"):
+        imported(package, "hmpx.export")
+    refuse_where_off("export")
+    args, kwargs = arguments_of(inputs)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_folder_beside(target))
+        stack.enter_context(unchanged(model, inputs))
+        session = current()
+        is_deciding = session and (session.policy.decisions or session.policy.sections)
+        if conversion or not is_deciding:
+            tensors = [*model.parameters(), *tensors_in((args, kwargs))]
+            device_types = {each.device.type for each in tensors} or {"cpu"}
+            stack.enter_context(convert(**{"device_types": device_types, **conversion}))
+        stack.enter_context(torch.no_grad())
+        with record() as report:
+            Steps("export", model).forward(inputs)
+        rows = report.rows
+        if opset_version is None and any(row.dtype == "bfloat16" for row in rows):
+            opset_version = _BFLOAT16_OPSET
+        program = _exported(
+            model, args, kwargs, dynamic_shapes=dynamic_shapes, opset_version=opset_version
+        )
+        differences = errors(program, tree_leaves((args, kwargs))) if verify else {}
+        _name_weights(program)
+        _store_low(program.model.graph)
+        _annotate(program, rows)
+        made = {node.name: node.outputs[0].name for node in program.model.graph}
+        if outputs == "fp32":
+            _upcast_outputs(program.model.graph)
+        found = _written(program, folder, target)
+    # Names of values before outputs were cast.
+    nodes = [
+        dataclasses.replace(each, error=differences.get(made.get(each.name, "")))
+        for each in found.nodes
+    ]
+    return dataclasses.replace(found, path=str(target), nodes=tuple(nodes))
+
+
+@contextlib.contextmanager
+def _folder_beside(target: Path) -> Iterator[Path]:
+    """Makes a folder in which files are written before they replace others; removes it at the end."""
+    folder = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
+    try:
+        folder.mkdir()
+    except raised_here(OSError) as error:
+        raise unwritable(target, error) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _written(program: Any, folder: Path, target: Path) -> OnnxFile:
+    """Writes a program's files in a folder, reads them back, and moves them to their place."""
+    try:
+        program.save(folder / target.name)
+        found = read_onnx(folder / target.name, about_run())
+        for each in sorted(
+            folder.iterdir(), reverse=True
+        ):  # the weights before the graph that names them
+            each.replace(target.with_name(each.name))
+    except raised_here(OSError) as error:
+        raise unwritable(target, error) from error
+    return found
+
+
+def _exported(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], **options: Any
+) -> Any:
+    """Returns torch's ONNX program of a model."""
+    import numpy
+
+    try:
+        # The exporter calls functions that torch has deprecated, and casts weights by numpy.
+        with warnings.catch_warnings(), numpy.errstate(over="ignore"):
+            warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+            return torch.onnx.export(
+                model, args, kwargs=dict(kwargs), dynamo=True, verbose=False, **options
+            )
+    except raised_here(Exception) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+            if isinstance(cause, HmpxError):
+                raise cause from error
+        raise OptionError(
+            f"torch.onnx.export can't export {type(model).__name__}: {said_by(cause)}; see whether it exports without "
+            "hmpx, by torch.onnx.export(model, inputs, dynamo=True)"
+        ) from error
+
+
+def _name_weights(program: Any) -> None:
+    """Names weights that were stored low by their parameters, unless others have these names."""
+    signature = program.exported_program.graph_signature
+    given = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    initializers = program.model.graph.initializers
+    for node in program.exported_program.graph.nodes:
+        source = node.args[0] if node.args else None
+        name = given.get(getattr(source, "name", None))
+        if name is None or node.name not in initializers or len(node.all_input_nodes) != 1:
+            continue
+        value = initializers[node.name]
+        free = name if name not in initializers else f"{name}.{value.dtype.name.lower()}"
+        if free not in initializers:
+            value.name = free
+
+
+def _store_low(graph: Any) -> None:
+    """Stores weights in the types to which nodes cast them; torch's exporter leaves large ones in float32."""
+    import onnx_ir as ir
+
+    lows = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
+    weights = dict(graph.initializers)
+    nodes: list[Any] = [*graph]
+    for node in nodes:
+        if node.op_type != "Cast" or node.inputs[0].name not in weights:
+            continue
+        weight, cast = node.inputs[0], node.outputs[0]
+        if weight.dtype != ir.DataType.FLOAT or cast.dtype not in lows:
+            continue
+        name = f"{weight.name}.{cast.dtype.name.lower()}"
+        if name not in graph.initializers:
+            values = torch.from_numpy(weight.const_value.numpy()).to(lows[cast.dtype])
+            stored = ir.tensor_adapters.TorchTensor(values, name=name)
+            graph.initializers[name] = ir.Value(
+                name=name, shape=weight.shape, type=ir.TensorType(cast.dtype), const_value=stored
+            )
+        ir.convenience.replace_all_uses_with(cast, graph.initializers[name])
+        graph.remove(node, safe=True)
+        if not weight.uses():
+            del graph.initializers[weight.name]
+            graph.initializers[name].name = weight.name
+
+
+def _annotate(program: Any, rows: Iterable[Row]) -> None:
+    """Writes into nodes' metadata what the recorded calls that they come from say."""
+    by_module: dict[str, list[Row]] = {}
+    for row in rows:
+        by_module.setdefault(row.module, []).append(row)
+    roots = {node.name: _root(node) for node in program.exported_program.graph.nodes}
+    made: dict[Any, str] = {}  # node -> the one of torch.export that it computes
+    for node in program.model.graph:
+        found = re.match(r"%(\w+) :", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
+        if found is not None:
+            made[node] = found[1]
+    several = collections.Counter(
+        (module_of(node.metadata_props), roots.get(name))
+        for node, name in made.items()
+        if any(each.name == name for each in node.outputs)
+    )
+    for node, name in made.items():
+        told, op = node.metadata_props, roots.get(name)
+        module, line = module_of(told), _location(told.get("pkg.torch.onnx.stack_trace", ""))
+        if line:
+            told[LOCATION] = line
+        calls = by_module.get(module, [])
+        at_line = [row for row in calls if located(row.location) == line]
+        named = [row for row in calls if row.op == op]
+        # torch keeps lines of modules' forwards alone, so a function's line may be that of its caller.
+        chosen = [row for row in named if row in at_line] or named or at_line
+        if len({row.op for row in chosen}) != 1:
+            continue
+        told[OP] = chosen[0].op
+        told[REASON] = ", ".join(dict.fromkeys(row.reason for row in chosen if row.reason))
+        if len({row.location for row in chosen}) == 1:
+            told[LOCATION] = located(chosen[0].location)
+        # Some calls of an op are not recorded, such as those of numbers with tensors; some ops that follow an input,
+        # such as norms of low inputs with float32 weights, have no other node than a float32 one.
+        is_told = several[module, op] == sum(row.calls for row in named)
+        is_told &= all(row.cast_policy in _TYPED for row in named)
+        dtypes = {row.dtype for row in named}
+        if len(dtypes) == 1 and is_told and any(each.name == name for each in node.outputs):
+            told[DTYPE] = dtypes.pop()
+
+
+def _root(node: Any) -> str:
+    """Returns the function of ATen that a node of torch.export was, before decompositions."""
+    sources = node.meta.get("from_node") or ()
+    name = sources[-1].name if sources else node.name
+    return re.sub(r"_\d+$", "", str(name))
+
+
+def _location(trace: str) -> str:
+    """Returns the innermost line of a stack trace that is neither torch's nor hmpx's."""
+    found = [*re.finditer(r'File "([^"]+)", line (\d+)', trace)]
+    lines = [f"{each[1]}:{each[2]}" for each in found if is_users(each[1])]
+    return located(lines[-1]) if lines else ""
+
+
+def _upcast_outputs(graph: Any) -> None:
+    """Casts low outputs to float32; they keep their names."""
+    import onnx_ir as ir
+
+    for index, value in enumerate(graph.outputs):
+        if value.dtype not in {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}:
+            continue
+        name = value.name
+        value.name = f"{name}.low"
+        uses = [use.node for use in value.uses()]
+        casts = [n for n in uses if n.op_type == "Cast" and n.outputs[0].dtype == ir.DataType.FLOAT]
+        if casts and not casts[0].outputs[0].is_graph_output():
+            upcast = casts[0].outputs[0]
+        else:
+            cast = ir.node(
+                "Cast", [value], attributes={"to": ir.DataType.FLOAT}, name=f"{name}.upcast"
+            )
+            graph.append(cast)
+            upcast = cast.outputs[0]
+            upcast.shape, upcast.dtype = value.shape, ir.DataType.FLOAT
+        upcast.name = name
+        graph.outputs[index] = upcast

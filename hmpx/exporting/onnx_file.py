@@ -1,0 +1,347 @@
+"""An ONNX file as data: its nodes with their types, and what strongly typed engines refuse or waste."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from ..errors import OptionError, brief, fielded, raised_here, said_by, short
+from ..reports import (
+    Column,
+    ReportTable,
+    Written,
+    page,
+    paragraphs,
+    table_section,
+    without_end,
+    without_start,
+    wrapped,
+)
+
+#: The version of the JSON that `OnnxFile.to_json` writes.
+SCHEMA: Final = 1
+
+#: Keys of a node's metadata that `export` writes: the op's name, the line that decided, the dtype it asked for,
+#: the program's line.
+OP, REASON, DTYPE, LOCATION = "hmpx.op", "hmpx.reason", "hmpx.dtype", "hmpx.location"
+
+_MOST_LINES: Final = 30
+
+#: Significant bits of floating-point types, for casts that lose none.
+_BITS: Final = {"float16": (11, 5), "bfloat16": (8, 8), "float32": (24, 8), "float64": (53, 11)}
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxNode:
+    """A node of an ONNX file.
+
+    Attributes:
+        name: The node's name.
+        op_type: ONNX's operator: ``"Gemm"``.
+        op: The op of torch that it comes from: ``"linear"``; ``""`` if unknown.
+        module: Qualified name of the module; ``""`` for the outermost.
+        location: ``"model.py:12"``.
+        reason: The source of the decision: ``"lists/hmpx/bf16.txt:20"``; ``""`` for ops in no list.
+        dtype: The floating-point type that it computes in, ``""`` for none. A cast's is its result's.
+        input_dtypes: Types of its inputs.
+        output_dtypes: Types of its results.
+        faults: What is wrong with it.
+        error: With ``verify=True``, the largest difference from torch's result for the same inputs, in units of
+            roundoff of the largest value; None: not compared.
+    """
+
+    name: str
+    op_type: str
+    op: str
+    module: str
+    location: str
+    reason: str
+    dtype: str
+    input_dtypes: tuple[str, ...]
+    output_dtypes: tuple[str, ...]
+    faults: tuple[str, ...] = ()
+    error: float | None = None
+
+    __repr__ = fielded
+
+
+@dataclass(frozen=True)
+class OnnxFile(Written):
+    """The nodes of an ONNX file and their types.
+
+    Attributes:
+        path: The file.
+        nodes: A row per node: its ``op_type`` in ONNX, ``op``, ``module``, ``location``, ``reason``, ``dtype``,
+            ``input_dtypes``, ``output_dtypes``, ``faults``, and with ``verify=True`` its ``error``.
+        stored: Type of the initializers -> their bytes.
+        weight_faults: Infinities in float16, values that can't be read.
+        about: See [results](#results).
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2).eval()
+        >>> hmpx.export(model, torch.ones(1, 4), "linear.onnx").faults
+        ()
+    """
+
+    path: str
+    nodes: tuple[OnnxNode, ...]
+    stored: Mapping[str, int]
+    weight_faults: tuple[str, ...] = ()
+    about: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """A line for each mixed input, type off the policy, needless cast, and faulty weight."""
+        found = [
+            f"{node.name} ({', '.join(filter(None, (node.op_type, node.module, node.location)))}): {fault}"
+            for node in self.nodes
+            for fault in node.faults
+        ]
+        return (*found, *self.weight_faults)
+
+    __repr__ = brief
+
+    def __str__(self) -> str:
+        lines = [*wrapped(_verdict(self)), *wrapped(_sums(self)), ""]
+        lines += self.faults[:_MOST_LINES] or _nodes(self).lines()[: _MOST_LINES + 1]
+        hidden = max(len(self.faults) or len(self.nodes), _MOST_LINES) - _MOST_LINES
+        return "\n".join([*lines, *([f"... and {hidden} more"] if hidden else [])])
+
+    def _repr_html_(self) -> str:
+        return f"<div>{paragraphs([_verdict(self), _sums(self)])}{_nodes(self).to_html()}</div>"
+
+    def _data(self) -> Mapping[str, Any]:
+        return {"hmpx_onnx": SCHEMA, **asdict(self)}
+
+    def _table(self) -> ReportTable:
+        return ReportTable.of_fields([each.name for each in fields(OnnxNode)], self.nodes)
+
+    def _page(self) -> str:
+        name = Path(self.path).name
+        parts = [
+            paragraphs([_verdict(self), _sums(self)], "verdict"),
+            table_section("nodes", "Nodes"),
+        ]
+        tables = {"nodes": _nodes(self)}
+        return page(f"hmpx: {name}", f"Types of {name}", "".join(parts), self.about, tables=tables)
+
+
+def _verdict(found: OnnxFile) -> str:
+    count = len(found.faults)
+    said = "no faults" if not count else f"{count} fault{'s' * (count > 1)}"
+    return f"{short(found.path)}: {len(found.nodes)} nodes, {said}"
+
+
+def _sums(found: OnnxFile) -> str:
+    counts: dict[str, int] = {}
+    for node in found.nodes:
+        kind = "casts" if node.op_type == "Cast" else f"in {node.dtype or 'integers'}"
+        counts[kind] = counts.get(kind, 0) + 1
+    stored = [f"{size} bytes in {dtype}" for dtype, size in found.stored.items()]
+    return f"{', '.join(f'{n} {kind}' for kind, n in counts.items())}; stored: {', '.join(stored) or 'nothing'}"
+
+
+def _nodes(found: OnnxFile) -> ReportTable:
+    def column(name: str, cut: Callable[[str, int], str] = without_end) -> Column:
+        values = [getattr(node, name) for node in found.nodes]
+        show = "; ".join if name == "faults" else str
+        return Column(name, values, show, is_number=False, cut=cut, is_dtype=name == "dtype")
+
+    columns = [
+        *map(column, ("op_type", "dtype", "op")),
+        *(column(name, without_start) for name in ("module", "location", "reason")),
+    ]
+    if any(node.faults for node in found.nodes):
+        columns.append(column("faults"))
+    if any(node.error is not None for node in found.nodes):
+        columns.append(Column("error", [node.error for node in found.nodes], "{:.2g}".format))
+    return ReportTable(columns)
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+
+def imported(name: str, tool: str) -> ModuleType:
+    """Imports a package of the extra ``onnx``.
+
+    Raises:
+        OptionError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise OptionError(
+            f"{tool} needs {name}, which can't be imported: {said_by(error)}; pip install 'hmpx[onnx]'"
+        ) from error
+
+
+def read_onnx(path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> OnnxFile:
+    """Reads an ONNX file, its nodes' types, and its faults. Weights may lie in a file beside it.
+
+    Raises:
+        OptionError: It can't be read, or is not an ONNX model.
+    """
+    onnx = imported("onnx", "reading ONNX files")
+    try:
+        model = onnx.load(os.fspath(path), load_external_data=False)
+        if not model.HasField("graph"):
+            raise ValueError("it holds no graph")
+        model = onnx.shape_inference.infer_shapes(model)
+    except raised_here(Exception) as error:
+        raise OptionError(
+            f"{short(os.fspath(path))} is not a readable ONNX model: {said_by(error)}"
+        ) from error
+    return _Reader(onnx, model).read(os.fspath(path), about or {})
+
+
+class _Reader:
+    """Reads one model: collects the types of its values, then judges each node."""
+
+    def __init__(self, onnx: ModuleType, model: Any) -> None:
+        self._onnx, self._model = onnx, model
+        self._opsets = {each.domain: each.version for each in model.opset_import}
+        self._functions = {(each.domain, each.name) for each in model.functions}
+        self._dtypes: dict[str, str] = {}
+        self._sources: dict[str, Any] = {}  # value -> the cast that makes it
+        self._casts: dict[tuple[str, str], str] = {}  # value, type -> the first cast of it
+
+    def read(self, path: str, about: Mapping[str, str]) -> OnnxFile:
+        stored: dict[str, int] = {}
+        weight_faults: list[str] = []
+        graphs = [*_graphs(self._model.graph)]
+        for graph in graphs:
+            for value in (*graph.input, *graph.value_info, *graph.output):
+                self._dtypes[value.name] = self._name(value.type.tensor_type.elem_type)
+            for each in graph.initializer:
+                dtype = self._dtypes[each.name] = self._name(each.data_type)
+                stored[dtype] = stored.get(dtype, 0) + self._bytes(each)
+                weight_faults += self._weight_faults(each, str(Path(path).parent))
+        nodes = [self._node(each) for graph in graphs for each in graph.node]
+        return OnnxFile(
+            path, tuple(nodes), dict(sorted(stored.items())), tuple(weight_faults), about
+        )
+
+    def _name(self, code: int) -> str:
+        """Returns the name of a type as torch spells it; ``""`` for an unknown one."""
+        name = str(self._onnx.TensorProto.DataType.Name(code)).lower()
+        return {"undefined": "", "float": "float32", "double": "float64"}.get(name, name)
+
+    def _bytes(self, tensor: Any) -> int:
+        bits = re.search(r"\d+", self._name(tensor.data_type))  # of the first number: float8e4m3fn
+        return int(math.prod(tensor.dims)) * int(bits[0] if bits else 8) // 8
+
+    def _weight_faults(self, tensor: Any, folder: str) -> Iterator[str]:
+        is_external = tensor.data_location == self._onnx.TensorProto.EXTERNAL
+        if tensor.data_type != self._onnx.TensorProto.FLOAT16 and not is_external:
+            return
+        try:
+            values = self._onnx.numpy_helper.to_array(tensor, folder)
+        except raised_here(Exception) as error:
+            yield f"{tensor.name}: its values can't be read: {said_by(error)}"
+            return
+        if values.dtype == "float16" and (abs(values) == math.inf).any():
+            yield f"{tensor.name}: holds infinities in float16"
+
+    def _node(self, node: Any) -> OnnxNode:
+        told = {each.key: each.value for each in node.metadata_props}
+        inputs = tuple(self._dtypes.get(name, "") for name in node.input)
+        outputs = tuple(self._dtypes.get(name, "") for name in node.output)
+        floats = [
+            each for each in (*inputs, *outputs) if each in _BITS or each.startswith("float8")
+        ]
+        is_cast = node.op_type in {"Cast", "CastLike"}
+        dtype = (outputs[0] if is_cast else next(iter(floats), "")) if floats else ""
+        faults = (
+            [*self._cast_faults(node, inputs, outputs)] if is_cast else [*self._mixed(node, inputs)]
+        )
+        asked = told.get(DTYPE, "")
+        if asked and dtype and not is_cast and asked != dtype:
+            faults.append(
+                f"computes in {dtype}, and {told.get(REASON) or 'the policy'} says {asked}"
+            )
+        return OnnxNode(
+            name=node.name or f"the node of {', '.join(node.output)}",
+            op_type=node.op_type,
+            op=told.get(OP, ""),
+            module=module_of(told),
+            location=told.get(LOCATION, ""),
+            reason=told.get(REASON, ""),
+            dtype=dtype,
+            input_dtypes=inputs,
+            output_dtypes=outputs,
+            faults=tuple(faults),
+        )
+
+    def _mixed(self, node: Any, inputs: tuple[str, ...]) -> Iterator[str]:
+        """Yields what a node's schema, or an engine without implicit casts, refuses about its inputs' types."""
+        if (node.domain, node.op_type) in self._functions:
+            return
+        version = self._opsets.get(node.domain, 1)
+        try:
+            schema = self._onnx.defs.get_schema(node.op_type, version, node.domain)
+        except self._onnx.defs.SchemaError:
+            return
+        allowed = {each.type_param_str: each.allowed_type_strs for each in schema.type_constraints}
+        before: set[str] = set()
+        for index, dtype in enumerate(inputs):
+            if dtype not in _BITS:
+                continue
+            formal = schema.inputs[min(index, len(schema.inputs) - 1)]
+            types = allowed.get(formal.type_str, [formal.type_str])
+            if f"tensor({_onnx_name(dtype)})" not in types:
+                yield f"{node.op_type} of opset {version} takes no {dtype} as {formal.name}"
+            # Types differ where this input can't have the other one's, such as the scales of Resize.
+            mixed = [each for each in before - {dtype} if f"tensor({_onnx_name(each)})" in types]
+            if mixed:
+                yield f"mixed inputs: {mixed[0]} and {dtype}"
+                return
+            if formal.is_homogeneous:
+                before.add(dtype)
+
+    def _cast_faults(
+        self, node: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]
+    ) -> Iterator[str]:
+        """Yields why a cast is needless."""
+        source, dtype = node.input[0], outputs[0]
+        if inputs[0] == dtype and dtype:
+            yield f"needless cast: its input is {dtype} already"
+        before = self._sources.get(source)
+        if before is not None and self._dtypes.get(before.input[0]) == dtype in _BITS:
+            loses = [a < b for a, b in zip(_BITS.get(inputs[0], (0, 0)), _BITS[dtype], strict=True)]
+            if not any(loses):
+                yield f"needless cast: {before.name} made {inputs[0]} of {dtype}"
+        known = self._casts.setdefault((source, dtype), node.name)
+        if known != node.name:
+            yield f"needless cast: {known} casts the same tensor to {dtype}"
+        self._sources[node.output[0]] = node
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """Yields a graph and those that its nodes hold, such as the branches of If."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                if inner.node:
+                    yield from _graphs(inner)
+
+
+def _onnx_name(dtype: str) -> str:
+    return {"float32": "float", "float64": "double"}.get(dtype, dtype)
+
+
+def module_of(metadata: Mapping[str, str]) -> str:
+    """Returns the qualified name of the module in a node's metadata, which torch's exporter wrote."""
+    try:
+        scopes = ast.literal_eval(metadata.get("pkg.torch.onnx.name_scopes", "[]"))
+    except (ValueError, SyntaxError):
+        return ""
+    return str(scopes[-2]) if isinstance(scopes, list) and len(scopes) > 1 else ""

@@ -1,0 +1,444 @@
+"""`hmpx.export`: an ONNX file whose nodes have the decided types, what it says of each, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hmpx
+from hmpx.cli import main
+from hmpx.exporting import read_onnx
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+
+FLOAT, FLOAT16, BFLOAT16 = 1, 10, 16  # onnx.TensorProto's codes
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(x + self.inner(x))
+        logits = self.head(hidden)
+        return logits, F.softmax(logits, -1)
+
+
+@pytest.fixture
+def block() -> Block:
+    torch.manual_seed(0)
+    return Block().eval()
+
+
+def arrays(path: Path) -> dict[str, Any]:
+    """Returns the stored weights by name."""
+    return {
+        each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(path).graph.initializer
+    }
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+def test_nodes_have_the_types_of_the_lists_and_say_why(
+    block: Block, tmp_path: Path, low: str
+) -> None:
+    found = hmpx.export(block, torch.randn(2, 8), tmp_path / "m.onnx", low_precision_type=low)
+    assert found.faults == ()
+    rows = [(n.op_type, n.dtype, n.op, n.module, n.reason.rpartition("/")[2]) for n in found.nodes]
+    in_list = {
+        name: f"{file}:{hmpx.explain(name).reason.rpartition(':')[2]}"
+        for name, file in (
+            ("linear", "bf16.txt"),
+            ("add", "widest.txt"),
+            ("layer_norm", "fp32.txt"),
+            ("softmax", "fp32.txt"),
+        )
+    }
+    assert rows == [
+        ("Cast", low, "linear", "inner", in_list["linear"]),
+        ("Gemm", low, "linear", "inner", in_list["linear"]),
+        ("Cast", "float32", "add", "", in_list["add"]),
+        ("Add", "float32", "add", "", in_list["add"]),
+        ("LayerNormalization", "float32", "layer_norm", "norm", in_list["layer_norm"]),
+        ("Cast", low, "linear", "head", in_list["linear"]),
+        ("Gemm", low, "linear", "head", in_list["linear"]),
+        ("Cast", "float32", "softmax", "", in_list["softmax"]),
+        ("Softmax", "float32", "softmax", "", in_list["softmax"]),
+    ]
+    assert {node.location.rpartition(":")[0] for node in found.nodes} == {
+        "tests/exporting/test_export.py"
+    }
+    assert found.stored == {low: 2 * (64 + 8 + 32 + 4), "float32": 4 * 16}
+
+
+def test_weights_keep_their_names_and_are_rounded_to_nearest(block: Block, tmp_path: Path) -> None:
+    hmpx.export(block, torch.randn(2, 8), tmp_path / "m.onnx", low_precision_type="float16")
+    stored = arrays(tmp_path / "m.onnx")
+    assert {name: str(each.dtype) for name, each in stored.items()} == {
+        "inner.weight": "float16",
+        "inner.bias": "float16",
+        "norm.weight": "float32",
+        "norm.bias": "float32",
+        "head.weight": "float16",
+        "head.bias": "float16",
+    }
+    for name, each in block.named_parameters():
+        expected = each.detach().half() if "norm" not in name else each.detach()
+        assert torch.equal(torch.from_numpy(stored[name].copy()), expected)
+
+
+def test_large_weights_too(tmp_path: Path) -> None:
+    """The exporter leaves casts of more than a million numbers to the engine."""
+    model, path = nn.Linear(1100, 1000).eval(), tmp_path / "m.onnx"
+    found = hmpx.export(model, torch.ones(1, 1100), path, low_precision_type="float16")
+    assert found.stored == {"float16": 2 * 1000 * 1101}
+    assert [node.op_type for node in found.nodes] == ["Cast", "Gemm", "Cast"]
+    weight = torch.from_numpy(arrays(path)["weight"].copy())
+    assert torch.equal(weight, model.weight.detach().half())
+
+
+def test_a_weight_used_in_two_types_is_stored_in_both(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(4, 8)
+
+        def forward(self, index: Tensor) -> Tensor:
+            return F.linear(self.embedding(index), self.embedding.weight)
+
+    found = hmpx.export(
+        Tied().eval(), torch.tensor([1, 2]), tmp_path / "m.onnx", low_precision_type="float16"
+    )
+    assert found.stored == {"float16": 64, "float32": 128}
+    assert {*arrays(tmp_path / "m.onnx")} == {"embedding.weight", "embedding.weight.float16"}
+
+
+def test_outputs_are_fp32_unless_asked_otherwise(tmp_path: Path) -> None:
+    model, x, path = nn.Linear(8, 4).eval(), torch.randn(2, 8), tmp_path / "m.onnx"
+    with hmpx.convert(device_types={"cpu"}):
+        hmpx.export(model, x, path)
+        wide = onnx.load(path).graph.output[0]
+        hmpx.export(model, x, path, outputs="keep")
+        low = onnx.load(path).graph.output[0]
+    assert (wide.type.tensor_type.elem_type, low.type.tensor_type.elem_type) == (FLOAT, BFLOAT16)
+    assert wide.name == low.name
+
+
+def test_arguments_by_name_and_any_batch(block: Block, tmp_path: Path) -> None:
+    batch = torch.export.Dim("batch")
+    path, shapes = tmp_path / "m.onnx", {"x": {0: batch}}
+    hmpx.export(block, {"x": torch.randn(2, 8)}, path, dynamic_shapes=shapes)
+    graph = onnx.load(path).graph
+    assert [each.name for each in graph.input] == ["x"]
+    assert graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+def test_a_policy_file_and_sections_decide(block: Block, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("low: [linear]\nsections:\n- module: head\n  fp32: [linear]\n")
+    found = hmpx.export(block, torch.randn(2, 8), tmp_path / "m.onnx", policy=policy)
+    types = {node.module: node.dtype for node in found.nodes if node.op_type == "Gemm"}
+    assert types == {"inner": "bfloat16", "head": "float32"}
+    reasons = {node.module: node.reason for node in found.nodes if node.op_type == "Gemm"}
+    assert reasons["head"].endswith("policy.yaml:4")
+
+
+def test_the_model_and_torch_are_as_before(block: Block, tmp_path: Path) -> None:
+    before = {name: each.clone() for name, each in block.state_dict().items()}
+    parameters = [*block.parameters()]
+    hmpx.export(block, torch.randn(2, 8), tmp_path / "m.onnx")
+    assert all(a is b for a, b in zip(block.parameters(), parameters, strict=True))
+    assert all(torch.equal(each, before[name]) for name, each in block.state_dict().items())
+    assert not hmpx.is_converted()
+    assert torch.is_grad_enabled()
+    assert [each.name for each in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_a_frozen_model_gives_the_same_file(block: Block, tmp_path: Path) -> None:
+    x = torch.randn(2, 8)
+    with hmpx.convert(low_precision_type="float16", device_types={"cpu"}):
+        expected = hmpx.export(block, x, tmp_path / "m.onnx")
+        stored = arrays(tmp_path / "m.onnx")
+        frozen = hmpx.freeze(block, x)
+        found = hmpx.export(block, x, tmp_path / "frozen.onnx")
+        frozen.undo()
+    assert [(n.op_type, n.dtype) for n in found.nodes] == [
+        (n.op_type, n.dtype) for n in expected.nodes
+    ]
+    for name, each in arrays(tmp_path / "frozen.onnx").items():
+        assert (each == stored[name]).all()
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+def test_verified_ops_differ_by_roundoff(block: Block, tmp_path: Path, low: str) -> None:
+    found = hmpx.export(
+        block, torch.randn(2, 8), tmp_path / "m.onnx", low_precision_type=low, verify=True
+    )
+    errors = {node.op_type: node.error for node in found.nodes if node.op_type != "Cast"}
+    assert errors.keys() == {"Gemm", "Add", "LayerNormalization", "Softmax"}
+    assert all(error is not None and error <= 2 for error in errors.values())
+    assert "error" in str(found)
+
+
+def test_verification_finds_a_wrong_weight(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = torch.onnx.export
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        program: Any = export(*args, **kwargs)
+        weight = program.model.graph.initializers["norm.weight"]
+        weight.const_value = type(weight.const_value)(torch.full((8,), 1.001), name="norm.weight")
+        return program
+
+    monkeypatch.setattr(torch.onnx, "export", wrong)
+    found = hmpx.export(block, torch.randn(2, 8), tmp_path / "m.onnx", verify=True)
+    errors = {node.op_type: node.error or 0 for node in found.nodes}
+    assert errors["LayerNormalization"] > 1000
+    assert max(error for op, error in errors.items() if op != "LayerNormalization") < 2
+
+
+# --- what is wrong with a file -------------------------------------------------------------------
+
+
+def saved(path: Path, nodes: list[Any], opset: int = 22, **types: int) -> str:
+    """Writes a graph of these nodes; ``types`` are its values' types: inputs, and ``y``, the output."""
+    value = {
+        name: onnx.helper.make_tensor_value_info(name, code, [2, 2]) for name, code in types.items()
+    }
+    inputs = [each for name, each in value.items() if name != "y"]
+    graph = onnx.helper.make_graph(nodes, "graph", inputs, [value["y"]])
+    opsets = [onnx.helper.make_opsetid("", opset)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets), path)
+    return str(path)
+
+
+def node(op: str, inputs: str, output: str, name: str, **attributes: Any) -> Any:
+    return onnx.helper.make_node(op, inputs.split(), [output], name=name, **attributes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "types", "opset", "expected"),
+    [
+        (
+            [node("Add", "a b", "y", "sum")],
+            {"a": FLOAT, "b": FLOAT16, "y": FLOAT},
+            22,
+            ["sum (Add): mixed inputs: float32 and float16"],
+        ),
+        (
+            [node("Pow", "a b", "y", "power")],  # types of their own in the schema
+            {"a": FLOAT16, "b": FLOAT, "y": FLOAT16},
+            22,
+            ["power (Pow): mixed inputs: float16 and float32"],
+        ),
+        (
+            [node("Where", "a b c", "y", "choice")],
+            {"a": 9, "b": FLOAT16, "c": FLOAT16, "y": FLOAT16},
+            22,
+            [],
+        ),
+        (
+            [node("Conv", "a b", "y", "conv")],
+            {"a": BFLOAT16, "b": BFLOAT16, "y": BFLOAT16},
+            18,
+            [
+                "conv (Conv): Conv of opset 18 takes no bfloat16 as X",
+                "conv (Conv): Conv of opset 18 takes no bfloat16 as W",
+            ],
+        ),
+        (
+            [node("Cast", "a", "b", "up", to=FLOAT), node("Cast", "b", "y", "down", to=FLOAT16)],
+            {"a": FLOAT16, "y": FLOAT16},
+            22,
+            ["down (Cast): needless cast: up made float32 of float16"],
+        ),
+        (  # rounds
+            [node("Cast", "a", "b", "down", to=FLOAT16), node("Cast", "b", "y", "up", to=FLOAT)],
+            {"a": FLOAT, "y": FLOAT},
+            22,
+            [],
+        ),
+        (
+            [
+                node("Cast", "a", "b", "first", to=FLOAT16),
+                node("Cast", "a", "c", "second", to=FLOAT16),
+                node("Add", "b c", "y", "sum"),
+            ],
+            {"a": FLOAT, "y": FLOAT16},
+            22,
+            ["second (Cast): needless cast: first casts the same tensor to float16"],
+        ),
+        (
+            [node("Cast", "a", "y", "same", to=FLOAT)],
+            {"a": FLOAT, "y": FLOAT},
+            22,
+            ["same (Cast): needless cast: its input is float32 already"],
+        ),
+    ],
+)
+def test_faults_of_other_peoples_files(
+    tmp_path: Path, nodes: list[Any], types: dict[str, int], opset: int, expected: list[str]
+) -> None:
+    path = saved(tmp_path / "m.onnx", nodes, opset, **types)
+    assert [*read_onnx(path).faults] == expected
+
+
+def test_mixed_inputs_inside_of_a_branch(tmp_path: Path) -> None:
+    branch = onnx.helper.make_graph(
+        [node("Mul", "a b", "inner", "product")],
+        "branch",
+        [],
+        [onnx.helper.make_tensor_value_info("inner", FLOAT, [2, 2])],
+    )
+    choice = node("If", "flag", "y", "choice", then_branch=branch, else_branch=branch)
+    path = saved(tmp_path / "m.onnx", [choice], flag=9, a=FLOAT, b=FLOAT16, y=FLOAT)
+    assert "product (Mul): mixed inputs: float32 and float16" in read_onnx(path).faults
+
+
+def test_a_node_off_the_policy(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    hmpx.export(block, torch.randn(2, 8), path, low_precision_type="float16")
+    model = onnx.load(path)
+    softmax = next(each for each in model.graph.node if each.op_type == "Softmax")
+    next(each for each in softmax.metadata_props if each.key == "hmpx.dtype").value = "float16"
+    onnx.save(model, path)
+    (fault,) = read_onnx(path).faults
+    assert "computes in float32, and lists/hmpx/fp32.txt:" in fault
+    assert fault.endswith("says float16")
+
+
+def test_weights_that_float16_made_infinite_are_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2).eval()
+    with torch.no_grad():
+        model.weight[0, 0] = 1e6
+    found = hmpx.export(model, torch.ones(1, 2), tmp_path / "m.onnx", low_precision_type="float16")
+    assert found.faults == ("weight: holds infinities in float16",)
+
+
+# --- what is refused, and what stays -------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def refused(model: Any, path: Path, x: Any = None, **options: Any) -> str:
+    path.write_text("earlier")
+    with pytest.raises(hmpx.OptionError) as caught:
+        hmpx.export(model, torch.ones(1, 2) if x is None else x, path, **options)
+    assert path.read_text() == "earlier"
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert not hmpx.is_converted()
+    return str(caught.value)
+
+
+def test_errors_leave_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, linear = tmp_path / "m.onnx", nn.Linear(2, 2).eval()
+    training = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
+    training[1].train()
+    assert "Sequential is in training mode (1)" in refused(training, path)
+    assert "hmpx.export takes a torch.nn.Module, not function" in refused(F.relu, path)
+    assert "torch.onnx.export can't export Branching" in refused(Branching().eval(), path)
+    assert "outputs must be 'fp32' or 'keep'" in refused(linear, path, outputs="low")
+    assert "did you mean 'low_precision_type'" in refused(linear, path, low_precision_typ="float16")
+    float8 = refused(linear, path, low_precision_type="float8_e4m3fn")
+    assert "float8_e4m3fn" in float8
+    several = refused(linear, path, (torch.ones(1, 2), 3))
+    assert "export called Linear(" in several
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        hmpx.export(linear, torch.ones(1, 3), path)
+    assert path.read_text() == "earlier"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "onnxscript", None)
+        assert "pip install 'hmpx[onnx]'" in refused(linear, path)
+    with pytest.raises(hmpx.OptionError, match=r"can't write .*: No such file or directory"):
+        hmpx.export(linear, torch.ones(1, 2), tmp_path / "no" / "m.onnx")
+
+
+def test_a_full_disk_leaves_the_earlier_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(self: Any, destination: Path, **options: Any) -> None:
+        Path(destination).write_text("half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", save)
+    assert refused(nn.Linear(2, 2).eval(), tmp_path / "m.onnx").endswith("No space left on device")
+
+
+def test_weights_in_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch writes models of more than 2 GB."""
+    save = torch.onnx.ONNXProgram.save
+    monkeypatch.setattr(
+        torch.onnx.ONNXProgram,
+        "save",
+        lambda self, destination: save(self, destination, external_data=True),
+    )
+    model, path = nn.Linear(64, 64).eval(), tmp_path / "m.onnx"
+    with torch.no_grad():
+        model.weight[0, 0] = 1e6
+    found = hmpx.export(model, torch.randn(2, 64), path, low_precision_type="float16")
+    assert {each.name for each in tmp_path.iterdir()} == {"m.onnx", "m.onnx.data"}
+    assert found.stored == {"float16": 2 * 64 * 65}
+    assert found.faults == ("weight: holds infinities in float16",)
+    (tmp_path / "m.onnx.data").unlink()
+    (fault,) = read_onnx(path).faults
+    assert fault.startswith("weight: its values can't be read: ")
+    assert "m.onnx.data" in fault
+
+
+@pytest.mark.parametrize("content", [b"", b"low: [linear]\n", b"\x08\x07\x12" * 9])
+def test_what_is_not_a_model(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(content)
+    with pytest.raises(hmpx.OptionError, match=r"m\.onnx is not a readable ONNX model"):
+        read_onnx(path)
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+PROGRAM = """
+import torch
+
+def build():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Softmax(-1)).eval()
+
+def inputs():
+    return torch.ones(2, 8)
+"""
+
+
+def test_commands_export_and_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("exported_program.py").write_text(PROGRAM)
+    command = ["export", "exported_program.py:build", "--low-precision-type", "float16"]
+    files = ["--json", "m.json", "--html", "m.html", "--csv", "m.csv"]
+    assert main([*command, "--device-types", "cpu", "--onnx", "m.onnx", *files]) == 0
+    said = capsys.readouterr().out
+    assert "m.onnx: 4 nodes, no faults" in said
+    assert [each["dtype"] for each in json.loads(Path("m.json").read_text())["nodes"]] == [
+        *("float16", "float16"),
+        *("float32", "float32"),
+    ]
+    assert "Types of m.onnx" in Path("m.html").read_text()
+    assert main(["check", "m.onnx"]) == 0
+    assert "m.onnx: 4 nodes, no faults" in capsys.readouterr().out
+    bad = saved(Path("bad.onnx"), [node("Add", "a b", "y", "sum")], a=FLOAT, b=FLOAT16, y=FLOAT)
+    assert main(["check", "m.onnx", bad]) == 1
+    assert "sum (Add): mixed inputs" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["check", "m.onnx", "policy.yaml"])
