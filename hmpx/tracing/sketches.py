@@ -15,12 +15,13 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comparing import BELOW_FP16, all_contents
+from ..compute import nodes_in_use
 from ..tensors import long_name
 
 #: Projections of a tensor. The standard deviation of an estimate is a ninth of it.
@@ -34,7 +35,7 @@ _TURNS: Final = -(-_COLUMNS // PROJECTIONS)
 _PART: Final = 264
 #: Values of parts that are read together: on the CPU, where they stay in its cache, and on a device, where each time
 #: costs many kernels.
-FEW: Final = 64 * _COLUMNS
+FEW: Final = 1 << 16
 _MANY: Final = 64 * _PART * _COLUMNS
 
 #: The variance of a projection's rounding to float32, for a norm of 1.
@@ -128,34 +129,72 @@ def values_of(tensor: Tensor) -> Tensor:
     return values.contiguous().view(-1)
 
 
-def sketches(values: Sequence[Tensor]) -> list[tuple[Sketch, str]]:
-    """Returns the sketch and the `low_contents` of each of these `values_of` tensors, of one dtype and device."""
-    parts = [*map(_parts, values)]
+def is_read_alone(values: Tensor) -> bool:
+    """Whether nothing is saved by reading them together with others: they are many, or there is a kernel."""
+    return len(values) > FEW or _kernel(values) is not None
+
+
+def _kernel(values: Tensor) -> Any:
+    return nodes_in_use().module.sketch if values.is_cpu and nodes_in_use().module else None
+
+
+def sketches(values: Sequence[Tensor]) -> list[tuple[Sketch, bool]]:
+    """Returns the sketch of each of these `values_of` tensors, of one dtype and device.
+
+    Also whether it surely needs its dtype; `low_contents` tells of the others.
+    """
+    kernel = _kernel(values[0])
+    if kernel is None:
+        read = _read_together(values)
+    else:
+        read = [_read_by(kernel, each) if each.numel() else [] for each in values]
+    return [
+        (_joined(each, [one for one, _ in of]), any(is_wide for _, is_wide in of))
+        for each, of in zip(values, read, strict=True)
+    ]
+
+
+def low_contents(values: Sequence[Tensor]) -> list[str]:
+    """Returns the name of the narrower dtype that each tensor's values came from; "" for none."""
+    return [
+        "" if low is None or low is each.dtype else long_name(low)
+        for each, low in zip(values, all_contents(values), strict=True)
+    ]
+
+
+def _read_by(kernel: Any, values: Tensor) -> list[tuple[Sketch, bool]]:
+    """Returns as `_read` does, of each part of a tensor; the kernel is that of `compute.nodes`."""
+    dtype, parts = values.dtype, -(-values.numel() // (_PART * _COLUMNS))
+    is_plain = dtype in (torch.float32, torch.float64) or not dtype.is_floating_point
+    wide = values if is_plain else values.float()
+    bits = torch.zeros(parts, 2, dtype=torch.int64)
+    numbers = torch.zeros(parts, 3 + PROJECTIONS, dtype=torch.float64)
+    kernel(values, wide, *_tables(wide.dtype), _signs_of_parts(parts), bits, numbers)
+    if not dtype.is_floating_point:
+        return [(Sketch(digest), True) for digest, _ in bits.tolist()]
+    below = {torch.float32: BELOW_FP16, torch.float64: 0}.get(dtype, -1)
+    return [
+        (Sketch(digest, 0, math.sqrt(square), least, largest, tuple(of)), bool(union & below))
+        for (digest, union), (square, least, largest, *of) in zip(
+            bits.tolist(), numbers.tolist(), strict=True
+        )
+    ]
+
+
+def _read_together(values: Sequence[Tensor]) -> list[list[tuple[Sketch, bool]]]:
+    """Returns as `_read` does, of the parts of each tensor; reads parts of several tensors at once."""
+    parts = [torch.split(each, _PART * _COLUMNS) if each.numel() else () for each in values]
     most = FEW if values[0].device.type == "cpu" else _MANY
     found, together, size = list[tuple[Sketch, bool]](), list[tuple[Tensor, int]](), 0
-    for part in itertools.chain(*parts):
-        size += len(part[0]) + _COLUMNS
+    for part, number in [(part, number) for each in parts for number, part in enumerate(each)]:
+        size += len(part) + _COLUMNS
         if together and size > most:
             found += _read(together)
-            together, size = [], len(part[0]) + _COLUMNS
-        together.append(part)
+            together, size = [], len(part) + _COLUMNS
+        together.append((part, number))
     found += _read(together) if together else []
     rest = iter(found)
-    read = [[*itertools.islice(rest, len(each))] for each in parts]
-    narrow = [n for n, each in enumerate(read) if not any(is_wide for _, is_wide in each)]
-    lows = dict(zip(narrow, all_contents([values[n] for n in narrow]), strict=True))
-    made = list[tuple[Sketch, str]]()
-    for n, (each, of) in enumerate(zip(values, read, strict=True)):
-        low = lows.get(n)
-        name = "" if low is None or low is each.dtype else long_name(low)
-        made.append((_joined(each, [one for one, _ in of]), name))
-    return made
-
-
-def _parts(values: Tensor) -> list[tuple[Tensor, int]]:
-    """Returns the parts of a tensor, and their numbers."""
-    parts = torch.split(values, _PART * _COLUMNS) if values.numel() else ()
-    return [(each, number) for number, each in enumerate(parts)]
+    return [[*itertools.islice(rest, len(each))] for each in parts]
 
 
 def _joined(values: Tensor, parts: Sequence[Sketch]) -> Sketch:
@@ -267,6 +306,21 @@ def _signs(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     random = torch.frombuffer(_stream("order", 4 * _COLUMNS), dtype=torch.int32)
     order = torch.cat([random.argsort(), torch.full((_TURNS * PROJECTIONS - _COLUMNS,), _COLUMNS)])
     return _random_signs("signs", _PART, _COLUMNS).to(device, dtype), order.to(device)
+
+
+@functools.lru_cache(maxsize=8)
+def _tables(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Returns the tables of the kernel."""
+    signs, order = _signs("cpu", dtype if dtype is torch.float64 else torch.float32)
+    return (*_weights("cpu"), signs, order[:_COLUMNS])
+
+
+@functools.lru_cache(maxsize=8)
+def _signs_of_parts(parts: int) -> Tensor:
+    """Returns the signs of the columns of each part of a tensor, as large as projections are."""
+    first = torch.ones(_COLUMNS, dtype=torch.float64)
+    rest = [_part_signs(each, "cpu", torch.float64) for each in range(1, parts)]
+    return torch.stack([first, *rest]) * math.sqrt(PROJECTIONS)
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -757,10 +757,42 @@ def test_digests_of_values_of_other_signs(dtype: torch.dtype) -> None:
     assert len({each.digest for each, _ in found}) == len(signs)
 
 
-def test_few_values_have_the_sketches_of_many() -> None:
+@pytest.mark.parametrize("dtype", [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.int64, torch.int32,
+    torch.uint8, torch.bool,
+])  # fmt: skip
+@pytest.mark.parametrize("size", [0, 1, 1021, 1022, 300_000, 600_000])
+def test_the_kernel_and_torch_give_the_same_sketches(
+    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests bit for bit, and sums but for the order of their terms: of several parts, of NaN and infinities."""
+    from hmpx import compute
+    from hmpx.tracing import sketches
+
+    drawn = torch.randn(2, size, generator=torch.Generator().manual_seed(size)) * 30
+    values = [*drawn.to(dtype)]
+    if dtype.is_floating_point and size > 3:
+        values[0][1], values[0][-1] = math.nan, -math.inf
+    pairs = [sketches.sketches([each])[0] for each in values]
+    monkeypatch.setattr(sketches, "nodes_in_use", compute.nodes.Nodes)
+    for (found, is_wide), (expected, is_surely_wide) in zip(
+        pairs, sketches.sketches(values), strict=True
+    ):
+        assert is_wide >= is_surely_wide
+        for name in ("digest", "nonfinite", "places", "least", "largest"):
+            assert getattr(found, name) == getattr(expected, name)
+        assert found.norm == pytest.approx(expected.norm, rel=1e-14)
+        assert found.projections == pytest.approx(
+            expected.projections, rel=1e-12, abs=1e-13 * expected.norm
+        )
+
+
+def test_few_values_have_the_sketches_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read together: integers, low and wide dtypes, NaN and infinities, views that are not contiguous."""
+    from hmpx import compute, tracing
     from hmpx.tracing.sketches import sketches, values_of
 
+    monkeypatch.setattr(tracing.sketches, "nodes_in_use", compute.nodes.Nodes)
     x = torch.linspace(-3, 3, 40).view(5, 8)
     for dtype in (
         torch.float32,
