@@ -208,6 +208,8 @@ def _row(
     call = a or b
     assert call is not None
     is_compared = difference and found.verdict != "not compared"
+    if difference and difference.zeros and math.isinf(difference.largest.rel):
+        found = found._replace(cause=f"zero in a{found.cause and ': '}{found.cause}")
     said = [
         "" if each is None else each.decision + ", compiled" * each.site.is_compiled
         for each in (a, b)

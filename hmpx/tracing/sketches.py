@@ -38,6 +38,9 @@ _PART: Final = 264
 FEW: Final = 1 << 16
 _MANY: Final = 64 * _PART * _COLUMNS
 
+#: Squares of larger values, or of smaller ones than its inverse, may not be float64 numbers.
+_HUGE: Final = 2.0**500
+
 #: The variance of a projection's rounding to float32, for a norm of 1.
 _ROUNDING: Final = 2.0**-48 / 6
 
@@ -113,12 +116,18 @@ def difference(a: Sketch, b: Sketch) -> Estimate:
         return Estimate(math.inf)
     if a.places != b.places and a.places and b.places:  # inf against NaN
         return Estimate(math.inf)
-    squares = [(x - y) ** 2 for x, y in zip(a.projections, b.projections, strict=True)]
-    rounding = (a.norm**2 + b.norm**2) * _ROUNDING  # of the projections in the file
+    size = max(a.norm, b.norm)  # whose square may be too large for a float
+    squares = [
+        (x / size - y / size) ** 2 for x, y in zip(a.projections, b.projections, strict=True)
+    ]
+    rounding = math.hypot(a.norm / size, b.norm / size) ** 2 * _ROUNDING  # of those in the file
     mean = sum(squares) / len(squares)
+    if not math.isfinite(mean):  # float64 has no such numbers
+        return Estimate(math.inf)
     square = max(mean - rounding, 0.0)
     error = (mean * math.sqrt(2 / len(squares)) + rounding) / (2 * math.sqrt(max(square, rounding)))
-    return Estimate(math.sqrt(square) / a.norm, error / a.norm)
+    unit = size / a.norm
+    return Estimate(math.sqrt(square) * unit, error * unit)
 
 
 def values_of(tensor: Tensor) -> Tensor:
@@ -211,10 +220,17 @@ def _joined(values: Tensor, parts: Sequence[Sketch]) -> Sketch:
         ((found, _),) = sketches([values.where(is_finite, 0)])
         nonfinite = values.numel() - int(is_finite.sum())
         return replace(found, digest=digest, nonfinite=nonfinite, places=places.digest)
-    norm, least = math.hypot(*[each.norm for each in parts]), [each.least for each in parts]
-    sums = tuple(map(sum, zip(*[each.projections for each in parts], strict=True)))
+    norm, sums = math.hypot(*[each.norm for each in parts]), [each.projections for each in parts]
+    least = min([each.least for each in parts], default=0.0)
     largest = max([each.largest for each in parts], default=0.0)
-    return Sketch(digest, 0, norm, min(least, default=0.0), largest, sums)
+    found = Sketch(digest, 0, norm, least, largest, tuple(map(sum, zip(*sums, strict=True))))
+    size = max(largest, -least)
+    if values.dtype is torch.float64 and size and not 1 / _HUGE < size < _HUGE:
+        factor = 1 / _HUGE if size > 1 else _HUGE
+        ((scaled, _),) = sketches([values * factor])
+        projections = tuple([each / factor for each in scaled.projections])
+        return replace(found, norm=scaled.norm / factor, projections=projections)
+    return found
 
 
 def _read(parts: Sequence[tuple[Tensor, int]]) -> list[tuple[Sketch, bool]]:

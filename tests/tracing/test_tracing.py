@@ -745,6 +745,41 @@ def test_values_are_those_at_the_time_of_the_call(tmp_path: Path) -> None:
     assert len(tensors[0]) == 2
 
 
+@pytest.mark.parametrize("nodes", ["compiled", "off"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (1.0, 0.0, 1.0),
+        (0.0, 0.0, 0.0),
+        (0.0, -0.0, 0.0),
+        (0.0, 1.0, math.inf),
+        (1e200, 1.001e200, 1e-3),
+        (1e-200, 1.001e-200, 1e-3),
+        (1e200, 1.0, 1.0),
+        (1.0, 1e200, 1e200),
+        (1e306, -1e306, 2.0),
+        (1e307, -1e307, math.inf),
+        (1e308, 1.001e308, math.inf),
+    ],
+)
+def test_errors_of_zeros_and_of_extreme_values(
+    case: tuple[float, float, float], nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hmpx import compute, tracing
+
+    a, b, error = case
+    if nodes == "off":
+        monkeypatch.setattr(tracing.sketches, "nodes_in_use", compute.nodes.Nodes)
+    values = torch.linspace(0.5, 1, 100, dtype=torch.float64)
+    for name, scale in (("a", a), ("b", b)):
+        with hmpx.trace(tmp_path / name):
+            torch.stack([values * scale] * 2)
+    row = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").rows[-1]
+    if row.error != error:
+        assert row.error == pytest.approx(error, abs=4 * row.uncertainty)
+    assert ("zero in a" in row.cause) == (a == 0 != b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_digests_of_values_of_other_signs(dtype: torch.dtype) -> None:
     """Only the highest bit of one value, or of some, differs."""
