@@ -148,15 +148,9 @@ def _kernel(values: Tensor) -> Any:
 
 
 def sketches(values: Sequence[Tensor]) -> list[tuple[Sketch, bool]]:
-    """Returns the sketch of each of these `values_of` tensors, of one dtype and device.
-
-    Also whether it surely needs its dtype; `low_contents` tells of the others.
-    """
+    """Returns the sketches of some `values_of` tensors of one dtype and device, and whether they surely need their dtype."""
     kernel = _kernel(values[0])
-    if kernel is None:
-        read = _read_together(values)
-    else:
-        read = [_read_by(kernel, each) if each.numel() else [] for each in values]
+    read = _read_together(values) if kernel is None else [_read_by(kernel, e) for e in values]
     return [
         (_joined(each, [one for one, _ in of]), any(is_wide for _, is_wide in of))
         for each, of in zip(values, read, strict=True)
@@ -165,28 +159,28 @@ def sketches(values: Sequence[Tensor]) -> list[tuple[Sketch, bool]]:
 
 def low_contents(values: Sequence[Tensor]) -> list[str]:
     """Returns the name of the narrower dtype that each tensor's values came from; "" for none."""
-    return [
-        "" if low is None or low is each.dtype else long_name(low)
-        for each, low in zip(values, all_contents(values), strict=True)
-    ]
+    pairs = zip(values, all_contents(values), strict=True)
+    return ["" if low in (None, each.dtype) else long_name(low) for each, low in pairs]
 
 
 def _read_by(kernel: Any, values: Tensor) -> list[tuple[Sketch, bool]]:
     """Returns as `_read` does, of each part of a tensor; the kernel is that of `compute.nodes`."""
     dtype, parts = values.dtype, -(-values.numel() // (_PART * _COLUMNS))
-    is_plain = dtype in (torch.float32, torch.float64) or not dtype.is_floating_point
-    wide = values if is_plain else values.float()
-    bits = torch.zeros(parts, 2, dtype=torch.int64)
-    numbers = torch.zeros(parts, 3 + PROJECTIONS, dtype=torch.float64)
-    kernel(values, wide, *_tables(wide.dtype), _signs_of_parts(parts), bits, numbers)
-    if not dtype.is_floating_point:
-        return [(Sketch(digest), True) for digest, _ in bits.tolist()]
+    is_low = dtype.is_floating_point and dtype not in (torch.float32, torch.float64)
+    wide = values.float() if is_low else values
+    bits, numbers = (
+        torch.zeros(parts, 2, dtype=torch.int64),
+        torch.zeros(parts, 3 + PROJECTIONS).double(),
+    )
+    signs, order = _signs("cpu", dtype if dtype is torch.float64 else torch.float32)
+    kernel(values, wide, *_weights("cpu"), signs, order, _signs_of_parts(parts), bits, numbers)
     below = {torch.float32: BELOW_FP16, torch.float64: 0}.get(dtype, -1)
+    found = zip(bits.tolist(), numbers.tolist(), strict=True)
+    if not dtype.is_floating_point:
+        return [(Sketch(digest), True) for (digest, _), _ in found]
     return [
         (Sketch(digest, 0, math.sqrt(square), least, largest, tuple(of)), bool(union & below))
-        for (digest, union), (square, least, largest, *of) in zip(
-            bits.tolist(), numbers.tolist(), strict=True
-        )
+        for (digest, union), (square, least, largest, *of) in found
     ]
 
 
@@ -325,18 +319,10 @@ def _signs(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @functools.lru_cache(maxsize=8)
-def _tables(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns the tables of the kernel."""
-    signs, order = _signs("cpu", dtype if dtype is torch.float64 else torch.float32)
-    return (*_weights("cpu"), signs, order[:_COLUMNS])
-
-
-@functools.lru_cache(maxsize=8)
 def _signs_of_parts(parts: int) -> Tensor:
     """Returns the signs of the columns of each part of a tensor, as large as projections are."""
-    first = torch.ones(_COLUMNS, dtype=torch.float64)
-    rest = [_part_signs(each, "cpu", torch.float64) for each in range(1, parts)]
-    return torch.stack([first, *rest]) * math.sqrt(PROJECTIONS)
+    found = [_part_signs(each, "cpu", torch.float64) for each in range(parts)]
+    return torch.stack([torch.ones(_COLUMNS).double(), *found[1:]]) * math.sqrt(PROJECTIONS)
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -168,7 +168,7 @@ Tensor gelu_backward(const Tensor& gradient, const Tensor& x, c10::string_view a
 constexpr int64_t columns = 1021, part_rows = 264, projections = 40;
 
 template <typename T>
-uint64_t digest(const char* row, const uint64_t* weights, int64_t n, int64_t* any) {
+void digest(const char* row, const uint64_t* weights, int64_t n, uint64_t row_weight, int64_t* found) {
   uint64_t sum = 0, all = 0;
 #pragma omp simd reduction(+ : sum) reduction(| : all)
   for (int64_t i = 0; i < n; i++) {
@@ -176,8 +176,7 @@ uint64_t digest(const char* row, const uint64_t* weights, int64_t n, int64_t* an
     all |= value;
     sum += static_cast<uint64_t>(mixed) * weights[i];
   }
-  *any |= all;
-  return sum;
+  found[0] += sum * row_weight, found[1] |= all;
 }
 
 // `found` gets the sum of the squares, the least and the largest value; `sums` those of the columns, with signs.
@@ -200,16 +199,16 @@ void sketch(const Tensor& values, const Tensor& wide, const Tensor& weights, con
             const Tensor& signs, const Tensor& order, const Tensor& part_signs, const Tensor& bits,
             const Tensor& numbers) {
   const int64_t n = values.numel(), size = values.element_size(), runs = std::max<int64_t>(1, size / 4);
+  const auto* bytes = static_cast<const char*>(values.const_data_ptr());
   const auto run = size == 1 ? digest<uint8_t> : size == 2 ? digest<int16_t> : digest<int32_t>;
+  const auto *weight = data<uint64_t>(weights), *row_weight = data<uint64_t>(row_weights);
   at::parallel_for(0, bits.size(0), 1, [&](int64_t part, int64_t end) {
     for (; part < end; part++) {
-      auto* both = data<int64_t>(bits) + 2 * part;
       double sums[columns] = {}, *found = data<double>(numbers) + part * (3 + projections);
       found[1] = INFINITY, found[2] = -INFINITY;
       for (int64_t row = 0, at = part * part_rows * columns; row < part_rows && at < n; row++, at += columns) {
         const auto length = std::min(columns, n - at), first = row * columns;
-        const auto* weight = data<uint64_t>(weights);
-        both[0] += run(data<char>(values) + at * size, weight, length * runs, &both[1]) * data<uint64_t>(row_weights)[row];
+        run(bytes + at * size, weight, length * runs, row_weight[row], data<int64_t>(bits) + 2 * part);
         if (wide.scalar_type() == kFloat) {
           add(data<float>(wide) + at, data<float>(signs) + first, sums, length, found);
         } else if (wide.scalar_type() == at::kDouble) {
