@@ -526,5 +526,5 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    is_alike = one.dtype is other.dtype and one.device == other.device and is_readable(one)
-    return is_alike and torch.equal(one, other)
+    is_alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return is_alike and is_readable(one) and torch.equal(one, other)

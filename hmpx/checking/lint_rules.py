@@ -102,12 +102,8 @@ def _lost_before(
 
     def results(way: str, of: Sequence[Tensor] = lows) -> tuple[list[Tensor], list[Tensor] | None]:
         """Returns the inputs, of which some are made another way, and the call's results."""
-        made = [
-            each
-            if way == "given" or all(each is not one for one in of)
-            else trace.values(each, way)
-            for each in lows
-        ]
+        changed: set[int] = set() if way == "given" else set(map(id, of))
+        made = [trace.values(each, way) if id(each) in changed else each for each in lows]
         inputs = [each for each in made if each is not None]
         values = dict(zip(map(id, lows), inputs, strict=False))
         if len(inputs) < len(made):
@@ -395,13 +391,13 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
                 f"{off:.1%} of the values are lost: {lost[0]:.3g} is subnormal or zero in {name}"
             )
             yield Finding("HP109", *seen.place, evidence, off, 0.0, remedy)
-        elif share > 0.01 and found is not None and not (lost and _is_scaled_mask(values)):
+        elif share > 0.01 and found is not None and not (lost and _is_mask(values)):
             evidence = f"{share:.0%} of the values are subnormal or zero in {name}"
             yield Finding("HP109", *seen.place, evidence, *found, f"{remedy}, or a loss scaler")
 
 
-def _is_scaled_mask(values: Tensor) -> bool:
-    """Whether all values are zero or the same number, whose rounding loses few bits."""
+def _is_mask(values: Tensor) -> bool:
+    """Whether all values are zero or the same number."""
     return len(torch.unique(values[values > 0])) <= 1
 
 

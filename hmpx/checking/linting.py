@@ -255,7 +255,7 @@ class Lint(Written):
                 if tensor.grad is None and memory(tensor) not in self._kernels.stepped_on:
                     continue
                 if (undone := self._kernels.undone(tensor)) is not None:  # a compensated sum
-                    self._intended.add(("HP107", undone))
+                    self._intended |= {("HP107", undone)} if undone else set()
                     continue
                 before = self._kernels.before[memory(tensor)]
                 moves = (before if tensor.grad is None else tensor.grad) != 0
