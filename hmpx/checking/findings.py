@@ -19,6 +19,8 @@ from ..version import __version__
 #: An effect must be larger, since less harms nobody, and that many times the remedy's.
 LEAST: Final = 0.01
 TIMES: Final = 4.0
+#: Larger errors are of results that are almost zero.
+MOST: Final = 1000.0
 
 #: Code -> its name, and what it finds.
 RULES: Final = {
@@ -79,11 +81,12 @@ class Finding:
         where = located(self.location) or self.module or self.op
         inside = f" in {self.module}" if self.module else ""
         inside += f" ({self.calls:,} calls)" if self.calls > 1 else ""
+        effect = f"{self.effect:.2g}" if self.effect < MOST else f"over {MOST:,.0f}"
         tried = "" if self.remedied is None else f"; {self.remedied:.2g} with: {self.remedy}"
         hint = f"; remedy: {self.remedy}" if self.remedied is None and self.remedy else tried
         return (
             f"{where}: {self.code} {self.name}: {self.op}{inside}: {self.evidence}; "
-            f"effect {self.effect:.2g}{hint}"
+            f"effect {effect}{hint}"
         )
 
     @property

@@ -46,12 +46,16 @@ _RANGES: Final = frozenset({"arange", "linspace"})
 _SUMS: Final = frozenset({"add", "sub", "rsub", "lerp"})
 _COUNTS: Final = _SUMS | {"mul", "cumsum", "sum"}
 _SCALES: Final = frozenset({"mul", "div"})
+_UNDOING: Final = frozenset({"sub", "rsub", "foreach_sub"})
 _CASTS: Final = frozenset({"_to_copy", "copy_"})
 
 #: Arguments that say which elements get which values, and how. Kernels with a word in their name add them up.
 _PLACES: Final = frozenset({"index", "indices", "offsets", "lengths"})
 _WAYS: Final = frozenset({"accumulate", "reduce"})
 _ADDING: Final = frozenset({"accumulate", "add", "backward", "bag"})
+#: Arguments of windows, which may overlap, and words of kernels that then add up.
+_WINDOWS: Final = ({"size", "step"}, {"kernel_size", "stride"})
+_SHARING: Final = frozenset({"backward", "col2im"})
 
 _KEEP: Final = "keep them in float32"
 
@@ -143,9 +147,10 @@ def _traits(func: Any) -> _KernelTraits:
 
 
 def scatters_terms(func: Any) -> bool:
-    """Whether a kernel may add many terms to the elements that an argument names."""
+    """Whether a kernel may add many terms to the elements that an argument names, or that windows share."""
     names, words = {each.name for each in func._schema.arguments}, func._schema.name[6:].split("_")
-    return bool(names & _PLACES) and bool(names & _WAYS or _ADDING & {*words})
+    is_of_windows = any(names >= each for each in _WINDOWS) and bool(_SHARING & {*words})
+    return is_of_windows or (bool(names & _PLACES) and bool(names & _WAYS or _ADDING & {*words}))
 
 
 def _computed(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor:
@@ -179,6 +184,7 @@ class LintedKernels(Kernels):
         has_drawn: Whether the step has drawn random numbers.
         has_underflown: Whether gradients in float16 became zero.
         stepped_on: Memory that the step has written to.
+        before: Memory of low parameters -> their values before the step.
     """
 
     def __init__(
@@ -196,6 +202,9 @@ class LintedKernels(Kernels):
         self.stepped: frozenset[int] | None = None
         self.has_drawn = self.has_underflown = False
         self.stepped_on = set[int]()
+        self.before: dict[int, Tensor] = {}
+        self._undone: dict[int, Tensor] = {}  # what was subtracted from these, or these from it
+        self._stuck: dict[int, str] = {}  # memory -> line of an update
         self._adding = set[Any]()  # kernels known to add a term to what they write to
         self._sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
 
@@ -237,6 +246,8 @@ class LintedKernels(Kernels):
             self.has_drawn |= traits.is_random
             written = tensors_in(args[:1]) if traits.writes else []
             self.stepped_on.update(map(memory, written))
+            if traits.name.strip("_") in _UNDOING:
+                self._note_undone(args)
         if not traits.is_checked or (traits.writes and not may_read()):
             return call_in(self, func, args, kwargs)
         before = self._before(args) if traits.writes else []
@@ -302,6 +313,27 @@ class LintedKernels(Kernels):
         place = op, str(func), func, "PASS", "", None, (), (), ()
         call = OpCall(*place, result.device.type, 0, spot()[1], user_location())
         trace.add(LintedCall(call, inputs, args, kwargs, result, written))
+
+    @unseen
+    def _note_undone(self, args: tuple[Any, ...]) -> None:
+        """Notes differences from the values that a parameter had before the step."""
+        for pair in zip(*[tensors_in([each]) for each in args[:2]], strict=False):
+            for place, before in self.before.items():
+                for each, other in (pair, pair[::-1]):
+                    if _is_same(each, before):
+                        self._undone[place] = other.detach().clone()
+
+    def undone(self, parameter: Tensor) -> str | None:
+        """Returns the line that updated a parameter if the step took the old values from the new, to learn what was lost."""
+        place = memory(parameter)
+        known = self._undone.get(place)
+        is_undone = known is not None and _is_same(known, parameter)
+        return self._stuck.get(place, "") if is_undone else None
+
+    def end_step(self) -> None:
+        """Forgets what an optimizer's step has done."""
+        self.stepped, self.has_drawn, self.stepped_on = None, False, set()
+        self.before, self._undone, self._stuck = {}, {}, {}
 
     # --- the rules -----------------------------------------------------------------------------------
 
@@ -472,6 +504,8 @@ class LintedKernels(Kernels):
         low = short_name(total.dtype)
         evidence = f"{lost:.0%} of the {terms_} are at most half an ulp of the {low} {what}"
         effects, code = (evidence, lost, remedied), "HP107" if is_trained else "HP104"
+        if is_trained:
+            self._stuck[place] = user_location()
         return self._report(code, func, effects, f"keep the {what} in float32")
 
     def _report_sum(
@@ -489,3 +523,8 @@ class LintedKernels(Kernels):
 
 def _part(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[:_FOLLOWED]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    is_alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return is_alike and is_readable(one) and torch.equal(one, other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,7 @@ from ..comparing import Origins, is_readable
 from ..places import located
 from ..tensors import LOW_DTYPES, short_name
 from ..torch_state import named_modules
-from .findings import LEAST, TIMES, Finding
+from .findings import LEAST, MOST, TIMES, Finding
 from .lint_kernels import rounded_integers, whole_numbers
 from .lint_trace import CONVERTING, DIFFERENCES, SAMPLE, LintedCall, Trace, first_rows
 
@@ -45,7 +45,7 @@ def _error(found: list[Tensor] | None, reference: list[Tensor] | None) -> float 
             if not off.isfinite().all():
                 off, right = off[off.isfinite()], right[off.isfinite()]
             if norm := right.norm().item():
-                errors.append(off.norm().item() / norm)
+                errors.append(min(off.norm().item() / norm, MOST))
     return max(errors, default=None)
 
 
@@ -100,9 +100,10 @@ def _lost_before(
         the remedy gains little.
     """
 
-    def results(way: str) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Returns the inputs, made another way, and the call's results."""
-        made = [each if way == "given" else trace.values(each, way) for each in lows]
+    def results(way: str, of: Sequence[Tensor] = lows) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Returns the inputs, of which some are made another way, and the call's results."""
+        changed: set[int] = set() if way == "given" else set(map(id, of))
+        made = [trace.values(each, way) if id(each) in changed else each for each in lows]
         inputs = [each for each in made if each is not None]
         values = dict(zip(map(id, lows), inputs, strict=False))
         if len(inputs) < len(made):
@@ -123,7 +124,13 @@ def _lost_before(
         is_grown = where is not None or error > _GROWS * (_error(lows, exact) or 0.0)
         remedied = _error(results(remedy)[1], right)
         if remedied is not None and is_grown and error > TIMES * remedied:
-            makers = [maker for each in lows for maker in trace.makers(each)]
+            needed = lows
+            for each in lows:  # one that gains little is left as it is
+                fewer = [one for one in needed if one is not each]
+                left = _error(results(remedy, fewer)[1], right) if fewer else None
+                if left is not None and left <= max(2 * remedied, LEAST / TIMES):
+                    needed, remedied = fewer, left
+            makers = [maker for each in needed for maker in trace.makers(each)]
             is_kept = remedy == "kept"
             lines = dict.fromkeys(each.kept_line if is_kept else each.line() for each in makers)
             more = "" if is_kept else " and the calls before it in the fp32 list"
@@ -384,9 +391,14 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
                 f"{off:.1%} of the values are lost: {lost[0]:.3g} is subnormal or zero in {name}"
             )
             yield Finding("HP109", *seen.place, evidence, off, 0.0, remedy)
-        elif share > 0.01 and found is not None:
+        elif share > 0.01 and found is not None and not (lost and _is_mask(values)):
             evidence = f"{share:.0%} of the values are subnormal or zero in {name}"
             yield Finding("HP109", *seen.place, evidence, *found, f"{remedy}, or a loss scaler")
+
+
+def _is_mask(values: Tensor) -> bool:
+    """Whether all values are zero or the same number."""
+    return len(torch.unique(values[values > 0])) <= 1
 
 
 def _magnitudes(tensor: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Lint(Written):
         self._step = 0
         self._fp16: OpCall | None = None
         self._backward = ""  # the line of a backward through the result of that call
-        self._before: list[tuple[str, Tensor, Tensor]] = []
+        self._before: list[tuple[str, Tensor]] = []
         self._kernels = LintedKernels(self._add, lambda: self._trace, self._parameters)
         self._block: contextlib.ExitStack | None = None
 
@@ -234,25 +234,30 @@ class Lint(Written):
         ]
         others = [each for each in stepped if id(each[1]) not in names and each[1].shape not in low]
         self._check_made([each[:2] for each in others])
+        self._kernels.end_step()  # of a step that has failed
         self._kernels.stepped = frozenset(
             memory(each) for _, each, _ in stepped if is_readable(each)
         )
-        self._kernels.has_drawn, self._kernels.stepped_on = False, set()
         with without_casts(), torch.no_grad():
             self._before = [
-                (name, each, each.detach().clone())
+                (name, each)
                 for name, each, moves in stepped  # a warm-up begins with a learning rate of 0
                 if moves and each.dtype in LOW_DTYPES
             ]
+            self._kernels.before = {memory(of): of.detach().clone() for _, of in self._before}
 
     @unseen
     def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """HP107: low-precision parameters that a step can't move."""
         known, self._before = self._before, []
         with without_casts(), torch.no_grad():
-            for name, tensor, before in () if self._kernels.has_drawn else known:  # to round
+            for name, tensor in () if self._kernels.has_drawn else known:  # to round
                 if tensor.grad is None and memory(tensor) not in self._kernels.stepped_on:
                     continue
+                if (undone := self._kernels.undone(tensor)) is not None:  # a compensated sum
+                    self._intended |= {("HP107", undone)} if undone else set()
+                    continue
+                before = self._kernels.before[memory(tensor)]
                 moves = (before if tensor.grad is None else tensor.grad) != 0
                 count = moves.sum().item()
                 share = ((tensor == before) & moves).sum().item() / count if count else 0.0
@@ -264,7 +269,7 @@ class Lint(Written):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_parameters(optimizer)
-        self._kernels.stepped = None
+        self._kernels.end_step()
         self._step += 1
         if not self._step % self._every:
             self._attached.resume()

@@ -207,7 +207,11 @@ def _row(
 ) -> RunDiffRow:
     call = a or b
     assert call is not None
-    is_compared = difference and found.verdict != "not compared"
+    estimate = _NO_ESTIMATE
+    if difference and found.verdict != "not compared":
+        estimate = difference.largest
+    if difference and difference.zeros and math.isinf(estimate.rel):
+        found = found._replace(cause=f"zero in a{found.cause and ': '}{found.cause}")
     said = [
         "" if each is None else each.decision + ", compiled" * each.site.is_compiled
         for each in (a, b)
@@ -219,7 +223,7 @@ def _row(
         locations[0] or locations[1],
         phase,
         found.verdict,
-        *(difference.largest if difference and is_compared else _NO_ESTIMATE),
+        *estimate,
         found.explained,
         found.cause,
         ("" if a is None else a.dtype, "" if b is None else b.dtype),

@@ -44,12 +44,14 @@ class TensorsDifference(NamedTuple):
         estimates: Those of tensors that can be compared.
         is_compared: All have the same shapes and can be read.
         shapes: The first tensors whose shapes differ: ``"float32[4, 8] in a, float32[2, 8] in b"``; ``""`` for none.
+        zeros: Whether some tensor of a is zero everywhere, so that relative differences from it are infinite.
     """
 
     is_same: bool
     estimates: Sequence[Estimate]
     is_compared: bool
     shapes: str
+    zeros: bool
 
     @property
     def largest(self) -> Estimate:
@@ -67,7 +69,7 @@ def differences(a: Sequence[TracedTensor], b: Sequence[TracedTensor]) -> Tensors
     pairs = [*zip(a, b, strict=False)]
     others = [(one, other) for one, other in pairs if one.shape != other.shape]
     estimates = [
-        difference(one.sketch, other.sketch)
+        _difference(one, other)
         for one, other in pairs
         if one.sketch and other.sketch and one.shape == other.shape
     ]
@@ -78,7 +80,23 @@ def differences(a: Sequence[TracedTensor], b: Sequence[TracedTensor]) -> Tensors
         if one.sketch and other.sketch
     )
     shapes = f"{others[0][0].kind} in a, {others[0][1].kind} in b" if others else ""
-    return TensorsDifference(is_same, estimates, is_compared, shapes)
+    zeros = any(each.sketch and not each.sketch.norm and _has_norm(each) for each in a)
+    return TensorsDifference(is_same, estimates, is_compared, shapes, zeros)
+
+
+def _difference(one: TracedTensor, other: TracedTensor) -> Estimate:
+    a, b = one.sketch, other.sketch
+    assert a is not None
+    assert b is not None
+    are_alike = (a.nonfinite, a.places) == (b.nonfinite, b.places)
+    if are_alike and not b.norm and _has_norm(one) and _has_norm(other):
+        return Estimate(1.0 if a.norm else 0.0)  # zeros may have signs
+    return difference(a, b)
+
+
+def _has_norm(tensor: TracedTensor) -> bool:
+    dtype = getattr(torch, tensor.dtype)
+    return bool(dtype.is_floating_point or dtype.is_complex)
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,10 +163,7 @@ def read(path: str | os.PathLike[str]) -> TracedRun:
     """
     where, kind, step = short(os.fspath(path)), "", 0
     headers, sites, tensors = list[Header](), list[TracedSite](), list[TracedTensor]()
-    calls, gradients = (
-        list[TracedCall](),
-        list[dict[int, TracedTensor]](),
-    )  # the latter of traced calls
+    calls, gradients = list[TracedCall](), list[dict[int, TracedTensor]]()  # of traced calls
     last: list[Callable[[int], TracedCall]] = []  # calls of the step that has not ended
     optimizers, stepping = dict[int, TracedOptimizer](), list[TracedOptimizer]()
     try:
@@ -174,14 +171,9 @@ def read(path: str | os.PathLike[str]) -> TracedRun:
             ((kind, found),) = files.shaped(line, Mapping[str, Any]).items()
             if kind not in _LINES or (kind != "trace" and not headers):
                 raise ValueError(f"unexpected {shown(kind)}")
-            if (
-                kind == "trace"
-                and isinstance(found, dict)
-                and found.get("format") not in (2, FORMAT)
-            ):
-                raise ValueError(
-                    f"it has format {found.get('format')}, this hmpx reads 2 and {FORMAT}"
-                )
+            is_header = kind == "trace" and isinstance(found, dict)
+            if is_header and (known := found.get("format")) not in (2, FORMAT):
+                raise ValueError(f"it has format {known}, this hmpx reads 2 and {FORMAT}")
             values = files.shaped(found, _LINES[kind])
             if kind == "trace":
                 headers.append(values)

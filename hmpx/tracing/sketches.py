@@ -15,12 +15,13 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comparing import BELOW_FP16, all_contents
+from ..compute import nodes_in_use
 from ..tensors import long_name
 
 #: Projections of a tensor. The standard deviation of an estimate is a ninth of it.
@@ -34,8 +35,11 @@ _TURNS: Final = -(-_COLUMNS // PROJECTIONS)
 _PART: Final = 264
 #: Values of parts that are read together: on the CPU, where they stay in its cache, and on a device, where each time
 #: costs many kernels.
-FEW: Final = 64 * _COLUMNS
+FEW: Final = 1 << 16
 _MANY: Final = 64 * _PART * _COLUMNS
+
+#: Squares of larger values, or of smaller ones than its inverse, may not be float64 numbers.
+_HUGE: Final = 2.0**500
 
 #: The variance of a projection's rounding to float32, for a norm of 1.
 _ROUNDING: Final = 2.0**-48 / 6
@@ -112,12 +116,18 @@ def difference(a: Sketch, b: Sketch) -> Estimate:
         return Estimate(math.inf)
     if a.places != b.places and a.places and b.places:  # inf against NaN
         return Estimate(math.inf)
-    squares = [(x - y) ** 2 for x, y in zip(a.projections, b.projections, strict=True)]
-    rounding = (a.norm**2 + b.norm**2) * _ROUNDING  # of the projections in the file
+    size = max(a.norm, b.norm)  # whose square may be too large for a float
+    squares = [
+        (x / size - y / size) ** 2 for x, y in zip(a.projections, b.projections, strict=True)
+    ]
+    rounding = math.hypot(a.norm / size, b.norm / size) ** 2 * _ROUNDING  # of those in the file
     mean = sum(squares) / len(squares)
+    if not math.isfinite(mean):  # float64 has no such numbers
+        return Estimate(math.inf)
     square = max(mean - rounding, 0.0)
     error = (mean * math.sqrt(2 / len(squares)) + rounding) / (2 * math.sqrt(max(square, rounding)))
-    return Estimate(math.sqrt(square) / a.norm, error / a.norm)
+    unit = size / a.norm
+    return Estimate(math.sqrt(square) * unit, error * unit)
 
 
 def values_of(tensor: Tensor) -> Tensor:
@@ -128,34 +138,66 @@ def values_of(tensor: Tensor) -> Tensor:
     return values.contiguous().view(-1)
 
 
-def sketches(values: Sequence[Tensor]) -> list[tuple[Sketch, str]]:
-    """Returns the sketch and the `low_contents` of each of these `values_of` tensors, of one dtype and device."""
-    parts = [*map(_parts, values)]
+def is_read_alone(values: Tensor) -> bool:
+    """Whether nothing is saved by reading them together with others: they are many, or there is a kernel."""
+    return len(values) > FEW or _kernel(values) is not None
+
+
+def _kernel(values: Tensor) -> Any:
+    return nodes_in_use().module.sketch if values.is_cpu and nodes_in_use().module else None
+
+
+def sketches(values: Sequence[Tensor]) -> list[tuple[Sketch, bool]]:
+    """Returns the sketches of some `values_of` tensors of one dtype and device, and whether they surely need their dtype."""
+    kernel = _kernel(values[0])
+    read = _read_together(values) if kernel is None else [_read_by(kernel, e) for e in values]
+    return [
+        (_joined(each, [one for one, _ in of]), any(is_wide for _, is_wide in of))
+        for each, of in zip(values, read, strict=True)
+    ]
+
+
+def low_contents(values: Sequence[Tensor]) -> list[str]:
+    """Returns the name of the narrower dtype that each tensor's values came from; "" for none."""
+    pairs = zip(values, all_contents(values), strict=True)
+    return ["" if low in (None, each.dtype) else long_name(low) for each, low in pairs]
+
+
+def _read_by(kernel: Any, values: Tensor) -> list[tuple[Sketch, bool]]:
+    """Returns as `_read` does, of each part of a tensor; the kernel is that of `compute.nodes`."""
+    dtype, parts = values.dtype, -(-values.numel() // (_PART * _COLUMNS))
+    is_low = dtype.is_floating_point and dtype not in (torch.float32, torch.float64)
+    wide = values.float() if is_low else values
+    bits, numbers = (
+        torch.zeros(parts, 2, dtype=torch.int64),
+        torch.zeros(parts, 3 + PROJECTIONS).double(),
+    )
+    signs, order = _signs("cpu", dtype if dtype is torch.float64 else torch.float32)
+    kernel(values, wide, *_weights("cpu"), signs, order, _signs_of_parts(parts), bits, numbers)
+    below = {torch.float32: BELOW_FP16, torch.float64: 0}.get(dtype, -1)
+    found = zip(bits.tolist(), numbers.tolist(), strict=True)
+    if not dtype.is_floating_point:
+        return [(Sketch(digest), True) for (digest, _), _ in found]
+    return [
+        (Sketch(digest, 0, math.sqrt(square), least, largest, tuple(of)), bool(union & below))
+        for (digest, union), (square, least, largest, *of) in found
+    ]
+
+
+def _read_together(values: Sequence[Tensor]) -> list[list[tuple[Sketch, bool]]]:
+    """Returns as `_read` does, of the parts of each tensor; reads parts of several tensors at once."""
+    parts = [torch.split(each, _PART * _COLUMNS) if each.numel() else () for each in values]
     most = FEW if values[0].device.type == "cpu" else _MANY
     found, together, size = list[tuple[Sketch, bool]](), list[tuple[Tensor, int]](), 0
-    for part in itertools.chain(*parts):
-        size += len(part[0]) + _COLUMNS
+    for part, number in [(part, number) for each in parts for number, part in enumerate(each)]:
+        size += len(part) + _COLUMNS
         if together and size > most:
             found += _read(together)
-            together, size = [], len(part[0]) + _COLUMNS
-        together.append(part)
+            together, size = [], len(part) + _COLUMNS
+        together.append((part, number))
     found += _read(together) if together else []
     rest = iter(found)
-    read = [[*itertools.islice(rest, len(each))] for each in parts]
-    narrow = [n for n, each in enumerate(read) if not any(is_wide for _, is_wide in each)]
-    lows = dict(zip(narrow, all_contents([values[n] for n in narrow]), strict=True))
-    made = list[tuple[Sketch, str]]()
-    for n, (each, of) in enumerate(zip(values, read, strict=True)):
-        low = lows.get(n)
-        name = "" if low is None or low is each.dtype else long_name(low)
-        made.append((_joined(each, [one for one, _ in of]), name))
-    return made
-
-
-def _parts(values: Tensor) -> list[tuple[Tensor, int]]:
-    """Returns the parts of a tensor, and their numbers."""
-    parts = torch.split(values, _PART * _COLUMNS) if values.numel() else ()
-    return [(each, number) for number, each in enumerate(parts)]
+    return [[*itertools.islice(rest, len(each))] for each in parts]
 
 
 def _joined(values: Tensor, parts: Sequence[Sketch]) -> Sketch:
@@ -172,10 +214,17 @@ def _joined(values: Tensor, parts: Sequence[Sketch]) -> Sketch:
         ((found, _),) = sketches([values.where(is_finite, 0)])
         nonfinite = values.numel() - int(is_finite.sum())
         return replace(found, digest=digest, nonfinite=nonfinite, places=places.digest)
-    norm, least = math.hypot(*[each.norm for each in parts]), [each.least for each in parts]
-    sums = tuple(map(sum, zip(*[each.projections for each in parts], strict=True)))
+    norm, sums = math.hypot(*[each.norm for each in parts]), [each.projections for each in parts]
+    least = min([each.least for each in parts], default=0.0)
     largest = max([each.largest for each in parts], default=0.0)
-    return Sketch(digest, 0, norm, min(least, default=0.0), largest, sums)
+    found = Sketch(digest, 0, norm, least, largest, tuple(map(sum, zip(*sums, strict=True))))
+    size = max(largest, -least)
+    if values.dtype is torch.float64 and size and not 1 / _HUGE < size < _HUGE:
+        factor = 1 / _HUGE if size > 1 else _HUGE
+        ((scaled, _),) = sketches([values * factor])
+        projections = tuple([each / factor for each in scaled.projections])
+        return replace(found, norm=scaled.norm / factor, projections=projections)
+    return found
 
 
 def _read(parts: Sequence[tuple[Tensor, int]]) -> list[tuple[Sketch, bool]]:
@@ -267,6 +316,13 @@ def _signs(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     random = torch.frombuffer(_stream("order", 4 * _COLUMNS), dtype=torch.int32)
     order = torch.cat([random.argsort(), torch.full((_TURNS * PROJECTIONS - _COLUMNS,), _COLUMNS)])
     return _random_signs("signs", _PART, _COLUMNS).to(device, dtype), order.to(device)
+
+
+@functools.lru_cache(maxsize=8)
+def _signs_of_parts(parts: int) -> Tensor:
+    """Returns the signs of the columns of each part of a tensor, as large as projections are."""
+    found = [_part_signs(each, "cpu", torch.float64) for each in range(parts)]
+    return torch.stack([torch.ones(_COLUMNS).double(), *found[1:]]) * math.sqrt(PROJECTIONS)
 
 
 @functools.lru_cache(maxsize=1 << 12)

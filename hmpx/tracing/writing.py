@@ -24,10 +24,10 @@ from ..forks import new_lock
 from ..observers import CallTensors, OpCall
 from ..tensors import long_name, map_tensors, node_of, tensors_in, version_of
 from ..torch_internals import unseen
-from ..torch_state import named_tensors, without_casts
+from ..torch_state import apart, named_tensors, without_casts
 from ..version import __version__
 from .reading import FORMAT, Header
-from .sketches import FEW, Sketch, sketches, values_of
+from .sketches import FEW, Sketch, is_read_alone, low_contents, sketches, values_of
 
 #: By so much the inputs of a call are moved, relatively, to see how much it amplifies rounding: that of bfloat16.
 #: Half of the values by twice as much and half not at all: at random, and on average. Of tensors with fewer values
@@ -127,12 +127,14 @@ class Writer:
         for each in waiting:
             assert each.values is not None
             by_kind.setdefault((each.values.dtype, each.values.device), []).append(each)
-        waiting.clear()
-        with without_casts(), torch.no_grad():
+        with apart():
             for alike in by_kind.values():
-                found = sketches([each.values for each in alike if each.values is not None])
-                for each, (each.found, low) in zip(alike, found, strict=True):
-                    each.low, each.values = "" if "complex" in each.dtype else low, None
+                _sketch([each for each in alike if each.found is None])
+                narrow = [each for each in alike if each.values is not None]
+                lows = low_contents([each.values for each in narrow if each.values is not None])
+                for each, each.low in zip(narrow, lows, strict=True):
+                    each.values = None
+        waiting.clear()
 
     def end(self) -> None:
         """Writes the last line and closes the file; gradients that come later are not written."""
@@ -224,11 +226,12 @@ class Writer:
         shape, dtype = [] if tensor.is_nested else [*tensor.shape], long_name(tensor.dtype)
         seen = _Seen(shape, dtype, name, None if of is None else of[1], is_copy)
         if has_values(tensor):
-            values = values_of(tensor)
-            if len(values) > FEW:
-                seen.values = values
+            seen.values = values = values_of(tensor)
+            if is_read_alone(values):
+                _sketch([seen])
+            if seen.values is not None and len(values) > FEW:
                 self._read([seen])
-            else:
+            elif seen.values is not None:
                 seen.values = values.clone()
                 self._waiting.append(seen)
                 if len(self._waiting) >= _MOST_WAITING:
@@ -250,7 +253,7 @@ class Writer:
             position = next(count)
             if tensor.numel() < _FEW:
                 return tensor * (1 + NOISE * (1 + position / 2))
-            return (tensor * self._factor(tensor, position)).to(tensor.dtype)
+            return tensor * self._factor(tensor, position)
 
         kwargs = {name: map_tensors(value, moved) for name, value in tensors.given_kwargs.items()}
         try:
@@ -267,10 +270,19 @@ class Writer:
 
     def _factor(self, tensor: Tensor, position: int) -> Tensor:
         """Returns factors that move each value of the call's input number ``position``."""
-        factors, first = _factors(tensor.device), 97 * position % _FACTORS
+        factors, first = _factors(tensor.device, tensor.dtype), 97 * position % _FACTORS
         if (count := first + tensor.numel()) > _FACTORS:
             factors = factors.repeat(-(-count // _FACTORS))
         return factors[first:count].view(tensor.shape)
+
+
+def _sketch(alike: list[_Seen]) -> None:
+    """Sketches values of one kind, and forgets those that no narrower dtype can hold."""
+    found = sketches([each.values for each in alike if each.values is not None]) if alike else []
+    for each, (sketch, is_wide) in zip(alike, found, strict=True):
+        each.found = sketch
+        if is_wide or "complex" in each.dtype:
+            each.values = None
 
 
 #: Writes numbers for tensors.
@@ -278,10 +290,10 @@ _ENCODER: Final = json.JSONEncoder(separators=(",", ":"), default=lambda seen: s
 
 
 @functools.lru_cache(maxsize=8)
-def _factors(device: torch.device) -> Tensor:
+def _factors(device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     moves = torch.randint(0, 2, (_FACTORS,), generator=generator) * 2
-    return (1 + NOISE * moves.float()).to(device)
+    return (1 + NOISE * moves.float()).to(device, dtype)  # exact in bfloat16
 
 
 def _norm(values: Tensor) -> float:

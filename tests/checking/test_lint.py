@@ -387,6 +387,28 @@ def test_sums_at_indices_are_found(way: str) -> None:
     assert not codes(lambda: scattered(way, BF16, 4))
 
 
+PEAKS = torch.arange(2048) % 512 == 511
+
+#: Ways to add up in one element what windows share.
+WINDOWS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "unfold": lambda x, size: x.unfold(-1, size, 1),
+    "unfold, images": lambda x, size: F.unfold(x[:, :, None], (1, size)),
+    "average pool": lambda x, size: F.avg_pool1d(x, size, 1),
+    "maximum pool": lambda x, size: F.max_pool2d((x * PEAKS.to(x.dtype))[None], (1, size), 1),
+}
+
+
+@pytest.mark.parametrize("way", WINDOWS)
+def test_sums_of_what_windows_share_are_found_in_the_backward(way: str) -> None:
+    def run(dtype: torch.dtype, size: int = 512) -> None:
+        found = WINDOWS[way](_learnt(torch.ones(1, 2, 2048, dtype=dtype)), size)
+        found.backward(drawn(*found.shape).abs().to(dtype))
+
+    assert codes(lambda: run(BF16)) == ["HP104"]
+    assert not codes(lambda: run(torch.float32))
+    assert not codes(lambda: run(BF16, 2))
+
+
 def test_kernels_that_add_at_indices_are_known_by_their_schemas() -> None:
     names = {each.name for each in torch._C._jit_get_all_schemas() if each.name[:6] == "aten::"}
     packets = [getattr(torch.ops.aten, name[6:], None) for name in names]
@@ -399,9 +421,16 @@ def test_kernels_that_add_at_indices_are_known_by_their_schemas() -> None:
     }
     assert found >= {
         "index_put", "index_add", "index_reduce", "scatter", "scatter_add", "scatter_reduce", "segment_reduce",
-        "put", "embedding_bag", "embedding_dense_backward",
+        "put", "embedding_bag", "embedding_dense_backward", "unfold_backward", "col2im", "avg_pool2d_backward",
     }  # fmt: skip
-    assert not found & {"index_copy", "gather", "index_select", "embedding", "topk"}
+    assert not found & {
+        "index_copy",
+        "gather",
+        "index_select",
+        "embedding",
+        "topk",
+        "convolution_backward",
+    }
 
 
 def stepped_by_hand(dtype: torch.dtype) -> None:
@@ -639,6 +668,47 @@ def compensated_by_hand() -> None:
     by_hand(lambda weight, update: compensate(weight, lost.sub_(update)))
 
 
+#: Updates of a low weight that keep what is lost, as optimizers of several packages write them.
+COMPENSATIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "new sum": lambda weight, lost: _kahan(weight, lost, weight + lost),
+    "old minus new": lambda weight, lost: lost.add_(weight.clone().sub_(weight.add_(lost))),
+    "new minus old": lambda weight, lost: lost.sub_(-(weight.clone() - weight.add_(lost))),
+    "lists": lambda weight, lost: torch._foreach_add_(
+        [lost], torch._foreach_sub([weight.clone()], [weight.add_(lost)])
+    ),
+}
+
+
+def _kahan(weight: Tensor, lost: Tensor, total: Tensor) -> None:
+    lost.sub_(total - weight)
+    weight.copy_(total)
+
+
+@pytest.mark.parametrize("way", [*COMPENSATIONS, "none"])
+def test_optimizers_that_compensate_are_no_findings(way: str) -> None:
+    class Optimizer(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            for each in self.param_groups[0]["params"]:
+                lost = self.state[each].setdefault("lost", torch.zeros_like(each))
+                lost.sub_(each.grad, alpha=1e-5)
+                if way == "none":
+                    each.add_(lost)
+                else:
+                    COMPENSATIONS[way](each, lost)
+
+    model = nn.Linear(16, 16).to(BF16)
+    optimizer = Optimizer(model.parameters(), {})
+
+    def run() -> None:
+        for seed in range(3):
+            model(drawn(4, 16, seed=seed).to(BF16)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert {*codes(run)} == ({"HP107"} if way == "none" else set())
+
+
 def far_from_a_teacher() -> None:
     """An error of 0.9% in a gradient."""
     x = drawn(16, 32, seed=1).to(BF16)
@@ -670,6 +740,11 @@ def nearest_code() -> None:
 def scaled_mask() -> None:
     mask = (drawn(64, 64) > 0).half()
     (1 - mask) * -1e4 + mask * 1e-5
+
+
+def tiny_mask() -> None:
+    mask = (drawn(64, 64) > 0).half()
+    (1 - mask) * 1e-6
 
 
 def converged() -> None:
@@ -706,6 +781,7 @@ def promoted_on_purpose() -> None:
         far_from_a_teacher,
         nearest_code,
         scaled_mask,
+        tiny_mask,
         lambda: gradients_of_zero(nn.Linear(16, 16), lambda found: found * 0),
         lambda: gradients_of_zero(nn.Linear(16, 16), lambda found: found.clamp(99, 100)),
         lambda: gradients_of_zero(nn.Linear(16, 16), Tensor.square, 0),
@@ -714,6 +790,27 @@ def promoted_on_purpose() -> None:
 )
 def test_healthy_programs_are_no_findings(program: Callable[[], object]) -> None:
     assert not codes(program)
+
+
+def test_the_effect_on_a_result_that_is_almost_zero_is_bounded() -> None:
+    x = drawn(4096, seed=1)
+    with hmpx.lint(select=["HP101"]) as findings:
+        (x - x.mean()).to(BF16).float().sum()
+    (found,) = findings
+    assert found.effect == 1000
+    assert "effect over 1,000; 0 with: no cast to bf16" in str(found)
+
+
+def test_a_remedy_has_no_line_that_gains_nothing() -> None:
+    """The places that are sampled are as large as the image; the image is rounded as usual."""
+    image, places = drawn(1, 1, 256, 256, seed=1), drawn(1, 64, 64, 2, seed=2).clamp(-0.9, 0.9)
+    with hmpx.lint(select=["HP101"]) as findings:
+        given = image.exp().to(BF16).float(), places.add(0.01).to(BF16).float()
+        F.grid_sample(*given, align_corners=False)
+    (found,) = findings
+    assert found.remedied < 0.01 < found.effect
+    assert found.evidence.count("rounded in") == 1
+    assert found.remedy.count("no cast to bf16") == 1
 
 
 def test_an_optimizer_that_compensates_runs() -> None:

@@ -745,6 +745,41 @@ def test_values_are_those_at_the_time_of_the_call(tmp_path: Path) -> None:
     assert len(tensors[0]) == 2
 
 
+@pytest.mark.parametrize("nodes", ["compiled", "off"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (1.0, 0.0, 1.0),
+        (0.0, 0.0, 0.0),
+        (0.0, -0.0, 0.0),
+        (0.0, 1.0, math.inf),
+        (1e200, 1.001e200, 1e-3),
+        (1e-200, 1.001e-200, 1e-3),
+        (1e200, 1.0, 1.0),
+        (1.0, 1e200, 1e200),
+        (1e306, -1e306, 2.0),
+        (1e307, -1e307, math.inf),
+        (1e308, 1.001e308, math.inf),
+    ],
+)
+def test_errors_of_zeros_and_of_extreme_values(
+    case: tuple[float, float, float], nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hmpx import compute, tracing
+
+    a, b, error = case
+    if nodes == "off":
+        monkeypatch.setattr(tracing.sketches, "nodes_in_use", compute.nodes.Nodes)
+    values = torch.linspace(0.5, 1, 100, dtype=torch.float64)
+    for name, scale in (("a", a), ("b", b)):
+        with hmpx.trace(tmp_path / name):
+            torch.stack([values * scale] * 2)
+    row = hmpx.diff_runs(tmp_path / "a", tmp_path / "b").rows[-1]
+    if row.error != error:
+        assert row.error == pytest.approx(error, abs=4 * row.uncertainty)
+    assert ("zero in a" in row.cause) == (a == 0 != b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_digests_of_values_of_other_signs(dtype: torch.dtype) -> None:
     """Only the highest bit of one value, or of some, differs."""
@@ -757,10 +792,42 @@ def test_digests_of_values_of_other_signs(dtype: torch.dtype) -> None:
     assert len({each.digest for each, _ in found}) == len(signs)
 
 
-def test_few_values_have_the_sketches_of_many() -> None:
+@pytest.mark.parametrize("dtype", [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.int64, torch.int32,
+    torch.uint8, torch.bool,
+])  # fmt: skip
+@pytest.mark.parametrize("size", [0, 1, 1021, 1022, 300_000, 600_000])
+def test_the_kernel_and_torch_give_the_same_sketches(
+    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests bit for bit, and sums but for the order of their terms: of several parts, of NaN and infinities."""
+    from hmpx import compute
+    from hmpx.tracing import sketches
+
+    drawn = torch.randn(2, size, generator=torch.Generator().manual_seed(size)) * 30
+    values = [*drawn.to(dtype)]
+    if dtype.is_floating_point and size > 3:
+        values[0][1], values[0][-1] = math.nan, -math.inf
+    pairs = [sketches.sketches([each])[0] for each in values]
+    monkeypatch.setattr(sketches, "nodes_in_use", compute.nodes.Nodes)
+    for (found, is_wide), (expected, is_surely_wide) in zip(
+        pairs, sketches.sketches(values), strict=True
+    ):
+        assert is_wide >= is_surely_wide
+        for name in ("digest", "nonfinite", "places", "least", "largest"):
+            assert getattr(found, name) == getattr(expected, name)
+        assert found.norm == pytest.approx(expected.norm, rel=1e-14)
+        assert found.projections == pytest.approx(
+            expected.projections, rel=1e-12, abs=1e-13 * expected.norm
+        )
+
+
+def test_few_values_have_the_sketches_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read together: integers, low and wide dtypes, NaN and infinities, views that are not contiguous."""
+    from hmpx import compute, tracing
     from hmpx.tracing.sketches import sketches, values_of
 
+    monkeypatch.setattr(tracing.sketches, "nodes_in_use", compute.nodes.Nodes)
     x = torch.linspace(-3, 3, 40).view(5, 8)
     for dtype in (
         torch.float32,

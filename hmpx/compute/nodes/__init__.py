@@ -1,6 +1,6 @@
 """`linear` with the casts of its inputs as one autograd node, instead of torch's seven: less work for the host.
 
-Legalized `linear` and attention on CPUs are one node, too. The casts of another op's inputs are one node, and one launch on an accelerator. GELU of bfloat16 on CPUs is looked up in tables of torch's values. The nodes are compiled for one torch, when hmpx is installed. Without them torch's nodes and kernels give the same bits.
+Legalized `linear` and attention on CPUs are one node, too. The casts of another op's inputs are one node, and one launch on an accelerator. GELU of bfloat16 on CPUs is looked up in tables of torch's values, and a kernel reads a trace's tensors. The nodes are compiled for one torch, when hmpx is installed. Without them torch's nodes and kernels give the same bits.
 ``HMPX_NODES=off`` switches them off.
 """
 

@@ -163,6 +163,66 @@ Tensor gelu_backward(const Tensor& gradient, const Tensor& x, c10::string_view a
   return result;
 }
 
+// --- sketches: as hmpx/tracing/sketches.py makes them ---------------------------------------------
+
+constexpr int64_t columns = 1021, part_rows = 264, projections = 40;
+
+template <typename T>
+void digest(const char* row, const uint64_t* weights, int64_t n, uint64_t row_weight, int64_t* found) {
+  uint64_t sum = 0, all = 0;
+#pragma omp simd reduction(+ : sum) reduction(| : all)
+  for (int64_t i = 0; i < n; i++) {
+    const T value = reinterpret_cast<const T*>(row)[i], mixed = sizeof(T) < 4 ? value : value ^ value >> 15;
+    all |= value;
+    sum += static_cast<uint64_t>(mixed) * weights[i];
+  }
+  found[0] += sum * row_weight, found[1] |= all;
+}
+
+// `found` gets the sum of the squares, the least and the largest value; `sums` those of the columns, with signs.
+template <typename T>
+void add(const T* values, const T* signs, double* sums, int64_t n, double* found) {
+  double square = found[0], least = found[1], largest = found[2];
+#pragma omp simd reduction(+ : square) reduction(min : least) reduction(max : largest)
+  for (int64_t i = 0; i < n; i++) {
+    const double value = values[i];
+    sums[i] += value * signs[i];
+    square += value * value;
+    least = value < least ? value : least;
+    largest = value > largest ? value : largest;
+  }
+  found[0] = square, found[1] = std::isnan(square) ? NAN : least, found[2] = largest;
+}
+
+// Of values, the same with arithmetic and the tables; for each part, digest and union of bits, and all numbers.
+void sketch(const Tensor& values, const Tensor& wide, const Tensor& weights, const Tensor& row_weights,
+            const Tensor& signs, const Tensor& order, const Tensor& part_signs, const Tensor& bits,
+            const Tensor& numbers) {
+  const int64_t n = values.numel(), size = values.element_size(), runs = std::max<int64_t>(1, size / 4);
+  const auto* bytes = static_cast<const char*>(values.const_data_ptr());
+  const auto run = size == 1 ? digest<uint8_t> : size == 2 ? digest<int16_t> : digest<int32_t>;
+  const auto *weight = data<uint64_t>(weights), *row_weight = data<uint64_t>(row_weights);
+  at::parallel_for(0, bits.size(0), 1, [&](int64_t part, int64_t end) {
+    for (; part < end; part++) {
+      double sums[columns] = {}, *found = data<double>(numbers) + part * (3 + projections);
+      found[1] = INFINITY, found[2] = -INFINITY;
+      for (int64_t row = 0, at = part * part_rows * columns; row < part_rows && at < n; row++, at += columns) {
+        const auto length = std::min(columns, n - at), first = row * columns;
+        run(bytes + at * size, weight, length * runs, row_weight[row], data<int64_t>(bits) + 2 * part);
+        if (wide.scalar_type() == kFloat) {
+          add(data<float>(wide) + at, data<float>(signs) + first, sums, length, found);
+        } else if (wide.scalar_type() == at::kDouble) {
+          add(data<double>(wide) + at, data<double>(signs) + first, sums, length, found);
+        }
+      }
+      for (int64_t i = 0; i < columns; i++) {
+        const int64_t place = data<int64_t>(order)[i];
+        found[3 + i % projections] += sums[place] * data<double>(part_signs)[part * columns + place];
+      }
+    }
+  });
+}
+
 #if defined(__x86_64__)
 #pragma GCC pop_options
 #endif

@@ -25,6 +25,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>
@@ -753,6 +754,7 @@ PyMODINIT_FUNC PyInit_nodes() {
   // A byte that Python writes: whether GELU is looked up. None where another library computes it.
   module.attr("looks_up") = !register_gelu() ? pybind11::none().cast<pybind11::object>() :
       owned(PyMemoryView_FromMemory(reinterpret_cast<char*>(&looks_up), 1, PyBUF_WRITE));
+  module.attr("sketch") = pybind11::cpp_function(sketch, pybind11::call_guard<pybind11::gil_scoped_release>());
   // The class of all nodes that torch has no class for.
   const auto node = owned(functionToPyObject(make_node<LinearBackward>()));
   module.attr("Node") = pybind11::type::of(node);
