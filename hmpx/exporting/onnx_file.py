@@ -199,10 +199,10 @@ def read_onnx(path: str | os.PathLike[str], about: Mapping[str, str] | None = No
         raise OptionError(
             f"{short(os.fspath(path))} is not a readable ONNX model: {said_by(error)}"
         ) from error
-    return _Reader(onnx, model).read(os.fspath(path), about or {})
+    return _GraphReader(onnx, model).read(os.fspath(path), about or {})
 
 
-class _Reader:
+class _GraphReader:
     """Reads one model: collects the types of its values, then judges each node."""
 
     def __init__(self, onnx: ModuleType, model: Any) -> None:
