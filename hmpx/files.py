@@ -52,6 +52,7 @@ REPORT: Final = Kind(
     "a report in JSON", most=1 << 28, remedy="hmpx run --report report.json writes one"
 )
 TRACE: Final = Kind("a trace", most=1 << 36, remedy="hmpx run --trace writes one")
+ONNX: Final = Kind("an ONNX file", most=1 << 31)
 JOURNAL: Final = Kind(
     "a journal of hmpx.tune", most=1 << 28, remedy="delete the lines from there on, or the file"
 )

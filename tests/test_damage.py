@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import checking, files, reports
+from hmpx import checking, exporting, files, reports
 from hmpx.errors import HmpxError
 from hmpx.files import Kind
 from hmpx.policy.files import read_options
@@ -121,6 +121,28 @@ def _state(suffix: str) -> Callable[[], bytes]:
     return made
 
 
+def _onnx() -> bytes:
+    helper = pytest.importorskip("onnx").helper
+    half = helper.make_tensor("w", 10, [2], [1.0, 2.0])
+    y = helper.make_tensor_value_info("y", 1, [2])
+    branch = helper.make_graph([helper.make_node("Add", ["b", "w"], ["y"])], "branch", [], [y])
+    nodes = [
+        helper.make_node("Cast", ["a"], ["b"], name="cast", to=10),
+        helper.make_node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch),
+    ]
+    inputs = [
+        helper.make_tensor_value_info("a", 1, [2]),
+        helper.make_tensor_value_info("flag", 9, []),
+    ]
+    graph = helper.make_graph(nodes, "graph", inputs, [y], [half])
+    return bytes(helper.make_model(graph).SerializeToString())
+
+
+def _read_onnx(path: str) -> None:
+    found = exporting.read_onnx(path)
+    str(found), found.to_html(), found.to_json(), found.to_csv(), found._repr_html_()
+
+
 #: Kind, name of the file -> its good content, or a function that returns it, and its reader.
 GOOD: dict[tuple[Kind, str], tuple[Any, Callable[[str], object]]] = {
     (files.OP_LIST, ".txt"): (_LIST, lambda path: str(hmpx.load_policy(path))),
@@ -133,6 +155,7 @@ GOOD: dict[tuple[Kind, str], tuple[Any, Callable[[str], object]]] = {
     (files.REPORT, ".json"): (_report, _read_report),
     (files.TRACE, ".hmpx"): (_trace, _read_trace),
     (files.JOURNAL, ".jsonl"): (_journal, _read_journal),
+    (files.ONNX, ".onnx"): (_onnx, _read_onnx),
     (files.STATE, ".pt"): (_state(".pt"), checking.read_state),
     (files.STATE, ".safetensors"): (_state(".safetensors"), checking.read_state),
 }

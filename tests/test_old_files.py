@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,16 @@ def test_fields_under_their_old_names() -> None:
 
 if __name__ == "__main__":
     write(Path(sys.argv[1]))
+
+
+def test_a_frozen_model_loads() -> None:
+    with hmpx.convert(device_types={"cpu"}, legalize="never"):
+        model = torch.load(OLD / "frozen.pt", weights_only=False)
+        assert model[0].weight.dtype == torch.bfloat16
+        assert model(torch.ones(1, 4)).tolist() == [[-0.55859375, 0.458984375]]
+
+
+@pytest.mark.parametrize("name", ["mxfp4_e2m1", "float8_e8m0fnu"])
+def test_pickles_of_formats_load(name: str) -> None:
+    with (OLD / f"{name}.pkl").open("rb") as file:
+        assert pickle.load(file) == hmpx.formats.get(name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import sys
 import threading
 import time
@@ -61,6 +62,7 @@ from .plan import CallPlan
 from .retiring import Control, named_after
 
 _DESCRIBED: Final = [field.name for field in dataclasses.fields(Description)]
+_described: Final = operator.attrgetter(*_DESCRIBED)
 
 #: The most distinct calls cached per site and kind of arguments.
 _MOST_CALLS: Final = 1 << 14
@@ -248,7 +250,7 @@ class _ObservedCalls:
             op=self._plan.site.op,
             site=self._plan.site.name,
             function=self._original,
-            **{name: getattr(found, name) for name in _DESCRIBED},
+            **dict(zip(_DESCRIBED, _described(found), strict=True)),
             output_dtypes=outputs[::2],
             cast_bytes=cast_bytes,
             module=module,

@@ -53,7 +53,7 @@ def _check(options: argparse.Namespace) -> int:
     if options.state:
         found = checking.differences(*map(checking.read_state, options.state))
         return output.show(found or ["no differences"], status=1 if found else 0)
-    graphs = [each for each in options.files if each.endswith(".onnx")]
+    graphs = [each for each in options.files if each.lower().endswith(".onnx")]
     if graphs:
         return _check_graphs(options, graphs)
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}

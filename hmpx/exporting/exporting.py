@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import secrets
 import shutil
+import stat
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,20 +21,25 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .. import arguments
-from ..errors import HmpxError, OptionError, raised_here, said_by
+from ..errors import HmpxError, OptionError, raised_here, said_by, short
 from ..files import unwritable
 from ..inputs import Steps, arguments_of
 from ..observers import is_users
+from ..patching import Patch, apply, undo
 from ..places import located
 from ..recording import record
 from ..reports import Row
 from ..session import about_run, check_names, convert, current, refuse_where_off
 from ..tensors import tensors_in
+from ..torch_internals import is_any_autocast_enabled
 from ..torch_state import unchanged
 from .onnx_file import DTYPE, LOCATION, OP, REASON, OnnxFile, imported, module_of, read_onnx
 from .values import errors
 
 _OUTPUTS: Final = ("fp32", "keep")
+
+#: Functions of ATen and prims that cast.
+_CASTS: Final = ("_to_copy.", "to.", "convert_element_type.")
 
 #: Names of the policies that tell the type of an op whatever its inputs are.
 _TYPED: Final = frozenset({"LOW", "FP32", "WIDEST"})
@@ -83,7 +90,13 @@ def export(
     """
     arguments.choice("outputs", outputs, _OUTPUTS)
     arguments.truth("verify", verify)
-    target = Path(arguments.path("path", path))
+    given = arguments.path("path", path)
+    try:
+        target = Path(os.path.realpath(given))  # a symbolic link stays
+    except raised_here(ValueError) as error:
+        raise unwritable(given, error) from error
+    if target.suffix != ".onnx":
+        raise OptionError(f"path must end in .onnx, as {short(str(target))} does not")
     if opset_version is not None:
         arguments.whole("opset_version", opset_version, 1)
     check_names(export, conversion)
@@ -109,7 +122,7 @@ def export(
             device_types = {each.device.type for each in tensors} or {"cpu"}
             stack.enter_context(convert(**{"device_types": device_types, **conversion}))
         stack.enter_context(torch.no_grad())
-        with record() as report:
+        with record() as report, _no_autocast(model):
             Steps("export", model).forward(inputs)
         rows = report.rows
         if opset_version is None and any(row.dtype == "bfloat16" for row in rows):
@@ -117,10 +130,17 @@ def export(
         program = _exported(
             model, args, kwargs, dynamic_shapes=dynamic_shapes, opset_version=opset_version
         )
+        opset = program.model.graph.opset_imports[""]
+        if opset_version not in {None, opset}:
+            raise OptionError(
+                f"opset_version={opset_version}: torch exports this model in opset {opset}"
+            )
         differences = errors(program, tree_leaves((args, kwargs))) if verify else {}
         _name_weights(program)
         _store_low(program.model.graph)
-        _annotate(program, rows)
+        in_force = current()
+        is_typed = in_force is not None and in_force.options.legalize != "always"
+        _annotate(program, rows, is_typed=is_typed)
         made = {node.name: node.outputs[0].name for node in program.model.graph}
         if outputs == "fp32":
             _upcast_outputs(program.model.graph)
@@ -134,12 +154,39 @@ def export(
 
 
 @contextlib.contextmanager
+def _no_autocast(model: nn.Module) -> Iterator[None]:
+    """Raises OptionError where a forward enters torch.autocast, which torch's exporter puts in place of the lists."""
+    enter: Any = torch.autocast.__enter__
+
+    @functools.wraps(enter)
+    def entering(region: Any) -> Any:
+        result = enter(region)
+        if is_any_autocast_enabled():
+            region.__exit__(None, None, None)
+            raise OptionError(
+                f"{type(model).__name__} enters torch.autocast in its forward, so the file would have autocast's types "
+                "there; take it out before hmpx.export"
+            )
+        return result
+
+    if is_any_autocast_enabled():
+        raise OptionError("export was called under torch.autocast; call it outside")
+    applied = apply([Patch(torch.autocast, "__enter__", entering)])
+    try:
+        yield
+    finally:
+        undo(applied)
+
+
+@contextlib.contextmanager
 def _folder_beside(target: Path) -> Iterator[Path]:
     """Makes a folder in which files are written before they replace others; removes it at the end."""
     folder = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
     try:
+        if target.exists() and not target.is_file():
+            raise OSError("it is not a regular file")
         folder.mkdir()
-    except raised_here(OSError) as error:
+    except raised_here(OSError, ValueError) as error:
         raise unwritable(target, error) from error
     try:
         yield folder
@@ -155,7 +202,10 @@ def _written(program: Any, folder: Path, target: Path) -> OnnxFile:
         for each in sorted(
             folder.iterdir(), reverse=True
         ):  # the weights before the graph that names them
-            each.replace(target.with_name(each.name))
+            place = target.with_name(each.name)
+            if place.is_file():
+                each.chmod(stat.S_IMODE(place.stat().st_mode))
+            each.replace(place)
     except raised_here(OSError) as error:
         raise unwritable(target, error) from error
     return found
@@ -194,7 +244,8 @@ def _name_weights(program: Any) -> None:
     for node in program.exported_program.graph.nodes:
         source = node.args[0] if node.args else None
         name = given.get(getattr(source, "name", None))
-        if name is None or node.name not in initializers or len(node.all_input_nodes) != 1:
+        is_cast = str(node.target).partition(".")[2].startswith(_CASTS)
+        if name is None or not is_cast or node.name not in initializers:
             continue
         value = initializers[node.name]
         free = name if name not in initializers else f"{name}.{value.dtype.name.lower()}"
@@ -208,12 +259,13 @@ def _store_low(graph: Any) -> None:
 
     lows = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
     weights = dict(graph.initializers)
-    nodes: list[Any] = [*graph]
+    nodes: list[Any] = [*graph.all_nodes()]
     for node in nodes:
         if node.op_type != "Cast" or node.inputs[0].name not in weights:
             continue
         weight, cast = node.inputs[0], node.outputs[0]
-        if weight.dtype != ir.DataType.FLOAT or cast.dtype not in lows:
+        is_kept = cast.is_graph_output() or cast.dtype not in lows
+        if weight.dtype != ir.DataType.FLOAT or is_kept:
             continue
         name = f"{weight.name}.{cast.dtype.name.lower()}"
         if name not in graph.initializers:
@@ -223,20 +275,20 @@ def _store_low(graph: Any) -> None:
                 name=name, shape=weight.shape, type=ir.TensorType(cast.dtype), const_value=stored
             )
         ir.convenience.replace_all_uses_with(cast, graph.initializers[name])
-        graph.remove(node, safe=True)
-        if not weight.uses():
+        node.graph.remove(node, safe=True)
+        if not (weight.uses() or weight.is_graph_output()):
             del graph.initializers[weight.name]
             graph.initializers[name].name = weight.name
 
 
-def _annotate(program: Any, rows: Iterable[Row]) -> None:
+def _annotate(program: Any, rows: Iterable[Row], *, is_typed: bool) -> None:
     """Writes into nodes' metadata what the recorded calls that they come from say."""
     by_module: dict[str, list[Row]] = {}
     for row in rows:
         by_module.setdefault(row.module, []).append(row)
     roots = {node.name: _root(node) for node in program.exported_program.graph.nodes}
     made: dict[Any, str] = {}  # node -> the one of torch.export that it computes
-    for node in program.model.graph:
+    for node in program.model.graph.all_nodes():
         found = re.match(r"%(\w+) :", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
         if found is not None:
             made[node] = found[1]
@@ -255,6 +307,9 @@ def _annotate(program: Any, rows: Iterable[Row]) -> None:
         named = [row for row in calls if row.op == op]
         # torch keeps lines of modules' forwards alone, so a function's line may be that of its caller.
         chosen = [row for row in named if row in at_line] or named or at_line
+        types = {each.dtype.name.lower() for each in node.outputs if each.dtype is not None}
+        types = {"float32" if each == "float" else each for each in types}
+        chosen = [row for row in chosen if row.dtype in types] or chosen
         if len({row.op for row in chosen}) != 1:
             continue
         told[OP] = chosen[0].op
@@ -263,7 +318,7 @@ def _annotate(program: Any, rows: Iterable[Row]) -> None:
             told[LOCATION] = located(chosen[0].location)
         # Some calls of an op are not recorded, such as those of numbers with tensors; some ops that follow an input,
         # such as norms of low inputs with float32 weights, have no other node than a float32 one.
-        is_told = several[module, op] == sum(row.calls for row in named)
+        is_told = is_typed and several[module, op] == sum(row.calls for row in named)
         is_told &= all(row.cast_policy in _TYPED for row in named)
         dtypes = {row.dtype for row in named}
         if len(dtypes) == 1 and is_told and any(each.name == name for each in node.outputs):
@@ -294,7 +349,13 @@ def _upcast_outputs(graph: Any) -> None:
         name = value.name
         value.name = f"{name}.low"
         uses = [use.node for use in value.uses()]
-        casts = [n for n in uses if n.op_type == "Cast" and n.outputs[0].dtype == ir.DataType.FLOAT]
+        casts = [
+            node
+            for node in uses
+            if node.graph is graph
+            and node.op_type == "Cast"
+            and node.outputs[0].dtype == ir.DataType.FLOAT
+        ]
         if casts and not casts[0].outputs[0].is_graph_output():
             upcast = casts[0].outputs[0]
         else:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from .. import files
 from ..errors import OptionError, brief, fielded, raised_here, said_by, short
 from ..reports import (
     Column,
@@ -186,48 +187,74 @@ def imported(name: str, tool: str) -> ModuleType:
 def read_onnx(path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> OnnxFile:
     """Reads an ONNX file, its nodes' types, and its faults. Weights may lie in a file beside it.
 
+    The bodies of functions that a file defines are not read.
+
     Raises:
         OptionError: It can't be read, or is not an ONNX model.
     """
     onnx = imported("onnx", "reading ONNX files")
+    content = files.read(path, files.ONNX)
+    name = os.fspath(path)
     try:
-        model = onnx.load(os.fspath(path), load_external_data=False)
+        model = onnx.load_from_string(content)
         if not model.HasField("graph"):
             raise ValueError("it holds no graph")
         model = onnx.shape_inference.infer_shapes(model)
+        return _GraphReader(onnx, model, Path(name).parent).read(name, about or {})
     except raised_here(Exception) as error:
-        raise OptionError(
-            f"{short(os.fspath(path))} is not a readable ONNX model: {said_by(error)}"
-        ) from error
-    return _GraphReader(onnx, model).read(os.fspath(path), about or {})
+        said = f"{short(name)} is not a readable ONNX model: {said_by(error)}"
+        raise OptionError(said) from error
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """What the nodes of a graph see; a graph inside of another one sees what that has.
+
+    Attributes:
+        dtypes: Value -> its type.
+        sources: Value -> the cast that makes it, and the type that this cast had.
+        casts: Value and type -> the first cast of it.
+    """
+
+    dtypes: dict[str, str]
+    sources: dict[str, tuple[Any, str]]
+    casts: dict[tuple[str, str], Any]
+
+    def inner(self) -> _Scope:
+        return _Scope(dict(self.dtypes), dict(self.sources), dict(self.casts))
 
 
 class _GraphReader:
     """Reads one model: collects the types of its values, then judges each node."""
 
-    def __init__(self, onnx: ModuleType, model: Any) -> None:
-        self._onnx, self._model = onnx, model
+    def __init__(self, onnx: ModuleType, model: Any, folder: Path) -> None:
+        self._onnx, self._model, self._folder = onnx, model, str(folder)
         self._opsets = {each.domain: each.version for each in model.opset_import}
         self._functions = {(each.domain, each.name) for each in model.functions}
-        self._dtypes: dict[str, str] = {}
-        self._sources: dict[str, Any] = {}  # value -> the cast that makes it
-        self._casts: dict[tuple[str, str], str] = {}  # value, type -> the first cast of it
+        self._stored: dict[str, int] = {}
+        self._weight_faults: list[str] = []
+        self._nodes: list[OnnxNode] = []
 
     def read(self, path: str, about: Mapping[str, str]) -> OnnxFile:
-        stored: dict[str, int] = {}
-        weight_faults: list[str] = []
-        graphs = [*_graphs(self._model.graph)]
-        for graph in graphs:
-            for value in (*graph.input, *graph.value_info, *graph.output):
-                self._dtypes[value.name] = self._name(value.type.tensor_type.elem_type)
-            for each in graph.initializer:
-                dtype = self._dtypes[each.name] = self._name(each.data_type)
-                stored[dtype] = stored.get(dtype, 0) + self._bytes(each)
-                weight_faults += self._weight_faults(each, str(Path(path).parent))
-        nodes = [self._node(each) for graph in graphs for each in graph.node]
-        return OnnxFile(
-            path, tuple(nodes), dict(sorted(stored.items())), tuple(weight_faults), about
-        )
+        self._read(self._model.graph, _Scope({}, {}, {}))
+        stored = dict(sorted(self._stored.items()))
+        return OnnxFile(path, tuple(self._nodes), stored, tuple(self._weight_faults), about)
+
+    def _read(self, graph: Any, scope: _Scope) -> None:
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            scope.dtypes[value.name] = self._name(value.type.tensor_type.elem_type)
+        for each in graph.sparse_initializer:
+            scope.dtypes[each.values.name] = self._name(each.values.data_type)
+        for each in (*graph.initializer, *(s.values for s in graph.sparse_initializer)):
+            dtype = scope.dtypes[each.name] = self._name(each.data_type)
+            self._stored[dtype] = self._stored.get(dtype, 0) + self._bytes(each)
+            self._weight_faults += self._faults_of(each)
+        for node in graph.node:
+            self._nodes.append(self._node(node, scope))
+            for attribute in node.attribute:
+                for inner in (attribute.g, *attribute.graphs):
+                    if inner.node:
+                        self._read(inner, scope.inner())
 
     def _name(self, code: int) -> str:
         """Returns the name of a type as torch spells it; ``""`` for an unknown one."""
@@ -238,29 +265,36 @@ class _GraphReader:
         bits = re.search(r"\d+", self._name(tensor.data_type))  # of the first number: float8e4m3fn
         return int(math.prod(tensor.dims)) * int(bits[0] if bits else 8) // 8
 
-    def _weight_faults(self, tensor: Any, folder: str) -> Iterator[str]:
+    def _faults_of(self, tensor: Any) -> Iterator[str]:
+        """Yields what is wrong with a weight. Infinities of masks are all negative, beside zeros."""
         is_external = tensor.data_location == self._onnx.TensorProto.EXTERNAL
         if tensor.data_type != self._onnx.TensorProto.FLOAT16 and not is_external:
             return
         try:
-            values = self._onnx.numpy_helper.to_array(tensor, folder)
+            values = self._onnx.numpy_helper.to_array(tensor, self._folder)
         except raised_here(Exception) as error:
             yield f"{tensor.name}: its values can't be read: {said_by(error)}"
             return
-        if values.dtype == "float16" and (abs(values) == math.inf).any():
+        if values.dtype != "float16":
+            return
+        is_infinite = abs(values) == math.inf
+        is_mask = (values[is_infinite] < 0).all() and not values[~is_infinite].any()
+        if is_infinite.any() and not is_mask:
             yield f"{tensor.name}: holds infinities in float16"
 
-    def _node(self, node: Any) -> OnnxNode:
+    def _node(self, node: Any, scope: _Scope) -> OnnxNode:
         told = {each.key: each.value for each in node.metadata_props}
-        inputs = tuple(self._dtypes.get(name, "") for name in node.input)
-        outputs = tuple(self._dtypes.get(name, "") for name in node.output)
+        inputs = tuple(scope.dtypes.get(name, "") for name in node.input)
+        outputs = tuple(scope.dtypes.get(name, "") for name in node.output)
         floats = [
             each for each in (*inputs, *outputs) if each in _BITS or each.startswith("float8")
         ]
         is_cast = node.op_type in {"Cast", "CastLike"}
         dtype = (outputs[0] if is_cast else next(iter(floats), "")) if floats else ""
         faults = (
-            [*self._cast_faults(node, inputs, outputs)] if is_cast else [*self._mixed(node, inputs)]
+            [*self._cast_faults(node, scope, inputs, outputs)]
+            if is_cast
+            else [*self._mixed(node, inputs)]
         )
         asked = told.get(DTYPE, "")
         if asked and dtype and not is_cast and asked != dtype:
@@ -268,7 +302,7 @@ class _GraphReader:
                 f"computes in {dtype}, and {told.get(REASON) or 'the policy'} says {asked}"
             )
         return OnnxNode(
-            name=node.name or f"the node of {', '.join(node.output)}",
+            name=_label(node),
             op_type=node.op_type,
             op=told.get(OP, ""),
             module=module_of(told),
@@ -307,31 +341,26 @@ class _GraphReader:
                 before.add(dtype)
 
     def _cast_faults(
-        self, node: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]
+        self, node: Any, scope: _Scope, inputs: tuple[str, ...], outputs: tuple[str, ...]
     ) -> Iterator[str]:
         """Yields why a cast is needless."""
         source, dtype = node.input[0], outputs[0]
         if inputs[0] == dtype and dtype:
             yield f"needless cast: its input is {dtype} already"
-        before = self._sources.get(source)
-        if before is not None and self._dtypes.get(before.input[0]) == dtype in _BITS:
-            loses = [a < b for a, b in zip(_BITS.get(inputs[0], (0, 0)), _BITS[dtype], strict=True)]
-            if not any(loses):
-                yield f"needless cast: {before.name} made {inputs[0]} of {dtype}"
-        known = self._casts.setdefault((source, dtype), node.name)
-        if known != node.name:
-            yield f"needless cast: {known} casts the same tensor to {dtype}"
-        self._sources[node.output[0]] = node
+        before, origin = scope.sources.get(source, (None, ""))
+        if before is not None and origin == dtype in _BITS:
+            kept = zip(_BITS.get(inputs[0], (0, 0)), _BITS[dtype], strict=True)
+            if all(has >= needs for has, needs in kept):
+                yield f"needless cast: {_label(before)} made {inputs[0]} of {dtype}"
+        known = scope.casts.setdefault((source, dtype), node)
+        if known is not node:
+            yield f"needless cast: {_label(known)} casts the same tensor to {dtype}"
+        scope.sources[node.output[0]] = node, inputs[0]
 
 
-def _graphs(graph: Any) -> Iterator[Any]:
-    """Yields a graph and those that its nodes hold, such as the branches of If."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                if inner.node:
-                    yield from _graphs(inner)
+def _label(node: Any) -> str:
+    """Returns a node's name, or its results' names."""
+    return node.name or f"the node of {', '.join(node.output)}"
 
 
 def _onnx_name(dtype: str) -> str:

@@ -181,8 +181,11 @@ class _ChecksCalls(_ChecksTraining):
         return ""
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing = type(None)  # called, it returns None
-        return {**super().__getstate__(), "_seen": nothing, "_rules": (), "_own_rules": ()}
+        return {**super().__getstate__(), "_seen": _nothing, "_rules": (), "_own_rules": ()}
+
+
+#: Called, it returns None. Files of frozen models hold its name.
+_nothing: Final = type(None)
 
 
 def _fingerprint(in_force: session.Session) -> str:

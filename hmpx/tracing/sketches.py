@@ -168,10 +168,8 @@ def _read_by(kernel: Any, values: Tensor) -> list[tuple[Sketch, bool]]:
     dtype, parts = values.dtype, -(-values.numel() // (_PART * _COLUMNS))
     is_low = dtype.is_floating_point and dtype not in (torch.float32, torch.float64)
     wide = values.float() if is_low else values
-    bits, numbers = (
-        torch.zeros(parts, 2, dtype=torch.int64),
-        torch.zeros(parts, 3 + PROJECTIONS).double(),
-    )
+    bits = values.new_zeros((parts, 2), dtype=torch.int64)
+    numbers = values.new_zeros((parts, 3 + PROJECTIONS), dtype=torch.float64)
     signs, order = _signs("cpu", dtype if dtype is torch.float64 else torch.float32)
     kernel(values, wide, *_weights("cpu"), signs, order, _signs_of_parts(parts), bits, numbers)
     below = {torch.float32: BELOW_FP16, torch.float64: 0}.get(dtype, -1)
@@ -214,6 +212,10 @@ def _joined(values: Tensor, parts: Sequence[Sketch]) -> Sketch:
         ((found, _),) = sketches([values.where(is_finite, 0)])
         nonfinite = values.numel() - int(is_finite.sum())
         return replace(found, digest=digest, nonfinite=nonfinite, places=places.digest)
+    if len(parts) == 1 and values.dtype is not torch.float64:
+        return Sketch(
+            digest, 0, parts[0].norm, parts[0].least, parts[0].largest, parts[0].projections
+        )
     norm, sums = math.hypot(*[each.norm for each in parts]), [each.projections for each in parts]
     least = min([each.least for each in parts], default=0.0)
     largest = max([each.largest for each in parts], default=0.0)

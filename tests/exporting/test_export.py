@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,33 @@ def test_mixed_inputs_inside_of_a_branch(tmp_path: Path) -> None:
     assert "product (Mul): mixed inputs: float32 and float16" in read_onnx(path).faults
 
 
+def test_branches_see_values_of_their_own(tmp_path: Path) -> None:
+    """Names and casts of one branch say nothing about the other one."""
+
+    def branch(name: str, code: int) -> Any:
+        nodes = [
+            node("Cast", "a", "t", f"{name} cast", to=code),
+            node("Add", "t t", "s", f"{name} sum"),
+            node("Cast", "s", name, f"{name} back", to=FLOAT),
+        ]
+        output = onnx.helper.make_tensor_value_info(name, FLOAT, [2, 2])
+        return onnx.helper.make_graph(nodes, name, [], [output])
+
+    for code in (FLOAT16, BFLOAT16):
+        branches = {"then_branch": branch("x", FLOAT16), "else_branch": branch("z", code)}
+        choice = node("If", "flag", "y", "choice", **branches)
+        path = saved(tmp_path / "m.onnx", [choice], flag=9, a=FLOAT, y=FLOAT)
+        assert read_onnx(path).faults == ()
+
+
+def test_nodes_without_names(tmp_path: Path) -> None:
+    nodes = [node("Cast", "a", each, "", to=FLOAT16) for each in ("b", "c")]
+    path = saved(tmp_path / "m.onnx", [*nodes, node("Add", "b c", "y", "")], a=FLOAT, y=FLOAT16)
+    assert read_onnx(path).faults == (
+        "the node of c (Cast): needless cast: the node of b casts the same tensor to float16",
+    )
+
+
 def test_a_node_off_the_policy(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     hmpx.export(block, torch.randn(2, 8), path, low_precision_type="float16")
@@ -325,12 +353,116 @@ def test_weights_that_float16_made_infinite_are_named(tmp_path: Path) -> None:
     assert found.faults == ("weight: holds infinities in float16",)
 
 
+def test_masks_of_infinities_are_none(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.baddbmm(self.mask, x, self.inner(x)).softmax(-1)
+
+    model, x = Masked().eval(), torch.randn(2, 8, 8)
+    found = hmpx.export(model, x, tmp_path / "m.onnx", low_precision_type="float16")
+    assert found.faults == ()
+
+
+# --- models that torch's exporter takes apart ----------------------------------------------------
+
+
+class Chosen(nn.Module):
+    """A branch, and a low output that one of its branches casts, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(300, 300)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+
+        def half(y: Tensor) -> Tensor:
+            return self.inner(y.float() / 2).float()
+
+        def double(y: Tensor) -> Tensor:
+            return self.inner(y.float() * 2).float()
+
+        return y, torch.cond(x.sum() > 0, double, half, (y,))
+
+
+def test_branches_of_a_model(tmp_path: Path) -> None:
+    model, x, path = Chosen().eval(), torch.randn(2, 300), tmp_path / "m.onnx"
+    found = hmpx.export(model, x, path, low_precision_type="float16", verify=True)
+    onnx.checker.check_model(str(path), full_check=True)
+    assert found.faults == ()
+    products = [each for each in found.nodes if each.op_type == "Gemm"]
+    assert [each.dtype for each in products] == ["float16"] * 3
+    assert found.stored["float16"] == 2 * 300 * 301
+    assert "float32" not in found.stored or found.stored["float32"] < 100
+
+
+def test_weights_that_are_outputs(tmp_path: Path) -> None:
+    class Shown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(600, 600)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.inner(x), self.inner.weight, self.inner.bias.half()
+
+    model, path = Shown().eval(), tmp_path / "m.onnx"
+    for outputs in ("fp32", "keep"):
+        hmpx.export(model, torch.ones(1, 600), path, outputs=outputs, low_precision_type="float16")
+        onnx.checker.check_model(str(path), full_check=True)
+        assert torch.equal(
+            torch.from_numpy(arrays(path)["inner.weight"].copy()), model.inner.weight
+        )
+
+
+def test_folded_values_do_not_have_the_names_of_weights(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.scale.exp()
+
+    hmpx.export(Scaled().eval(), torch.ones(1, 4), tmp_path / "m.onnx")
+    assert "scale" not in arrays(tmp_path / "m.onnx")
+
+
+def test_each_call_of_a_line_has_its_own_reason(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.mm(x, x), torch.mm(x.double(), x.double())
+
+    found = hmpx.export(
+        Twice().eval(), torch.randn(2, 2), tmp_path / "m.onnx", low_precision_type="float16"
+    )
+    reasons = {each.dtype: each.reason for each in found.nodes if each.op == "mm"}
+    assert "fp64" not in reasons["float16"]
+    assert "fp64" in reasons["float64"]
+
+
+def test_ops_that_compute_in_fp32_on_request_are_no_fault(block: Block, tmp_path: Path) -> None:
+    x, path = torch.randn(2, 8), tmp_path / "m.onnx"
+    found = hmpx.export(block, x, path, low_precision_type="float16", legalize="always")
+    assert found.faults == ()
+
+
 # --- what is refused, and what stays -------------------------------------------------------------
 
 
 class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
+
+
+class Autocast(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
 
 
 def refused(model: Any, path: Path, x: Any = None, **options: Any) -> str:
@@ -359,11 +491,35 @@ def test_errors_leave_the_earlier_file(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         hmpx.export(linear, torch.ones(1, 3), path)
     assert path.read_text() == "earlier"
+    assert "Autocast enters torch.autocast in its forward" in refused(Autocast(2, 2).eval(), path)
+    assert not torch.is_autocast_enabled("cpu")
+    assert "opset_version=99: torch exports" in refused(linear, path, opset_version=99)
+    with pytest.raises(hmpx.OptionError, match=r"path must end in \.onnx"):
+        hmpx.export(linear, torch.ones(1, 2), tmp_path / "m.json")
+    with pytest.raises(hmpx.OptionError, match="can't write"):
+        hmpx.export(linear, torch.ones(1, 2), "a\0.onnx")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "onnxscript", None)
         assert "pip install 'hmpx[onnx]'" in refused(linear, path)
     with pytest.raises(hmpx.OptionError, match=r"can't write .*: No such file or directory"):
         hmpx.export(linear, torch.ones(1, 2), tmp_path / "no" / "m.onnx")
+
+
+def test_links_permissions_and_pipes_stay(tmp_path: Path) -> None:
+    linear, x = nn.Linear(2, 2).eval(), torch.ones(1, 2)
+    target, link, pipe = tmp_path / "m.onnx", tmp_path / "link.onnx", tmp_path / "pipe.onnx"
+    target.write_text("earlier")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    hmpx.export(linear, x, link)
+    assert link.is_symlink()
+    assert read_onnx(target).faults == ()
+    assert target.stat().st_mode & 0o777 == 0o600
+    os.mkfifo(pipe)
+    with pytest.raises(hmpx.OptionError, match="not a regular file"):
+        hmpx.export(linear, x, pipe)
+    with pytest.raises(hmpx.OptionError, match="a pipe or a device"):
+        read_onnx(pipe)
 
 
 def test_a_full_disk_leaves_the_earlier_file(
@@ -396,6 +552,13 @@ def test_weights_in_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.Monk
     (fault,) = read_onnx(path).faults
     assert fault.startswith("weight: its values can't be read: ")
     assert "m.onnx.data" in fault
+
+
+def test_nodes_that_no_engine_takes(tmp_path: Path) -> None:
+    for bad in (node("Cast", "", "y", "cast", to=FLOAT), node("Cast", "a", "y", "cast", to=99)):
+        path = saved(tmp_path / "m.onnx", [bad], a=FLOAT, y=99)
+        with pytest.raises(hmpx.OptionError, match=r"m\.onnx is not a readable ONNX model"):
+            read_onnx(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"low: [linear]\n", b"\x08\x07\x12" * 9])

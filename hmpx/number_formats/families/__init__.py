@@ -6,8 +6,10 @@ methods `params_in` and `round`; for codes `codes_of` and `values_of`; for kerne
 
 from __future__ import annotations
 
+import sys
 from typing import Final, TypeAlias, get_args
 
+from . import fixed, scaled
 from .fixed import Exponent, Fixed
 from .floats import Float
 from .number_format import (
@@ -33,3 +35,6 @@ Format: TypeAlias = Coded | Custom
 
 #: The classes of formats.
 FORMATS: Final[tuple[type[NumberFormat], ...]] = get_args(Format)
+
+# Earlier pickles have `Block` and `Exponent` in modules of their own.
+sys.modules.update({f"{__name__}.blocks": scaled, f"{__name__}.exponents": fixed})
