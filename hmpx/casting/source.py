@@ -155,21 +155,24 @@ def given(*values: Any) -> tuple[Any, ...]:
     return values[:count] + values[-1]  # type: ignore[no-any-return]
 
 
-#: What wrappers refer to by name.
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+plain_tensors, low_dtypes, numbers, float32 = PLAIN_TENSORS, LOW_DTYPES, NUMBERS, torch.float32
+
+#: What wrappers refer to by name. torch.compile looks all of them up in this module.
 _GLOBALS: Final[dict[str, Any]] = {
     "__name__": __name__,
     "open_regions": open_regions,
     "is_below_dispatcher": is_below_dispatcher,
     "are_plain": are_plain,
     "missing": missing,
-    "plain_tensors": PLAIN_TENSORS,
-    "low_dtypes": LOW_DTYPES,
-    "numbers": NUMBERS,
-    "float32": torch.float32,
+    "plain_tensors": plain_tensors,
+    "low_dtypes": low_dtypes,
+    "numbers": numbers,
+    "float32": float32,
     "has_torch_function_variadic": has_torch_function_variadic,
     "given": given,
     "transforms": transforms,
-    "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
+    "is_dynamo_compiling": is_dynamo_compiling,
     "is_settled": is_settled,
     "unusual": unusual,
 }

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from .. import arguments
 from ..errors import HmpxError, OptionError, raised_here, said_by, short
@@ -30,7 +29,7 @@ from ..places import located
 from ..recording import record
 from ..reports import Row
 from ..session import about_run, check_names, convert, current, refuse_where_off
-from ..tensors import tensors_in
+from ..tensors import tensors_of
 from ..torch_internals import is_any_autocast_enabled
 from ..torch_state import unchanged
 from .onnx_file import DTYPE, LOCATION, OP, REASON, OnnxFile, imported, module_of, read_onnx
@@ -118,7 +117,7 @@ def export(
         session = current()
         is_deciding = session and (session.policy.decisions or session.policy.sections)
         if conversion or not is_deciding:
-            tensors = [*model.parameters(), *tensors_in((args, kwargs))]
+            tensors = [*model.parameters(), *tensors_of((args, kwargs))]
             device_types = {each.device.type for each in tensors} or {"cpu"}
             stack.enter_context(convert(**{"device_types": device_types, **conversion}))
         stack.enter_context(torch.no_grad())
@@ -135,7 +134,7 @@ def export(
             raise OptionError(
                 f"opset_version={opset_version}: torch exports this model in opset {opset}"
             )
-        differences = errors(program, tree_leaves((args, kwargs))) if verify else {}
+        differences = errors(program, tensors_of((args, kwargs))) if verify else {}
         _name_weights(program)
         _store_low(program.model.graph)
         in_force = current()

@@ -371,6 +371,6 @@ def module_of(metadata: Mapping[str, str]) -> str:
     """Returns the qualified name of the module in a node's metadata, which torch's exporter wrote."""
     try:
         scopes = ast.literal_eval(metadata.get("pkg.torch.onnx.name_scopes", "[]"))
-    except (ValueError, SyntaxError):
+    except raised_here(ValueError, SyntaxError):
         return ""
     return str(scopes[-2]) if isinstance(scopes, list) and len(scopes) > 1 else ""

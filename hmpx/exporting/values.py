@@ -14,7 +14,7 @@ from ..errors import raised_here
 from .onnx_file import imported
 
 
-def errors(program: Any, leaves: Iterable[Any]) -> dict[str, float]:
+def errors(program: Any, inputs: Iterable[Tensor]) -> dict[str, float]:
     """Returns the name of a value -> its error, for the floating-point results of ATen's ops in a program.
 
     Each is computed from torch's values: by onnxruntime, or by ONNX's reference where that has no kernel. The error
@@ -23,7 +23,7 @@ def errors(program: Any, leaves: Iterable[Any]) -> dict[str, float]:
     onnx, numpy = imported("onnx", "verify=True"), imported("numpy", "verify=True")
     expected = {
         name: value.detach().cpu()
-        for name, value in _eager(program.exported_program, leaves).items()
+        for name, value in _eager(program.exported_program, inputs).items()
         if isinstance(value, Tensor)
     }
     model = program.model_proto
@@ -60,18 +60,20 @@ def errors(program: Any, leaves: Iterable[Any]) -> dict[str, float]:
     return found
 
 
-def _eager(program: Any, leaves: Iterable[Any]) -> dict[str, Any]:
+def _eager(program: Any, inputs: Iterable[Tensor]) -> dict[str, Any]:
     """Returns the name of a node of torch.export -> its value."""
-    user_inputs = iter(leaves)
+    tensors = iter(inputs)
     kinds = torch.export.graph_signature.InputKind
-    inputs = []
+    given: list[Any] = []
     for each in program.graph_signature.input_specs:
-        if each.kind is kinds.USER_INPUT:
-            inputs.append(next(user_inputs))
+        if hasattr(each.arg, "value"):
+            given.append(each.arg.value)  # a number, None
+        elif each.kind is kinds.USER_INPUT:
+            given.append(next(tensors))
         else:
-            inputs.append(program.state_dict.get(each.target, program.constants.get(each.target)))
+            given.append(program.state_dict.get(each.target, program.constants.get(each.target)))
     interpreter = torch.fx.Interpreter(program.graph_module, garbage_collect_values=False)
-    interpreter.run(*inputs)
+    interpreter.run(*given)
     return {node.name: value for node, value in interpreter.env.items()}
 
 

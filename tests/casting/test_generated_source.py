@@ -15,7 +15,7 @@ import torch
 
 import hmpx
 from hmpx import Policy, ops
-from hmpx.casting import CallPlan, Options, facts_of, site_of
+from hmpx.casting import CallPlan, Options, facts_of, site_of, source
 from hmpx.casting.source import source_of
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -86,3 +86,8 @@ def test_the_source_is_shown_in_tracebacks() -> None:
         lines, _ = inspect.getsourcelines(torch.softmax.__code__)
     assert lines[0].strip().startswith("def wrapper(a0=missing")
     assert any("original(" in line for line in lines)
+
+
+def test_torch_compile_finds_all_names_of_the_source_in_its_module() -> None:
+    """It looks up globals of a function in the module that they name."""
+    assert {name: vars(source).get(name) for name in source._GLOBALS} == source._GLOBALS

@@ -36,9 +36,9 @@ WIDE = {"BaseException", "Exception", "RuntimeError", "OSError", "ArithmeticErro
 #: Wide handlers without `raised_here`, by file and function, and what becomes of each error.
 KNOWN = {
     ("cli/entry.py", "main"): "hmpx's own errors and warnings alone",
-    ("cli/lint.py", "run"): "the program ends; the error is printed",
+    ("cli/lint.py", "_lint"): "the program ends; the error is printed",
     ("cli/functions.py", "run_on"): "the program ends; the error is printed",
-    ("cli/run.py", "run"): "the program ends; the error is printed",
+    ("cli/run.py", "_run"): "the program ends; the error is printed",
     ("cli/run.py", "write"): "the program has ended; its exit status stays",
     ("cli/scripts.py", "show_uncaught"): "the program ends; the error is printed",
     ("compute/missing_kernels.py", "_tried"): "raised, unless `is_refusal`, which is stricter",

@@ -8,8 +8,10 @@ import dataclasses
 import functools
 import inspect
 import random
+import tempfile
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -237,6 +239,11 @@ def frozen_and_undone(model: nn.Module, x: Tensor, cache: Any) -> None:
     hmpx.freeze(model.eval(), {"x": x, "cache": cache}).undo()
 
 
+def exported(model: nn.Module, x: Tensor, cache: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        hmpx.export(model.eval(), {"x": x, "cache": cache}, Path(folder) / "m.onnx")
+
+
 def tuned(model: nn.Module, x: Tensor, cache: Any) -> None:
     given = [{"x": x, "cache": cache}]
     hmpx.tune(model, given, tolerance=0.9, budget=2, device_types={"cpu"}, progress=False)
@@ -257,6 +264,7 @@ TOOLS: dict[str, Callable[[nn.Module, Tensor, Any], object]] = {
     "compare": compared,
     "draw": lambda model, x, cache: hmpx.draw(model, (x, cache)),
     "expect.of": lambda model, x, cache: hmpx.expect.of(model, (x, cache)),
+    "export": exported,
     "freeze": frozen_and_undone,
     "invariance": lambda model, x, cache: hmpx.invariance(model, (x, cache)),
     "plan": lambda model, x, cache: hmpx.plan(model, (x, cache), "cpu"),
@@ -265,7 +273,7 @@ TOOLS: dict[str, Callable[[nn.Module, Tensor, Any], object]] = {
 }
 NEEDS_CONVERSION = {"freeze"}
 REFUSES_CONVERSION = {"bench"}
-ONE_FORWARD = {"draw", "expect.of", "freeze"}
+ONE_FORWARD = {"export", "draw", "expect.of", "freeze"}
 #: Lazy modules, sparse attributes.
 REFUSES_RARE_KINDS = {"plan", "plan, small"}
 
@@ -274,8 +282,10 @@ def checked(
     tool: str, model: nn.Module, x: Tensor, cache: Any, *, converted: bool, error: str
 ) -> None:
     """Runs a tool, which raises ``error``, and asserts that everything is as it was."""
-    if tool == "freeze":
+    if tool in {"freeze", "export"}:
         model.eval()
+    if tool == "export" and isinstance(model, (Nasty, Recurrent)):
+        error = error or "torch.onnx.export can't export"
     expected, outside = account(model, x, cache), world()
     conversion = hmpx.convert(device_types={"cpu"}) if converted else contextlib.nullcontext()
     with conversion, pytest.raises(Exception, match=error) if error else contextlib.nullcontext():
@@ -314,8 +324,8 @@ RUN_NO_MODEL = {
     "is_converted", "lint", "load_policy", "record", "register_rule", "revert", "trace", "unregister_rule",
     "watch",
     "Attached", "Bench", "Breach", "Call", "CallTensors", "CastPolicy", "Comparison", "Decision", "Drawing",
-    "Explanation", "Explanations", "Finding", "Frozen", "Invariance", "Lint", "Offence", "OpCall", "Plan",
-    "Policy", "RunDiff", "Session", "Tuned", "Variation", "Watch", "Weight",
+    "Explanation", "Explanations", "Finding", "Frozen", "Invariance", "Lint", "Offence", "OnnxFile", "OpCall",
+    "Plan", "Policy", "RunDiff", "Session", "Tuned", "Variation", "Watch", "Weight",
 }  # fmt: skip
 
 
