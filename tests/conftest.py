@@ -82,6 +82,7 @@ SAMPLED = {
     "test_legalized_nodes": 3,
     "test_legalized_ops": 6,
     "test_lint": 2,
+    "test_matrix": 2,
     "test_module_paths": 5,
     "test_no_effect": 3,
     "test_numbers": 4,
