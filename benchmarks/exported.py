@@ -23,13 +23,14 @@ import hmpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from zoo.catalogue import entries, sample
-from zoo.entry import Entry
+from zoo.entry import Entry, call
 from zoo.measuring import built
 
 
 def exported(entry: Entry) -> dict[str, Any]:
     """Returns the figures of one model; its ``error`` if it can't be exported."""
-    model = built(entry).eval()
+    model = built(entry)
+    entry.compared_mode(model)
     model.config.use_cache = False  # caches are not tensors
     batch = dict(entry.batch(model))
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +72,7 @@ def main() -> None:
     chosen = [each for each in entries() if each.name in options.names]
     models: dict[str, Any] = {}
     for entry in chosen or sample(entries(), options.count):
-        if entry.library == "transformers":
+        if entry.library == "transformers" and entry.forward is call:
             models[entry.name] = exported(entry)
             print(entry.name, models[entry.name], flush=True)
     done = [each for each in models.values() if "nodes" in each]
