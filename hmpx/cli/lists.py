@@ -36,6 +36,9 @@ files FILE_OR_DIR*  a policy file (.yaml, .yml, .json); a directory of op lists;
 --fp16 FILE  an op list for fp16, whatever its name; may be repeated
 --fp32 FILE  an op list for fp32, whatever its name; may be repeated
 --state FILE FILE  two files of tensors, .safetensors or of torch.save
+--html FILE  write a page about one ONNX file
+--json FILE  write the nodes of one ONNX file
+--csv FILE  write a table of them
 ---
 exit status:
   0 no fault; 1 faults; 2 wrong arguments
@@ -56,6 +59,8 @@ def _check(options: argparse.Namespace) -> int:
     graphs = [each for each in options.files if each.lower().endswith(".onnx")]
     if graphs:
         return _check_graphs(options, graphs)
+    if options.html or options.json or options.csv:
+        options.parser.error("--html, --json and --csv are for one ONNX file")
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
     kept = [each for each in options.files if checking.is_contract(each)]
     lines = sum(len(checking.read(each)) for each in kept)
@@ -91,15 +96,20 @@ def _check_graphs(options: argparse.Namespace, paths: list[str]) -> int:
         options.parser.error("check ONNX files by a command of their own")
     from ..exporting import read_onnx  # slow to import
 
+    is_written = options.html or options.json or options.csv
+    if is_written and len(paths) > 1:
+        options.parser.error("--html, --json and --csv are for one ONNX file")
     found = [*map(read_onnx, paths)]
-    lines = itertools.chain.from_iterable([*str(each).splitlines(), ""] for each in found)
-    return output.show([*lines][:-1], status=1 if any(each.faults for each in found) else 0)
+    lines = [line for each in found for line in (*str(each).splitlines(), "")]
+    written = output.written(options, found[0])
+    return output.show([*lines[:-1], *written], status=1 if any(e.faults for e in found) else 0)
 
 
 CHECK: Final = Command(
     _CHECK,
     _check,
     {kind: {"action": "append", "default": []} for kind in ("bf16", "fp16", "fp32")},
+    writes=("html", "json", "csv"),
 )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
 import functools
 import os
 import re
 import secrets
 import shutil
 import stat
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -112,7 +114,7 @@ def export(
     refuse_where_off("export")
     args, kwargs = arguments_of(inputs)
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_folder_beside(target))
+        folder = stack.enter_context(_temporary_folder(target))
         stack.enter_context(unchanged(model, inputs))
         session = current()
         is_deciding = session and (session.policy.decisions or session.policy.sections)
@@ -154,13 +156,14 @@ def export(
 
 @contextlib.contextmanager
 def _no_autocast(model: nn.Module) -> Iterator[None]:
-    """Raises OptionError where a forward enters torch.autocast, which torch's exporter puts in place of the lists."""
+    """Raises OptionError if a forward enters torch.autocast: torch's exporter would apply that instead of the lists."""
     enter: Any = torch.autocast.__enter__
+    thread = threading.get_ident()
 
     @functools.wraps(enter)
     def entering(region: Any) -> Any:
         result = enter(region)
-        if is_any_autocast_enabled():
+        if threading.get_ident() == thread and is_any_autocast_enabled():
             region.__exit__(None, None, None)
             raise OptionError(
                 f"{type(model).__name__} enters torch.autocast in its forward, so the file would have autocast's types "
@@ -178,12 +181,12 @@ def _no_autocast(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _folder_beside(target: Path) -> Iterator[Path]:
-    """Makes a folder in which files are written before they replace others; removes it at the end."""
+def _temporary_folder(target: Path) -> Iterator[Path]:
+    """Makes a temporary folder in the target's directory, and removes it at the end."""
     folder = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
     try:
         if target.exists() and not target.is_file():
-            raise OSError("it is not a regular file")
+            raise OSError(errno.EINVAL, "not a regular file")
         folder.mkdir()
     except raised_here(OSError, ValueError) as error:
         raise unwritable(target, error) from error
@@ -198,9 +201,8 @@ def _written(program: Any, folder: Path, target: Path) -> OnnxFile:
     try:
         program.save(folder / target.name)
         found = read_onnx(folder / target.name, about_run())
-        for each in sorted(
-            folder.iterdir(), reverse=True
-        ):  # the weights before the graph that names them
+        # The weights first, since the graph refers to them.
+        for each in sorted(folder.iterdir(), reverse=True):
             place = target.with_name(each.name)
             if place.is_file():
                 each.chmod(stat.S_IMODE(place.stat().st_mode))
@@ -257,10 +259,10 @@ def _store_low(graph: Any) -> None:
     import onnx_ir as ir
 
     lows = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
-    weights = dict(graph.initializers)
+    weights = {id(each) for each in graph.initializers.values()}
     nodes: list[Any] = [*graph.all_nodes()]
     for node in nodes:
-        if node.op_type != "Cast" or node.inputs[0].name not in weights:
+        if node.op_type != "Cast" or id(node.inputs[0]) not in weights:
             continue
         weight, cast = node.inputs[0], node.outputs[0]
         is_kept = cast.is_graph_output() or cast.dtype not in lows
@@ -281,7 +283,7 @@ def _store_low(graph: Any) -> None:
 
 
 def _annotate(program: Any, rows: Iterable[Row], *, is_typed: bool) -> None:
-    """Writes into nodes' metadata what the recorded calls that they come from say."""
+    """Writes the op, the decision and the line of each node's recorded calls into its metadata."""
     by_module: dict[str, list[Row]] = {}
     for row in rows:
         by_module.setdefault(row.module, []).append(row)
@@ -297,10 +299,13 @@ def _annotate(program: Any, rows: Iterable[Row], *, is_typed: bool) -> None:
         if any(each.name == name for each in node.outputs)
     )
     for node, name in made.items():
-        told, op = node.metadata_props, roots.get(name)
-        module, line = module_of(told), _location(told.get("pkg.torch.onnx.stack_trace", ""))
+        metadata, op = node.metadata_props, roots.get(name)
+        module, line = (
+            module_of(metadata),
+            _location(metadata.get("pkg.torch.onnx.stack_trace", "")),
+        )
         if line:
-            told[LOCATION] = line
+            metadata[LOCATION] = line
         calls = by_module.get(module, [])
         at_line = [row for row in calls if located(row.location) == line]
         named = [row for row in calls if row.op == op]
@@ -311,17 +316,17 @@ def _annotate(program: Any, rows: Iterable[Row], *, is_typed: bool) -> None:
         chosen = [row for row in chosen if row.dtype in types] or chosen
         if len({row.op for row in chosen}) != 1:
             continue
-        told[OP] = chosen[0].op
-        told[REASON] = ", ".join(dict.fromkeys(row.reason for row in chosen if row.reason))
+        metadata[OP] = chosen[0].op
+        metadata[REASON] = ", ".join(dict.fromkeys(row.reason for row in chosen if row.reason))
         if len({row.location for row in chosen}) == 1:
-            told[LOCATION] = located(chosen[0].location)
+            metadata[LOCATION] = located(chosen[0].location)
         # Some calls of an op are not recorded, such as those of numbers with tensors; some ops that follow an input,
         # such as norms of low inputs with float32 weights, have no other node than a float32 one.
-        is_told = is_typed and several[module, op] == sum(row.calls for row in named)
-        is_told &= all(row.cast_policy in _TYPED for row in named)
+        is_certain = is_typed and several[module, op] == sum(row.calls for row in named)
+        is_certain &= all(row.cast_policy in _TYPED for row in named)
         dtypes = {row.dtype for row in named}
-        if len(dtypes) == 1 and is_told and any(each.name == name for each in node.outputs):
-            told[DTYPE] = dtypes.pop()
+        if len(dtypes) == 1 and is_certain and any(each.name == name for each in node.outputs):
+            metadata[DTYPE] = dtypes.pop()
 
 
 def _root(node: Any) -> str:

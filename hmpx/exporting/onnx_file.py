@@ -1,4 +1,4 @@
-"""An ONNX file as data: its nodes with their types, and what strongly typed engines refuse or waste."""
+"""An ONNX file as data: its nodes, their types, and faults for strongly typed engines."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ from ..reports import (
 #: The version of the JSON that `OnnxFile.to_json` writes.
 SCHEMA: Final = 1
 
-#: Keys of a node's metadata that `export` writes: the op's name, the line that decided, the dtype it asked for,
-#: the program's line.
+#: Keys of a node's metadata that `export` writes: the op, the line that decided, the decided dtype, the program's line.
 OP, REASON, DTYPE, LOCATION = "hmpx.op", "hmpx.reason", "hmpx.dtype", "hmpx.location"
 
 _MOST_LINES: Final = 30
 
-#: Significant bits of floating-point types, for casts that lose none.
+#: Bits of significand and exponent of floating-point types. A cast to no fewer of both is exact.
 _BITS: Final = {"float16": (11, 5), "bfloat16": (8, 8), "float32": (24, 8), "float64": (53, 11)}
 
 
@@ -54,7 +53,7 @@ class OnnxNode:
         dtype: The floating-point type that it computes in, ``""`` for none. A cast's is its result's.
         input_dtypes: Types of its inputs.
         output_dtypes: Types of its results.
-        faults: What is wrong with it.
+        faults: Its faults, as text.
         error: With ``verify=True``, the largest difference from torch's result for the same inputs, in units of
             roundoff of the largest value; None: not compared.
     """
@@ -138,6 +137,12 @@ class OnnxFile(Written):
 def _verdict(found: OnnxFile) -> str:
     count = len(found.faults)
     said = "no faults" if not count else f"{count} fault{'s' * (count > 1)}"
+    compared = [node for node in found.nodes if node.error is not None]
+    if compared:
+        worst = max(compared, key=lambda node: node.error or 0.0)
+        said += (
+            f"; {len(compared)} compared with torch, largest error {worst.error:.3g} ({worst.name})"
+        )
     return f"{short(found.path)}: {len(found.nodes)} nodes, {said}"
 
 
@@ -185,7 +190,7 @@ def imported(name: str, tool: str) -> ModuleType:
 
 
 def read_onnx(path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> OnnxFile:
-    """Reads an ONNX file, its nodes' types, and its faults. Weights may lie in a file beside it.
+    """Reads an ONNX file, its nodes' types, and its faults. Weights may be in a second file.
 
     The bodies of functions that a file defines are not read.
 
@@ -266,7 +271,7 @@ class _GraphReader:
         return int(math.prod(tensor.dims)) * int(bits[0] if bits else 8) // 8
 
     def _faults_of(self, tensor: Any) -> Iterator[str]:
-        """Yields what is wrong with a weight. Infinities of masks are all negative, beside zeros."""
+        """Yields the faults of a weight. A mask of zeros and -inf has none."""
         is_external = tensor.data_location == self._onnx.TensorProto.EXTERNAL
         if tensor.data_type != self._onnx.TensorProto.FLOAT16 and not is_external:
             return
@@ -283,7 +288,7 @@ class _GraphReader:
             yield f"{tensor.name}: holds infinities in float16"
 
     def _node(self, node: Any, scope: _Scope) -> OnnxNode:
-        told = {each.key: each.value for each in node.metadata_props}
+        metadata = {each.key: each.value for each in node.metadata_props}
         inputs = tuple(scope.dtypes.get(name, "") for name in node.input)
         outputs = tuple(scope.dtypes.get(name, "") for name in node.output)
         floats = [
@@ -296,18 +301,18 @@ class _GraphReader:
             if is_cast
             else [*self._mixed(node, inputs)]
         )
-        asked = told.get(DTYPE, "")
-        if asked and dtype and not is_cast and asked != dtype:
+        decided = metadata.get(DTYPE, "")
+        if decided and dtype and not is_cast and decided != dtype:
             faults.append(
-                f"computes in {dtype}, and {told.get(REASON) or 'the policy'} says {asked}"
+                f"computes in {dtype}, and {metadata.get(REASON) or 'the policy'} says {decided}"
             )
         return OnnxNode(
             name=_label(node),
             op_type=node.op_type,
-            op=told.get(OP, ""),
-            module=module_of(told),
-            location=told.get(LOCATION, ""),
-            reason=told.get(REASON, ""),
+            op=metadata.get(OP, ""),
+            module=module_of(metadata),
+            location=metadata.get(LOCATION, ""),
+            reason=metadata.get(REASON, ""),
             dtype=dtype,
             input_dtypes=inputs,
             output_dtypes=outputs,
@@ -315,7 +320,7 @@ class _GraphReader:
         )
 
     def _mixed(self, node: Any, inputs: tuple[str, ...]) -> Iterator[str]:
-        """Yields what a node's schema, or an engine without implicit casts, refuses about its inputs' types."""
+        """Yields inputs that a node's schema, or an engine without implicit casts, rejects."""
         if (node.domain, node.op_type) in self._functions:
             return
         version = self._opsets.get(node.domain, 1)

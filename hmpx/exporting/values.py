@@ -1,8 +1,9 @@
-"""What the nodes of an ONNX graph compute, beside what torch computes from the same inputs."""
+"""Compares the results of an ONNX graph's nodes with torch's, from the same inputs."""
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -128,7 +129,7 @@ def _by_onnxruntime(model: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Returns the largest difference, in units of roundoff of the largest finite value."""
+    """Returns the largest difference, in units of roundoff of the largest finite value; inf for NaN in one alone."""
     exact = want.double()
     same = (got == exact) | (got.isnan() & exact.isnan())
     if bool(same.all()):
@@ -137,4 +138,4 @@ def _error(got: Tensor, want: Tensor) -> float:
     largest = float(finite.max()) if finite.numel() else 1.0
     unit = torch.finfo(want.dtype).eps * (largest or torch.finfo(want.dtype).tiny)
     difference = float((got - exact)[~same].abs().max())
-    return difference / unit
+    return math.inf if math.isnan(difference) else difference / unit

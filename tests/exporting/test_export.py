@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -187,18 +188,19 @@ def test_verified_ops_differ_by_roundoff(block: Block, tmp_path: Path, low: str)
     errors = {node.op_type: node.error for node in found.nodes if node.op_type != "Cast"}
     assert errors.keys() == {"Gemm", "Add", "LayerNormalization", "Softmax"}
     assert all(error is not None and error <= 2 for error in errors.values())
-    assert "error" in str(found)
+    assert "9 compared with torch, largest error " in " ".join(str(found).split())
 
 
+@pytest.mark.parametrize("value", [1.001, torch.nan, torch.inf])
 def test_verification_finds_a_wrong_weight(
-    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     export = torch.onnx.export
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         program: Any = export(*args, **kwargs)
         weight = program.model.graph.initializers["norm.weight"]
-        weight.const_value = type(weight.const_value)(torch.full((8,), 1.001), name="norm.weight")
+        weight.const_value = type(weight.const_value)(torch.full((8,), value), name="norm.weight")
         return program
 
     monkeypatch.setattr(torch.onnx, "export", wrong)
@@ -206,6 +208,7 @@ def test_verification_finds_a_wrong_weight(
     errors = {node.op_type: node.error or 0 for node in found.nodes}
     assert errors["LayerNormalization"] > 1000
     assert max(error for op, error in errors.items() if op != "LayerNormalization") < 2
+    assert "(node_layer_norm)" in str(found).partition("\n\n")[0]
 
 
 # --- what is wrong with a file -------------------------------------------------------------------
@@ -505,6 +508,26 @@ def test_errors_leave_the_earlier_file(tmp_path: Path, monkeypatch: pytest.Monke
         hmpx.export(linear, torch.ones(1, 2), tmp_path / "no" / "m.onnx")
 
 
+def test_other_threads_may_enter_autocast(tmp_path: Path) -> None:
+    """The check of the forward is for its own thread."""
+    entered: list[bool] = []
+
+    def other() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            entered.append(True)
+
+    class Threaded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.compiler.is_exporting():
+                thread = threading.Thread(target=other)
+                thread.start()
+                thread.join()
+            return super().forward(x)
+
+    hmpx.export(Threaded(2, 2).eval(), torch.ones(1, 2), tmp_path / "m.onnx")
+    assert entered == [True]
+
+
 def test_links_permissions_and_pipes_stay(tmp_path: Path) -> None:
     linear, x = nn.Linear(2, 2).eval(), torch.ones(1, 2)
     target, link, pipe = tmp_path / "m.onnx", tmp_path / "link.onnx", tmp_path / "pipe.onnx"
@@ -603,5 +626,13 @@ def test_commands_export_and_check(
     bad = saved(Path("bad.onnx"), [node("Add", "a b", "y", "sum")], a=FLOAT, b=FLOAT16, y=FLOAT)
     assert main(["check", "m.onnx", bad]) == 1
     assert "sum (Add): mixed inputs" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["check", "m.onnx", "policy.yaml"])
+    assert main(["check", "m.onnx", "--html", "c.html", "--json", "c.json", "--csv", "c.csv"]) == 0
+    assert json.loads(Path("c.json").read_text())["nodes"][1]["op_type"] == "Gemm"
+    assert "Types of m.onnx" in Path("c.html").read_text()
+    for wrong in (
+        ["m.onnx", "policy.yaml"],
+        ["m.onnx", bad, "--json", "c.json"],
+        ["a.txt", "--csv", "a.csv"],
+    ):
+        with pytest.raises(SystemExit):
+            main(["check", *wrong])
