@@ -29,7 +29,7 @@ from ..observers import (
     reading_kernels,
     user_line,
 )
-from ..ops import draws, facts
+from ..ops import carrying, draws, facts
 from ..policy import CastPolicy
 from ..tensors import PLAIN_TENSORS, Args, Function, Kwargs, map_tensors, tensors_in
 from ..torch_internals import (
@@ -96,7 +96,10 @@ class _ObservedCalls:
     def __init__(self, original: Function, plan: CallPlan, attached: tuple[Attached, ...]) -> None:
         self._original, self._plan, self._attached = original, plan, attached
         self._observers = frozenset(attached)
-        self._of_every_op = tuple([each for each in attached if each.every_op])
+        carries = plan.site.op in carrying()
+        self._of_every_op = tuple(
+            [each for each in attached if each.every_op and (each.carries or not carries)]
+        )
         is_listed = plan.decision.cast_policy is not CastPolicy.PASS
         self._told = attached if is_listed else self._of_every_op
         self._may_be_nested = "A" in plan.site.parameters.kinds.values()

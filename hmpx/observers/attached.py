@@ -40,6 +40,7 @@ class Attached:
         times: Whether it gets the duration of calls. Each call then waits for its accelerator.
         kernels: Whether it gets the dtypes that kernels computed in.
         graphs: Whether it gets tensors of compiled calls, too, each time that their graph runs.
+        carries: Whether it also gets ``copy_`` and ops on lists of tensors.
         thread: The thread that made it.
 
     Example:
@@ -57,6 +58,7 @@ class Attached:
     times: bool = False
     kernels: bool = False
     graphs: bool = False
+    carries: bool = False
     thread: int = field(default_factory=threading.get_ident, init=False)
 
     def tell(self, call: OpCall, tensors: CallTensors | None) -> None:

@@ -42,6 +42,7 @@ from .schemas import (
 )
 from .sites import Product, Site, draws, facts, product
 from .traits import (
+    carrying,
     computing,
     is_castable,
     is_decisive,

@@ -48,6 +48,12 @@ def computing() -> frozenset[str]:
     )
 
 
+@functools.cache
+def carrying() -> frozenset[str]:
+    """Returns the ops that carry values on, but whose types no list decides: ``copy_``, and those of lists of tensors."""
+    return frozenset(name for name in table() if name == "copy" or name.startswith("_foreach_"))
+
+
 def kind(name: str) -> tuple[str, int | None]:
     """Returns the kind of op ``name``, by its speed; for matrix products also the position of the first matrix."""
     words = facts("kinds").get(name)

@@ -53,6 +53,8 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     observed: list[str] = []
     if any(each.every_op for each in conversion.observers):
         observed = sorted(ops.computing() | ops.facts("converting").keys())
+    if any(each.carries for each in conversion.observers):
+        observed += sorted(ops.carrying())
     unobserved = dataclasses.replace(conversion, observers=())
     told_of = {*policy.decisions, *deciding, *observed}
     converting = sorted(ops.converting() & ops.table().keys())

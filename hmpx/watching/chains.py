@@ -36,7 +36,13 @@ from .trials import (
 _MOST_BYTES: Final = 1 << 13
 
 #: Most calls that are run again.
-_MOST_CALLS: Final = 200
+_MOST_CALLS: Final = 400
+
+#: Most calls that are tried alone in float32, the last ones; then all calls of an op together, as lists do.
+_MOST_ALONE: Final = 100
+
+#: Most calls of which each is left out, to see whether the others are enough.
+_MOST_PRUNED: Final = 20
 
 
 class Held:
@@ -127,7 +133,7 @@ class _Chain:
                 inputs.append(tensor.detach())
             is_last = record is self.calls[-1]
             if call.op in CONVERTING and record in exact:
-                results = [_up(inputs[0], dtype)]
+                results = [_up(inputs[-1], dtype)]
             else:
                 args, kwargs = record.given
                 arguments = Arguments(_filled(args), {k: _filled(v) for k, v in kwargs.items()})
@@ -214,22 +220,30 @@ def traced_back(
         enough: Sequence[CallRecord] = ()
         low = [each for each in chain.calls if _can_change(each)]
         dtype = torch.float32 if low else torch.float64
-        changing = low or [each for each in chain.calls if each is not failed]
         bits, exact_inputs = chain.run(chain.calls, gradients, dtype)
         if bits and not chain.run(chain.calls, gradients, dtype, casts_gradients=False)[0]:
             return Trial(0, is_cast=True)
         if bits or (not low and not chain.run([failed], gradients, dtype)[0]):
             return trial if chain.is_whole else _stopped(failed, trial, chain)
-        for each in reversed(changing):
-            enough = [each]
+        ops = [*dict.fromkeys([each.call.op for each in reversed(low)])]
+        one_op = [[each for each in low if each.call.op == op] for op in ops]
+        candidates = [[each] for each in reversed(low[-_MOST_ALONE:])] + one_op
+        if not low:  # what float32 loses, it loses over several calls
+            candidates = [chain.calls[start:] for start in reversed(range(len(chain.calls)))]
+        for candidate in candidates:
+            enough = candidate
             if not chain.run(enough, gradients, dtype)[0]:
                 break
         else:
-            enough = chain.calls if low else [*changing, failed]
-            for each in enough:
-                fewer = [other for other in enough if other is not each]
-                if not chain.run(fewer, gradients, dtype)[0]:
-                    enough = fewer
+            enough = chain.calls
+        for op in dict.fromkeys([each.call.op for each in reversed(enough)]):
+            fewer = [each for each in enough if each.call.op != op]
+            if fewer and not chain.run(fewer, gradients, dtype)[0]:
+                enough = fewer
+        for each in enough if 1 < len(enough) <= _MOST_PRUNED else ():
+            fewer = [other for other in enough if other is not each]
+            if not chain.run(fewer, gradients, dtype)[0]:
+                enough = fewer
         inputs = chain.run([], gradients)[1]
         is_zero = [((a == 0) & (b != 0)).any() for a, b in zip(inputs, exact_inputs, strict=True)]
         causes = tuple(

@@ -8,7 +8,7 @@ over -inf alone, and for non-finite data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -36,18 +36,22 @@ class Origin:
     gradients: GradientRecord | None = None  # the gradients, if its backward made them
     parameter: Leaf | None = None  # the non-finite one, for this source
     is_written: bool = False  # the program gave them as a number
+    may_matter: bool = False  # its NaN is reported unless it is cleared
     is_reported: bool = False
 
 
 class OriginSearch:
     """Judges the records of steps in order; ``found`` lists the origins to report."""
 
-    def __init__(self) -> None:
+    def __init__(self, living: Callable[[], Iterable[Cell]]) -> None:
+        self._living = living  # the cells of memory that is in use
         self.found: list[Origin] = []
         self._calls: list[CallRecord] = []
         self._positions: dict[int, int] = {}
         self._last: CallRecord | None = None
-        self._has_gradients = self._has_bad_gradients = False
+        self._has_gradients = self._has_bad_gradients = self._trains = False
+        self._nans: list[tuple[Origin, CallRecord]] = []  # made by ops; some do not matter
+        self._taken: set[Cell] = set()  # by a later call
 
     def judge(
         self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool
@@ -65,6 +69,10 @@ class OriginSearch:
         if ends_step:
             if not self._has_gradients:
                 self._confirm_last()
+            for origin, record in self._nans:  # no later call cleared it, and it is not a metric
+                if not (self._is_metric(record) or self._taken.issuperset(record.results)):
+                    self._report(origin)
+            self._nans, self._taken = [], set()
             self._last, self._has_gradients, self._has_bad_gradients = None, False, False
             self._calls, self._positions = [], {}
         return self.found
@@ -75,6 +83,7 @@ class OriginSearch:
         if record.call.phase == "forward" and record.results:
             self._has_gradients = False  # another forward, if there was a backward
             self._last = record
+        self._taken.update([cell for given in record.inputs for cell in given.cells])
         made = _bits(record.results)
         if not made:
             return
@@ -86,18 +95,24 @@ class OriginSearch:
                 origin.is_written = True
         elif not (had or is_unsure):
             origin = self._origin(record, "op", made)
-            if made & NAN or (made & POSITIVE and _is_rounded(record)):
+            origin.may_matter = bool(made & NAN)
+            if made & POSITIVE and _is_rounded(record):
                 self._report(origin)
         elif not had & NAN:
             if made & NAN and origin is not None and origin.source == "op":
-                self._report(origin)  # NaN has followed
-            if made & NAN and origin is not None and not (origin.bits & NAN or origin.is_reported):
+                origin.may_matter = True  # NaN has followed
+            is_known = origin is not None and (
+                origin.bits & NAN or origin.may_matter or origin.is_reported
+            )
+            if made & NAN and origin is not None and not is_known:
                 origin = self._origin(record, "op", made)  # from infinities in the inputs
             if origin is None and (made & _WORST or not had):
                 is_passed_on = had and not made & ~had
                 origin = self._origin(record, "input" if is_passed_on else "op", made)
         for cell in record.results:
             cell.origin = origin
+        if origin is not None and origin.may_matter:
+            self._nans.append((origin, record))
 
     def _inputs(self, record: CallRecord) -> tuple[int, bool, list[Origin]]:
         """Returns the inputs' non-finite values, whether some inputs are unknown, and the origins."""
@@ -125,7 +140,8 @@ class OriginSearch:
                 if isinstance(source, Leaf) and source.origin is None:
                     source.origin = self._origin_outside(record, source, source.bits)
                 origin: Origin | None = source.origin
-                return origin
+                if origin is None or origin.source == "op" or not isinstance(cell, Leaf):
+                    return origin
         return self._origin_outside(record, cell, bits)
 
     def _origin_outside(self, record: CallRecord, cell: Cell, bits: int) -> Origin | None:
@@ -136,13 +152,21 @@ class OriginSearch:
             origin = self._origin(record, "parameter", bits)
             origin.parameter = cell
             return origin
+        if cell.maker == "" and bits & _WORST:  # indexing is not observed
+            since = 0 if bits & NAN else record.step - 1  # programs have infinities of their own
+            for each in self._living():
+                made: Origin | None = each.origin
+                is_alike = bool((each.bits or 0) & bits)
+                if is_alike and made and made.source == "op" and made.record.step >= since:
+                    return made
         if cell.maker is None or not (cell.maker or bits & NAN):
             return None
         return self._origin(record, "input", bits, node=cell.maker)
 
     def _confirm_last(self) -> None:
         """Reports the cause of non-finite values in the last result of the forward."""
-        for cell in [] if self._last is None else self._last.results:
+        last = self._last
+        for cell in [] if last is None or self._is_metric(last) else last.results:
             origin = cell.origin
             if cell.bits and origin is not None:
                 # -inf in a tensor that a call wrote only a part of, as 0 into a tensor of -inf: it was there.
@@ -152,10 +176,14 @@ class OriginSearch:
                 if not is_meant:
                     self._report(origin)
 
+    def _is_metric(self, record: CallRecord) -> bool:
+        """Whether a call gave a number from which nothing is learnt, in a program that trains."""
+        return self._trains and record.is_number
+
     # --- gradients -------------------------------------------------------------------------------
 
     def _judge_gradients(self, record: GradientRecord) -> None:
-        call = record.record
+        call, self._trains = record.record, True
         if not self._has_gradients:
             self._has_gradients = True
             for cell in call.results:  # of the loss
@@ -171,6 +199,8 @@ class OriginSearch:
             return
         call.is_blamed = True
         cells = [cell for given in call.inputs for cell in given.cells] + call.results
+        if not arrived:  # ops that the program's own backward calls
+            cells = [*record.after, *cells]
         origins = [cell.origin for cell in cells if cell.bits and cell.origin is not None]
         if origins:
             self._report(origins[0])

@@ -10,13 +10,14 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
 from ..forks import new_lock
 from ..observers import OpCall, Values
+from ..ops import facts
 from ..places import own_line
 from ..tensors import edges_of, is_captured, is_leaf, map_tensors, node_of, tensors_in, version_of
 from ..torch_internals import unseen
@@ -45,6 +46,9 @@ _CELLS: Final = "hmpx.watched"
 
 #: Ops whose results are uninitialized memory.
 _UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
+
+#: Ops that may return their argument.
+_CONVERSIONS: Final = facts("converting").keys()
 
 #: Ops by which programs look for non-finite gradients.
 _CHECKS: Final = frozenset({"isfinite", "isinf", "isnan"})
@@ -105,6 +109,10 @@ class Notes:
             self._known.forget(lambda cell: not ends_step or bool(cell.bits))
             return records
 
+    def living(self) -> Iterator[Cell]:
+        """Yields the cells of memory that is in use."""
+        return self._known.living()
+
     # --- calls -----------------------------------------------------------------------------------
 
     def add_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
@@ -112,15 +120,17 @@ class Notes:
         if not self.is_open or is_off_limits():
             return
         inputs, args, kwargs, result = values
-        written = args[0] if call.op == "setitem" else result
+        written = args[0] if result is None else result
         if is_measurable(written):
             results = [written]
         else:
             results = [each for each in tensors_in([written]) if is_measurable(each)]
         self.are_checked |= self.has_gradients and call.op in _CHECKS
-        if not results or is_captured(results[0]):
+        is_same = call.op in _CONVERSIONS and any([result is each for each in inputs])  # noqa: C419
+        if not results or is_same or is_captured(results[0]):
             return
         record = CallRecord(call, self.step, own_line(call.location))
+        record.is_number = results[0].numel() == 1 and node_of(results[0]) is None
         record.is_intended = call.op in _UNSET or _has_non_finite(args)
         if kwargs and not record.is_intended:
             record.is_intended = _has_non_finite(kwargs.values())
@@ -186,6 +196,8 @@ class Notes:
         leaf = self._leaves.get(key)
         if leaf is None or leaf.version != version or leaf.reference() is not tensor:
             leaf = self._leaves[key] = Leaf(tensor, version)
+            found = self._known.find(tensor, storage_of(tensor))
+            leaf.sources = [] if found is None else [*found[0]]  # the program wrote them
         leaf.name = leaf.name or self.name_of(tensor)
         return leaf
 

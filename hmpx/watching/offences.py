@@ -254,7 +254,7 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
     """Returns a line for an op list, or why there is none."""
     call = origin.record.call
     if origin.is_written:
-        return "none: the program wrote NaN here itself"
+        return "none: the program gave this call NaN or an infinity as a number"
     if origin.source in ("input", "parameter"):
         what = "the parameter" if origin.source == "parameter" else "an input"
         return f"none: {what} was not finite before any op that was seen"
@@ -265,6 +265,9 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
         )
     if origin.node:
         return f"none: {origin.node} is not an op of torch"
+    if call.op in CONVERTING and origin.gradients is not None:
+        dtype = str(call.input_dtypes[0]).removeprefix("torch.")
+        return f"none: the gradient of {call.op} is {dtype}, as its input is; make the loss, or its scale, smaller"
     if call.op in CONVERTING and call.output_dtypes:
         return _line_for(call, (call,))
     if trial is not None and trial.is_double:

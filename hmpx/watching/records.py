@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeGuard
 
@@ -111,6 +111,7 @@ class CallRecord:
     inputs: list[Input] = field(default_factory=list)
     results: list[Cell] = field(default_factory=list)
     is_intended: bool = False  # takes NaN or infinity as a number, or leaves memory as it is
+    is_number: bool = False  # its result has one element and no gradient
     is_unsure: bool = False  # some inputs are unknown
     writes: bool = False  # to an argument, as far as known
     is_blamed: bool = False  # its backward made gradients non-finite
@@ -146,14 +147,14 @@ class KnownTensors:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[StorageWeakRef, int, tuple[Cell, ...]]] = {}
+        self._found: dict[int, tuple[StorageWeakRef, int, tuple[Cell, ...], int]] = {}
 
     def find(self, tensor: Tensor, storage: Any) -> tuple[tuple[Cell, ...], bool] | None:
         """Returns the cells of ``tensor`` in memory ``storage``, and whether they cover more than it."""
         found = self._found.get(storage._cdata)
         if found is None or found[1] != version_of(tensor) or found[1] < 0:
             return None
-        return found[2], tensor.nbytes < storage.nbytes()
+        return found[2], tensor.nbytes < found[3]
 
     def before(self, tensor: Tensor, storage: Any) -> tuple[Cell, ...] | None:
         """Returns the cells of ``tensor`` from before a call wrote to it; None if unknown."""
@@ -166,15 +167,22 @@ class KnownTensors:
         """Remembers that ``cell`` holds the values of ``tensor`` at this version."""
         key = storage._cdata
         cells: tuple[Cell, ...] = (cell,)
+        covered = tensor.nbytes
         found = self._found.get(key)
-        if version >= 0 and tensor.nbytes < storage.nbytes():
-            # The rest is unchanged, if known.
+        if version >= 0 and covered < storage.nbytes() and (found is not None or tensor._is_view()):
+            # The rest is unchanged, if known. Without a view a loss leaves memory behind its result.
             if found is None or not 0 <= version - found[1] <= 1 or len(found[2]) >= _MOST_PARTS:
                 self._found.pop(key, None)
                 return
-            cells = (*found[2], cell)
+            cells, covered = (*found[2], cell), found[3]
         reference = found[0] if found is not None else StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._found[key] = reference, version, cells
+        self._found[key] = reference, version, cells, covered
+
+    def living(self) -> Iterator[Cell]:
+        """Yields the cells of memory that has not been freed."""
+        for reference, _, cells, _ in self._found.values():
+            if not reference.expired():  # type: ignore[no-untyped-call]
+                yield from cells
 
     def forget(self, keeps: Callable[[Cell], bool] = lambda cell: False) -> None:
         """Forgets memory that has been freed, or of which no cell is to be kept."""

@@ -40,7 +40,8 @@ from .slots import Extremes, exact
 _MOST_INPUTS: Final = 3
 
 #: Conversions, which op lists don't decide.
-CONVERTING: Final = facts("converting").keys()
+#: Ops that convert values: of the program, not of a list.
+CONVERTING: Final = facts("converting").keys() | {"copy"}
 
 #: Number of a result -> its gradient; one element stands for all elements of the result.
 Gradients = Mapping[int, Tensor]

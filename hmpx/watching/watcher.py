@@ -69,7 +69,8 @@ class Watch:
     ) -> None:
         self.offences: list[Offence] = []
         self._mode, self._closure, self._chosen = mode, step, chosen
-        self._notes, self._judge = Notes(), OriginSearch()
+        self._notes = Notes()
+        self._judge = OriginSearch(self._notes.living)
         self._scaling, self._underflow = _LossScaling(), UnderflowCounts(underflow)
         self._optimizers = OptimizerSteps(self._notes.name_of, self._underflow)
         self._block: Generator[None, None, None] | None = None
@@ -112,7 +113,7 @@ class Watch:
         try:
             with (
                 session.observable(),
-                Attached(self._observe, every_op=True, values=True) as self._attached,
+                Attached(self._observe, every_op=True, values=True, carries=True) as self._attached,
                 register_optimizer_step_pre_hook(self._before_optimizer),
                 register_optimizer_step_post_hook(self._after_optimizer),
                 uncompiled(),

@@ -265,11 +265,11 @@ def conversion_in_a_module() -> Tensor:
     return nn.Sequential(narrow, nn.Flatten())(torch.full((2, 2), 7e4)) * 0.5
 
 
-@Fault("add", kind="inf", source="input")
+@Fault("copy", kind="overflow", remedy="none: copy is the program's own conversion to float16")
 def large_values_copied_to_half() -> Tensor:
     h = torch.zeros(4, dtype=FP16)
-    h.copy_(torch.full((4,), 1e6))
-    return (h + 1).sum()  # here
+    h.copy_(torch.full((4,), 1e6))  # here
+    return (h + 1).sum()
 
 
 # --- recurrent ---------------------------------------------------------------------------------
