@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import stat
 import types
 import typing
@@ -238,6 +239,24 @@ def make_directory(path: str | os.PathLike[str]) -> Path:
     except raised_here(OSError, ValueError) as error:
         raise unwritable(path, error) from error
     return Path(path)
+
+
+@contextlib.contextmanager
+def unfinished_folder(target: Path) -> Iterator[Path]:
+    """Makes a temporary folder in the target's directory, and removes it at the end.
+
+    Raises:
+        OptionError: It can't be made.
+    """
+    folder = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
+    try:
+        folder.mkdir()
+    except raised_here(OSError, ValueError) as error:
+        raise unwritable(target, error) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _replace(data: bytes, target: Path) -> None:

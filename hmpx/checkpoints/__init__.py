@@ -1,0 +1,18 @@
+"""Checkpoints that servers load: writes a frozen model's weights as codes and scales, reads and checks such directories."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..later import shown_later
+
+if TYPE_CHECKING:
+    from .reading import Checkpoint, CheckpointLayer, load_frozen, read_checkpoint
+    from .writing import save
+else:  # only needed for number formats
+    __getattr__ = shown_later(
+        __name__,
+        {"reading": "Checkpoint CheckpointLayer load_frozen read_checkpoint", "writing": "save"},
+    )
+
+__all__ = ["Checkpoint", "CheckpointLayer", "load_frozen", "read_checkpoint", "save"]
