@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from .errors import (
+    CheckpointError,
     HmpxError,
     OpListError,
     OptionError,
@@ -53,6 +54,9 @@ REPORT: Final = Kind(
     "a report in JSON", most=1 << 28, remedy="hmpx run --report report.json writes one"
 )
 TRACE: Final = Kind("a trace", most=1 << 36, remedy="hmpx run --trace writes one")
+CHECKPOINT: Final = Kind(
+    "a checkpoint's config.json", CheckpointError, most=1 << 28, remedy="Frozen.save writes one"
+)
 ONNX: Final = Kind("an ONNX file", most=1 << 31)
 JOURNAL: Final = Kind(
     "a journal of hmpx.tune", most=1 << 28, remedy="delete the lines from there on, or the file"

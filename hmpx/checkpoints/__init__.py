@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING
 from ..later import shown_later
 
 if TYPE_CHECKING:
-    from .reading import Checkpoint, CheckpointLayer, load_frozen, read_checkpoint
+    from .reading import Checkpoint, CheckpointLayer, is_checkpoint, load_frozen, read_checkpoint, read_config
     from .writing import save
 else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,
-        {"reading": "Checkpoint CheckpointLayer load_frozen read_checkpoint", "writing": "save"},
+        {
+            "reading": "Checkpoint CheckpointLayer is_checkpoint load_frozen read_checkpoint read_config",
+            "writing": "save",
+        },
     )
 
-__all__ = ["Checkpoint", "CheckpointLayer", "load_frozen", "read_checkpoint", "save"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointLayer",
+    "is_checkpoint",
+    "load_frozen",
+    "read_checkpoint",
+    "read_config",
+    "save",
+]

@@ -69,6 +69,11 @@ def _named(format: Any, name: str) -> Any:
     return replace(format, name=name) if isinstance(format, Float | Fixed) else None
 
 
+def element_of(scheme: Scheme) -> Float | Fixed:
+    """Returns the format of the elements of a weight."""
+    return _ELEMENTS[scheme.weights["type"], scheme.weights["num_bits"]]
+
+
 def format_of(arguments: Mapping[str, Any]) -> Format | None:
     """Returns the number format of arguments of compressed-tensors; None if hmpx has none."""
     element = _ELEMENTS.get((arguments.get("type", "int"), arguments.get("num_bits", 8)))

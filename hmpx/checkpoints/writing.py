@@ -124,8 +124,10 @@ def _checked(layer: str, weight: Tensor, formats: Formats) -> Scheme:
     used = f"{name!r} is used in {formats.weights.name}, with inputs in {formats.activations.name}"
     if scheme is None:
         raise FreezeError(f"{used}, which compressed-tensors does not have; {_REMEDY}")
-    if formats.rounding == "stochastic":
-        raise FreezeError(f"{used}, rounded at random, so that no codes are the model's; {_REMEDY}")
+    if not formats.rounding.startswith("nearest"):
+        raise FreezeError(
+            f"{used}, with rounding={formats.rounding!r}, and checkpoints hold weights rounded to the nearest; {_REMEDY}"
+        )
     size = scheme.weights.get("group_size", 1)
     if weight.shape[-1] % size:
         raise FreezeError(
