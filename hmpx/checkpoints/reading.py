@@ -291,13 +291,32 @@ def _in(layer: str, name: str) -> str:
 
 def _layers(held: _Directory) -> list[str]:
     """Returns the quantized layers."""
-    found: dict[str, None] = {}
+    found = set()
     for name, tensor in held.tensors.items():
         layer, _, part = name.rpartition(".")
         is_named = any(layer in each.targets for each in held.groups)
         if part in _PARTS[:-1] or (part == "weight" and (tensor.dtype.itemsize == 1 or is_named)):
-            found[layer] = None
-    return [*found]
+            found.add(layer)
+    return sorted(found)
+
+
+def _read(
+    held: _Directory, name: str, classes: Sequence[str] = ()
+) -> tuple[Scheme, dict[str, Tensor], list[str]]:
+    """Returns a layer's scheme and tensors, and why these don't hold a weight."""
+    found, faults = held.scheme(name, classes), []
+    scheme = found or Scheme({"strategy": ""}, None, "")
+    if held.is_ignored(name, classes):
+        faults.append(f"quantized, but {CONFIG} ignores it")
+    if found is None:
+        return scheme, {}, [*faults, f"quantized, but no group of {CONFIG} has it"]
+    stored = {part: held.tensors.get(_in(name, part)) for part in (*_PARTS, *_SCALES_OF_INPUTS)}
+    present = {part: each for part, each in stored.items() if each is not None}
+    faults += _of_parts(present, scheme)
+    parts = {} if faults else {part: each.read() for part, each in present.items()}
+    if parts:
+        faults += _of_scales(parts, scheme)
+    return scheme, parts, faults
 
 
 def _layer(
@@ -305,20 +324,9 @@ def _layer(
 ) -> CheckpointLayer:
     module = dict(model.named_modules()).get(name) if model is not None else None
     classes = [each.__name__ for each in type(module).__mro__] if module is not None else []
-    scheme, faults = held.scheme(name, classes), []
-    if held.is_ignored(name, classes):
-        faults.append(f"quantized, but {CONFIG} ignores it")
-    if scheme is None:
-        faults.append(f"quantized, but no group of {CONFIG} has it")
-        return CheckpointLayer(name, "", "", None, None, None, tuple(faults))
-    stored = {part: held.tensors.get(_in(name, part)) for part in (*_PARTS, *_SCALES_OF_INPUTS)}
-    present = {part: each for part, each in stored.items() if each is not None}
-    faults += _of_parts(present, scheme)
-    shape = largest = error = None
-    if not faults:
-        parts = {part: each.read() for part, each in present.items()}
-        shape = tuple(codes_of_parts(parts, scheme).shape)
-        faults += _of_scales(parts, scheme, shape)
+    scheme, parts, faults = _read(held, name, classes)
+    shape = tuple(codes_of_parts(parts, scheme).shape) if parts else None
+    largest = error = None
     if not faults and format_of(scheme.weights) is not None:
         values = values_of_parts(parts, scheme, held.scales.get(name))
         largest = float(values.abs().max())
@@ -366,10 +374,9 @@ def _of_parts(parts: Mapping[str, StoredTensor], scheme: Scheme) -> Iterator[str
             yield f"{part} is there, and {layout} has none"
 
 
-def _of_scales(
-    parts: Mapping[str, Tensor], scheme: Scheme, shape: Sequence[int]
-) -> Iterator[str]:
+def _of_scales(parts: Mapping[str, Tensor], scheme: Scheme) -> Iterator[str]:
     """Yields shapes that do not fit, and scales that are not positive and finite."""
+    shape = codes_of_parts(parts, scheme).shape
     weights, scale = scheme.weights, parts["weight_scale"]
     packed = parts.get("weight_packed")
     if len(shape) != 2:
@@ -531,15 +538,15 @@ def load_frozen(directory: str | os.PathLike[str], model: nn.Module) -> None:
     held = _Directory(Path(directory))
     layers = _layers(held)
     state = model.state_dict(keep_vars=True)
-    faults, new = [*held.faults, *_missing(held, layers, model)], {}
+    faults = [*held.faults, *_others(held, layers, None, {}), *_missing(held, layers, model)]
+    new: dict[str, Tensor] = {}
     with torch.no_grad(), torch_state.without_casts():
         for layer in layers:
-            found = _layer(held, layer, None, {})
-            faults += [f"{layer}: {fault}" for fault in found.faults]
-            scheme = held.scheme(layer)
-            if scheme is not None and not found.faults:
-                stored = {part: held.tensors.get(_in(layer, part)) for part in _PARTS}
-                parts = {part: each.read() for part, each in stored.items() if each is not None}
+            scheme, parts, found = _read(held, layer)
+            if not found and format_of(scheme.weights) is None:
+                found = ["asymmetric, which hmpx has no format for"]
+            faults += [f"{layer}: {fault}" for fault in found]
+            if not found:
                 new[_in(layer, "weight")] = _unrounded(parts, scheme, held.scales.get(layer))
         own = {_in(layer, part) for layer in layers for part in (*_PARTS, *_SCALES_OF_INPUTS)}
         new |= {name: each.read() for name, each in held.tensors.items() if name not in own}
