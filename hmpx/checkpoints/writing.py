@@ -49,7 +49,8 @@ def save(
             f"{name} has no linear layer that computes in a number format only; name one in a list: linear "
             "float8_e4m3fn_row output=bfloat16"
         )
-    config = _config(model, schemes, [name for name in linear if name not in schemes])
+    ignored = [name for name in linear if formats.get(_in(name, "weight")) is None]
+    config = _config(model, schemes, ignored)
     metadata = {"format": "pt"} | ({METADATA: json.dumps(scales)} if scales else {})
     with unfinished_folder(target) as folder:
         try:
@@ -93,9 +94,10 @@ def _stored(
         weight = state.get(_in(layer, "weight"))
         if formats is None or weight is None:
             continue
-        scheme = schemes[layer] = _checked(layer, weight, formats)
+        scheme = _checked(layer, weight, formats)
         if _place(weight) in seen:
             continue
+        schemes[layer] = scheme
         seen.add(_place(weight))
         parts = parts_of_weight(weight, formats, scheme)
         if not bool(values_of_parts(parts, scheme).isfinite().all()):

@@ -212,7 +212,7 @@ DAMAGE: dict[str, tuple[Callable[[Files], None], str, bool]] = {
     "nibbles swapped": (on("mx.weight_packed", nibbles_swapped), "mx: differs from the model's weight by", True),
     "other bias": (on("head.bias", lambda t: t + 1), "head.bias: differs from the model's", True),
     "bias that is infinite": (on("head.bias", first(float("inf"))), "head.bias: holds infinities or NaN", False),
-    "bias without a weight": (without("head.weight"), "head.bias: a bias without a weight", False),
+    "bias without a weight": (without("head.weight"), "head.weight: missing", True),
     "config.json without a method": (lambda files: files.config.clear(), "config.json: it has no quantization_config", False),
     "config.json of another method": (config(quant_method="gptq"), "config.json: quant_method is 'gptq'", False),
     "damaged config.json": (content("config.json", lambda data: data[:-20]), "config.json:1: not a checkpoint's config.json, or damaged", False),
@@ -283,4 +283,5 @@ def test_the_command_prints_and_writes(
     (tmp_path / "config.json").write_text("{}")
     assert main(["check", str(tmp_path)]) == 1
     assert "it holds no safetensors" in capsys.readouterr().out
-    assert main(["check", "no_such_directory", "--model", *target]) == 2
+    with pytest.raises(SystemExit):
+        main(["check", "no_such_directory", "--model", *target])
