@@ -119,7 +119,9 @@ def against_llm_compressor(name: str, folder: Path) -> dict[str, Any]:
     theirs = {n: t for n, t in theirs.items() if n in own}
     if name == "INT8":
         theirs = {n: t for n, t in theirs.items() if not n.endswith("zero_point")}
-    equal = {n: torch.equal(t.view(torch.uint8), own[n].view(torch.uint8)) for n, t in theirs.items()}
+    equal = {
+        n: torch.equal(t.view(torch.uint8), own[n].view(torch.uint8)) for n, t in theirs.items()
+    }
     differing = {}
     for kind in ("weight", "weight_packed", "weight_scale", "weight_global_scale"):
         pairs = [(own[n], t) for n, t in theirs.items() if n.endswith(f".{kind}") and not equal[n]]
@@ -143,7 +145,9 @@ def decompressed(linear: Mapping[str, torch.Tensor], format: Any, folder: Path) 
 
     found = json.loads((folder / "config.json").read_text())["quantization_config"]
     (scheme,) = QuantizationConfig.model_validate(found).config_groups.values()
-    compressor = BaseCompressor.get_value_from_registry(getattr(scheme.format, "value", scheme.format))
+    compressor = BaseCompressor.get_value_from_registry(
+        getattr(scheme.format, "value", scheme.format)
+    )
     tensors = load_file(folder / "model.safetensors")
     equal, dtypes, largest = 0, set(), 0.0
     for name, weight in linear.items():
@@ -152,7 +156,9 @@ def decompressed(linear: Mapping[str, torch.Tensor], format: Any, folder: Path) 
         expected = quantize(weight.detach(), format)
         dtypes.add(str(values.dtype))
         equal += torch.equal(values.float(), expected)
-        largest = max(largest, float((values.float() - expected).abs().max() / expected.abs().max()))
+        largest = max(
+            largest, float((values.float() - expected).abs().max() / expected.abs().max())
+        )
     return {"weights": len(linear), "equal": equal, "dtypes": sorted(dtypes), "largest": largest}
 
 
@@ -186,7 +192,11 @@ def main() -> None:
     }
     print(figures)
     timing.save(
-        options.save, "checkpoints", {"figures": figures, "schemes": schemes}, device="cpu", threads=1
+        options.save,
+        "checkpoints",
+        {"figures": figures, "schemes": schemes},
+        device="cpu",
+        threads=1,
     )
 
 

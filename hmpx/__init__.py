@@ -29,8 +29,8 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import formats
-    from .checkpoints import load_frozen
     from .checking import Breach, Finding, Lint, expect, lint
+    from .checkpoints import load_frozen
     from .comparing import Comparison, compare, contents
     from .exporting import OnnxFile, export
     from .freezing import Frozen, Weight, freeze

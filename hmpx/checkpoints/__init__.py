@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 from ..later import shown_later
 
 if TYPE_CHECKING:
-    from .reading import Checkpoint, CheckpointLayer, is_checkpoint, load_frozen, read_checkpoint, read_config
+    from .checkpoint import Checkpoint, CheckpointLayer
+    from .reading import is_checkpoint, load_frozen, read_checkpoint, read_config
     from .writing import save
 else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,
         {
-            "reading": "Checkpoint CheckpointLayer is_checkpoint load_frozen read_checkpoint read_config",
+            "checkpoint": "Checkpoint CheckpointLayer",
+            "reading": "is_checkpoint load_frozen read_checkpoint read_config",
             "writing": "save",
         },
     )

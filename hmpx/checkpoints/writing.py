@@ -42,14 +42,16 @@ def save(
     linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
     with torch.no_grad(), torch_state.without_casts():
         state = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
-        tensors, schemes, scales = _stored(state, {n: formats.get(_in(n, "weight")) for n in linear})
+        tensors, schemes, scales = _stored(
+            state, {n: formats.get(inside(n, "weight")) for n in linear}
+        )
     if not schemes:
         name = printable(type(model).__name__)
         raise FreezeError(
             f"{name} has no linear layer that computes in a number format only; name one in a list: linear "
             "float8_e4m3fn_row output=bfloat16"
         )
-    ignored = [name for name in linear if formats.get(_in(name, "weight")) is None]
+    ignored = [name for name in linear if formats.get(inside(name, "weight")) is None]
     config = _config(model, schemes, ignored)
     metadata = {"format": "pt"} | ({METADATA: json.dumps(scales)} if scales else {})
     with unfinished_folder(target) as folder:
@@ -78,7 +80,8 @@ def _put(folder: Path, target: Path) -> None:
             each.unlink(missing_ok=True)
 
 
-def _in(layer: str, name: str) -> str:
+def inside(layer: str, name: str) -> str:
+    """Returns the name of a layer's tensor."""
     return f"{layer}.{name}" if layer else name
 
 
@@ -91,7 +94,7 @@ def _stored(
     scales: dict[str, str] = {}
     seen = set()
     for layer, formats in layers.items():
-        weight = state.get(_in(layer, "weight"))
+        weight = state.get(inside(layer, "weight"))
         if formats is None or weight is None:
             continue
         scheme = _checked(layer, weight, formats)
@@ -101,11 +104,11 @@ def _stored(
         seen.add(_place(weight))
         parts = parts_of_weight(weight, formats, scheme)
         if not bool(values_of_parts(parts, scheme).isfinite().all()):
-            raise FreezeError(f"{_in(layer, 'weight')!r} holds infinities or NaN; {_REMEDY}")
+            raise FreezeError(f"{inside(layer, 'weight')!r} holds infinities or NaN; {_REMEDY}")
         if isinstance(formats.weights, Scaled) and formats.weights.tensor_scale:
             scale = formats.weights.scale(formats.weights.amax(weight))
             scales[layer] = float(scale).hex()
-        tensors |= {_in(layer, name): part for name, part in parts.items()}
+        tensors |= {inside(layer, name): part for name, part in parts.items()}
     for name, tensor in state.items():
         if _place(tensor) not in seen:
             seen.add(_place(tensor))
@@ -122,7 +125,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _checked(layer: str, weight: Tensor, formats: Formats) -> Scheme:
-    name, scheme = _in(layer, "weight"), scheme_of(formats)
+    name, scheme = inside(layer, "weight"), scheme_of(formats)
     used = f"{name!r} is used in {formats.weights.name}, with inputs in {formats.activations.name}"
     if scheme is None:
         raise FreezeError(f"{used}, which compressed-tensors does not have; {_REMEDY}")
@@ -151,7 +154,12 @@ def _config(
     for layer, scheme in schemes.items():
         distinct.setdefault(repr(scheme), (scheme, []))[1].append(layer)
     groups = {
-        f"group_{i}": {"targets": ["Linear"] if len(distinct) == 1 else layers, **scheme.group}
+        f"group_{i}": {
+            "targets": ["Linear"] if len(distinct) == 1 else layers,
+            "weights": scheme.weights,
+            "input_activations": scheme.inputs,
+            "format": scheme.layout,
+        }
         for i, (scheme, layers) in enumerate(distinct.values())
     }
     layouts = {scheme.layout for scheme in schemes.values()}

@@ -67,7 +67,9 @@ def _check(options: argparse.Namespace) -> int:
     if len(options.files) == 1 and is_checkpoint(options.files[0]):
         return _check_checkpoint(options)
     if options.html or options.json or options.csv or options.model:
-        options.parser.error("--html, --json and --csv are for one ONNX file or checkpoint, --model for one checkpoint")
+        options.parser.error(
+            "--html, --json and --csv are for one ONNX file or checkpoint, --model for one checkpoint"
+        )
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
     kept = [each for each in options.files if checking.is_contract(each)]
     lines = sum(len(checking.read(each)) for each in kept)

@@ -163,9 +163,9 @@ def _checkpoint(options: argparse.Namespace, model: Any, inputs: Any) -> int:
     from ..checkpoints import read_checkpoint  # slow to import
     from ..freezing import freeze
 
-    with session.convert(**list_options(options), **device_options(options)):
-        with freeze(model, inputs) as frozen:
-            frozen.save(options.checkpoint)
+    converted = session.convert(**list_options(options), **device_options(options))
+    with converted, freeze(model, inputs) as frozen:
+        frozen.save(options.checkpoint)
     found = read_checkpoint(options.checkpoint, model)
     lines = [*str(found).splitlines(), *output.written(options, found)]
     return output.show(lines, status=1 if found.faults else 0)

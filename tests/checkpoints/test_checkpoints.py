@@ -34,7 +34,9 @@ def own_formats() -> Any:
 
 def mlp(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 192, bias=False)).eval()
+    return nn.Sequential(
+        nn.Linear(256, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 192, bias=False)
+    ).eval()
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def test_a_checkpoint_is_loaded_bit_for_bit(
     model, again, x = mlp(), mlp(1), torch.randn(3, 256)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter *= torch.exp(spread * torch.randn_like(parameter))
+            parameter.mul_(torch.exp(spread * torch.randn_like(parameter)))
     with hmpx.convert(policy={"low": [line]}, device_types={"cpu"}):
         with hmpx.freeze(model, x) as frozen:
             frozen.save(tmp_path / "served")
@@ -81,7 +83,9 @@ def test_a_checkpoint_is_loaded_bit_for_bit(
         with hmpx.freeze(again, x) as frozen:
             frozen.save(tmp_path / "twice")
             assert torch.equal(again(x), expected)
-    stored, twice = (safetensors.load_file(tmp_path / n / "model.safetensors") for n in ("served", "twice"))
+    stored, twice = (
+        safetensors.load_file(tmp_path / n / "model.safetensors") for n in ("served", "twice")
+    )
     found = sorted(f"{n[2:]} {str(t.dtype)[6:]}" for n, t in stored.items() if n.startswith("3."))
     assert ", ".join(found) == tensors
     for name, tensor in stored.items():
@@ -97,7 +101,10 @@ def test_a_checkpoint_is_loaded_bit_for_bit(
 
 def test_layers_in_other_types_are_ignored_and_others_keep_theirs(tmp_path: Path) -> None:
     model, x = mlp(), torch.randn(3, 256)
-    policy = {"low": ["linear bfloat16"], "sections": [{"module": "3", "low": ["linear float8_e4m3fn_row output=bfloat16"]}]}
+    policy = {
+        "low": ["linear bfloat16"],
+        "sections": [{"module": "3", "low": ["linear float8_e4m3fn_row output=bfloat16"]}],
+    }
     with hmpx.convert(policy=policy, device_types={"cpu"}), hmpx.freeze(model, x) as frozen:
         frozen.save(tmp_path)
         kept = model.state_dict()
@@ -140,7 +147,10 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
 def test_codes_of_a_frozen_model_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     model, x = mlp(), torch.randn(3, 256)
     options: dict[str, Any] = {"low_precision_type": "float8_e4m3fn", "overflow": "saturate"}
-    with hmpx.convert(**options, device_types={"cpu"}), hmpx.freeze(model, x, store="codes") as frozen:
+    with (
+        hmpx.convert(**options, device_types={"cpu"}),
+        hmpx.freeze(model, x, store="codes") as frozen,
+    ):
         codes = model[0].weight.clone()
         assert codes.dtype is torch.uint8
         frozen.save(tmp_path)
@@ -153,7 +163,10 @@ def test_codes_of_a_frozen_model_are_those_of_the_checkpoint(tmp_path: Path) -> 
 
 def saved(folder: Path, line: str = "linear int8_row output=bfloat16") -> None:
     model, x = mlp(), torch.randn(3, 256)
-    with hmpx.convert(policy={"low": [line]}, device_types={"cpu"}), hmpx.freeze(model, x) as frozen:
+    with (
+        hmpx.convert(policy={"low": [line]}, device_types={"cpu"}),
+        hmpx.freeze(model, x) as frozen,
+    ):
         frozen.save(folder)
 
 
@@ -168,7 +181,9 @@ def test_an_earlier_checkpoint_stays_if_the_disk_is_full(
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(*{"save_file": (safetensors, "save_file", full), "rename": (os, "fsync", full)}[failing])
+    monkeypatch.setattr(
+        *{"save_file": (safetensors, "save_file", full), "rename": (os, "fsync", full)}[failing]
+    )
     with pytest.raises(hmpx.OptionError, match=r"can't write .*: No space left on device"):
         saved(folder, "linear mxfp4_e2m1")
     assert {each.name: each.read_bytes() for each in folder.iterdir()} == before
@@ -179,10 +194,18 @@ def test_an_earlier_checkpoint_stays_if_the_disk_is_full(
 
 
 def test_shards_of_an_earlier_checkpoint_go_and_other_files_stay(tmp_path: Path) -> None:
-    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"):
+    for name in (
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ):
         (tmp_path / name).write_text("{}")
     saved(tmp_path)
-    assert {each.name for each in tmp_path.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(hmpx.OptionError, match="can't write"):
@@ -200,7 +223,9 @@ def test_shards_of_an_earlier_checkpoint_go_and_other_files_stay(tmp_path: Path)
         ("linear bfloat16", 256, "no linear layer that computes in a number format only"),
     ],
 )  # fmt: skip
-def test_what_a_checkpoint_cant_hold_is_refused(line: str, size: int, said: str, tmp_path: Path) -> None:
+def test_what_a_checkpoint_cant_hold_is_refused(
+    line: str, size: int, said: str, tmp_path: Path
+) -> None:
     model, x = nn.Sequential(nn.Linear(size, 128)).eval(), torch.randn(3, size)
     with (
         hmpx.convert(policy={"low": [line]}, device_types={"cpu"}),
@@ -230,7 +255,9 @@ def test_infinite_weights_and_an_undone_model_are_refused(tmp_path: Path) -> Non
 def test_load_refuses_another_model(tmp_path: Path) -> None:
     saved(tmp_path)
     wrong = nn.Sequential(nn.Linear(256, 64)).eval()
-    with pytest.raises(hmpx.CheckpointError, match=r"0.weight: of shape \(128, 256\), not \(64, 256\)"):
+    with pytest.raises(
+        hmpx.CheckpointError, match=r"0.weight: of shape \(128, 256\), not \(64, 256\)"
+    ):
         hmpx.load_frozen(tmp_path, wrong)
     with pytest.raises(hmpx.CheckpointError, match="float32, which bfloat16 can't hold"):
         hmpx.load_frozen(tmp_path, mlp().bfloat16())
@@ -246,11 +273,15 @@ def inputs() -> Tensor:
     return torch.ones(2, 256)
 
 
-def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_exports_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("low: [linear mxfp8_e4m3 output=bfloat16]\n")
     served = str(tmp_path / "served")
-    assert main(["export", f"{__file__}:build", "--policy", str(policy), "--checkpoint", served]) == 0
+    assert (
+        main(["export", f"{__file__}:build", "--policy", str(policy), "--checkpoint", served]) == 0
+    )
     assert "2 quantized layers, no faults" in capsys.readouterr().out
     assert main(["check", served]) == 0
 
@@ -265,21 +296,32 @@ def test_compressed_tensors_restores_the_rounded_weights(
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     model, x = mlp(), torch.randn(3, 256)
-    with hmpx.convert(policy={"low": [line]}, device_types={"cpu"}), hmpx.freeze(model, x) as frozen:
+    with (
+        hmpx.convert(policy={"low": [line]}, device_types={"cpu"}),
+        hmpx.freeze(model, x) as frozen,
+    ):
         frozen.save(tmp_path)
         formats = {each.name: each.formats for each in frozen.weights}
-    config = quantization.QuantizationConfig.model_validate(config_of(tmp_path)["quantization_config"])
+    config = quantization.QuantizationConfig.model_validate(
+        config_of(tmp_path)["quantization_config"]
+    )
     (scheme,) = config.config_groups.values()
     layout = LINES[line][0]
     compressor = compressors.BaseCompressor.get_value_from_registry(layout)
     tensors = safetensors.load_file(tmp_path / "model.safetensors")
     for layer in ("0", "3"):
-        parts = {n[2:]: t for n, t in tensors.items() if n.startswith(f"{layer}.") and "bias" not in n}
+        parts = {
+            n[2:]: t for n, t in tensors.items() if n.startswith(f"{layer}.") and "bias" not in n
+        }
         values = compressor.decompress(parts, scheme)["weight"].float()
         used = formats[f"{layer}.weight"]
         assert used is not None
-        expected = quantize(model.get_submodule(layer).weight.detach(), used.weights, used.rounding, used.overflow)  # type: ignore[arg-type]
-        if layout == "nvfp4-pack-quantized":  # to bfloat16, with the scale of the tensor as a reciprocal
+        expected = quantize(
+            model.get_submodule(layer).weight.detach(), used.weights, used.rounding, used.overflow
+        )  # type: ignore[arg-type]
+        if (
+            layout == "nvfp4-pack-quantized"
+        ):  # to bfloat16, with the scale of the tensor as a reciprocal
             assert torch.allclose(values, expected, rtol=2**-8, atol=0)
         else:
             assert torch.equal(values, expected)
@@ -289,7 +331,11 @@ def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
     )
     model, ids = transformers.LlamaForCausalLM(config).eval(), torch.arange(12).view(1, 12)
     (tmp_path / "list.txt").write_text("linear float8_e4m3fn_row output=float32")
@@ -308,7 +354,11 @@ def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
 def test_a_config_of_transformers_is_written(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
     )
     model, ids = transformers.BertModel(config).eval(), torch.arange(12).view(1, 12)
     with (
@@ -319,4 +369,7 @@ def test_a_config_of_transformers_is_written(tmp_path: Path) -> None:
     found = config_of(tmp_path)
     assert (found["model_type"], found["architectures"]) == ("bert", ["BertModel"])
     restored = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert restored.hidden_size == 32 and restored.quantization_config["format"] == "mxfp4-pack-quantized"
+    assert (
+        restored.hidden_size == 32
+        and restored.quantization_config["format"] == "mxfp4-pack-quantized"
+    )

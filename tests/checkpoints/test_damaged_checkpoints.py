@@ -177,17 +177,17 @@ DAMAGE: dict[str, tuple[Callable[[Files], None], str, bool]] = {
     "scales for larger groups": (on("nv.weight_scale", lambda t: t[:, ::2]), r"nv: weight_scale .* groups of 32, where config.json says 16", False),
     "scales for smaller groups": (on("int4.weight_scale", lambda t: t.repeat_interleave(2, 1)), "int4: weight_scale .* groups of 64", False),
     "codes for other groups": (on("nv.weight_packed", lambda t: t & 0x33), "nv: codes of .* groups end below 5.1 of 6", False),
-    "file cut in its data": (content("model.safetensors", lambda data: data[:-1000]), "cut: it ends at byte", False),
-    "file cut in its header": (content("model.safetensors", lambda data: data[:300]), "model.safetensors: cut within its header: 300 bytes", False),
-    "file with bytes at its end": (content("model.safetensors", lambda data: data + b"0" * 9), "9 bytes belong to no tensor", False),
-    "damaged header": (content("model.safetensors", header(lambda text: "{" + text)), "its header is damaged", False),
-    "wrong shape in the header": (content("model.safetensors", header(lambda text: text.replace('"shape":[64,64]', '"shape":[64,63]', 1))), "bytes do not hold I8 of shape", False),
-    "name twice in the header": (content("model.safetensors", header(lambda text: text.replace('"again.bias"', '"int8.bias"'))), "int8.bias: there twice", False),
+    "file cut in its data": (content("model.safetensors", lambda data: data[:-1000]), "model.safetensors: cut or damaged: .* not fully covered", False),
+    "file cut in its header": (content("model.safetensors", lambda data: data[:300]), "model.safetensors: cut or damaged: .* invalid header length", False),
+    "file with bytes at its end": (content("model.safetensors", lambda data: data + b"0" * 9), "model.safetensors: cut or damaged: .* not fully covered", False),
+    "damaged header": (content("model.safetensors", header(lambda text: "{" + text)), "model.safetensors: cut or damaged: .* invalid JSON", False),
+    "wrong shape in the header": (content("model.safetensors", header(lambda text: text.replace('"shape":[64,64]', '"shape":[64,63]', 1))), "model.safetensors: cut or damaged: .* invalid shape", False),
+    "name twice in the header": (content("model.safetensors", header(lambda text: text.replace('"again.bias"', '"int8.bias"'))), "model.safetensors: cut or damaged: .* invalid offset", False),
     "tensor in two files": (other_file("more.safetensors", {"head.bias": torch.zeros(8)}), "head.bias: in model.safetensors and in more.safetensors", False),
     "index names a missing file": (index, "head.weight: model.safetensors.index.json says that it is in 'model-00002-of-00002.safetensors'", False),
     "swapped layers": (swapped("int8", "again"), "int8: differs from the model's weight .*: it is again.weight", True),
     "swapped layers of other shapes": (swapped("mx", "nv"), "mx: weight_scale is float8_e4m3fn", False),
-    "weight as uint8": (on("fp8.weight", lambda t: t.view(torch.uint8)), "fp8: weight is uint8, and float-quantized of 8 bits has float8_e4m3fn", False),
+    "weight as uint8": (on("fp8.weight", lambda t: t.view(torch.uint8)), "fp8: weight is uint8, and float-quantized has float8_e4m3fn", False),
     "weight in e5m2": (on("fp8.weight", lambda t: t.float().to(E5M2)), "fp8: weight is float8_e5m2", False),
     "weight not quantized": (on("fp8.weight", lambda t: t.float()), "fp8: weight is float32", False),
     "mx scales in float32": (on("mx.weight_scale", lambda t: t.float()), "mx: weight_scale is float32", False),
@@ -213,10 +213,10 @@ DAMAGE: dict[str, tuple[Callable[[Files], None], str, bool]] = {
     "other bias": (on("head.bias", lambda t: t + 1), "head.bias: differs from the model's", True),
     "bias that is infinite": (on("head.bias", first(float("inf"))), "head.bias: holds infinities or NaN", False),
     "bias without a weight": (without("head.weight"), "head.weight: missing", True),
-    "config.json without a method": (lambda files: files.config.clear(), "config.json: it has no quantization_config", False),
+    "config.json without a method": (lambda files: files.config.clear(), "config.json: quant_method is None", False),
     "config.json of another method": (config(quant_method="gptq"), "config.json: quant_method is 'gptq'", False),
     "damaged config.json": (content("config.json", lambda data: data[:-20]), "config.json:1: not a checkpoint's config.json, or damaged", False),
-    "config.json without groups": (config(config_groups={}), "config.json: config_groups or ignore is missing", False),
+    "config.json without groups": (config(config_groups={}), "fp8: quantized, but no group of config.json has it", False),
     "layer ignored": (config(ignore=["re:.*fp8"]), "fp8: quantized, but config.json ignores it", False),
     "layer in no group": (lambda files: files.groups["int8"]["targets"].remove("again"), "again: quantized, but no group of config.json has it", False),
     "layer not quantized": (config(ignore=[]), "head: not quantized, and config.json does not ignore it", True),
@@ -282,6 +282,6 @@ def test_the_command_prints_and_writes(
     assert "Quantized layers of served" in out["html"].read_text()
     (tmp_path / "config.json").write_text("{}")
     assert main(["check", str(tmp_path)]) == 1
-    assert "it holds no safetensors" in capsys.readouterr().out
+    assert "no tensors in safetensors" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["check", "no_such_directory", "--model", *target])
