@@ -57,7 +57,9 @@ expect:
 - {optimizer: exp_avg, contents: float32}
 - {op: exp, mode: train, compute: float32}
 """
-_CHECKPOINT = b'{"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}}'
+_CHECKPOINT = (
+    b'{"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}}'
+)
 _BASELINE = b"HP101 softmax blocks.0 train.py\nHP103 sub  train.py\n"
 _SOURCE = b"# coding: utf-8\nimport torch\n\nx = torch.ones(3)\n"
 

@@ -13,9 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import torch_state
+from .. import files, torch_state
 from ..errors import CheckpointError, OptionError, gathered, raised_here, said_by, shown
-from ..files import CHECKPOINT, STATE, opened, parsed, read_text
 from ..later import imported
 from ..number_formats import Scaled, decode
 from ..policy import fullmatcher
@@ -54,7 +53,10 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: It is damaged, or names another method.
     """
-    found, name = parsed(read_text(path, CHECKPOINT), Path(path).name, CHECKPOINT), Path(path).name
+    found, name = (
+        files.parsed(files.read_text(path, files.CHECKPOINT), Path(path).name, files.CHECKPOINT),
+        Path(path).name,
+    )
     config = found.get("quantization_config") if isinstance(found, dict) else None
     method = config.get("quant_method") if isinstance(config, dict) else None
     if not isinstance(config, dict) or method != "compressed-tensors":
@@ -79,7 +81,7 @@ class _Directory:
         places: dict[str, str] = {}
         for path in sorted(folder.glob("*.safetensors")):
             try:
-                with opened(path, STATE), safetensors.safe_open(path, "pt") as file:
+                with files.opened(path, files.STATE), safetensors.safe_open(path, "pt") as file:
                     metadata = json.loads((file.metadata() or {}).get(METADATA, "{}"))
                     self.scales |= {name: float.fromhex(scale) for name, scale in metadata.items()}
                     found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -94,7 +96,9 @@ class _Directory:
             yield "no tensors in safetensors"
         index = folder / f"{WEIGHTS}.index.json"
         listed = (
-            parsed(read_text(index, CHECKPOINT), index.name, CHECKPOINT) if index.exists() else {}
+            files.parsed(files.read_text(index, files.CHECKPOINT), index.name, files.CHECKPOINT)
+            if index.exists()
+            else {}
         )
         for name, file in dict(listed.get("weight_map", {})).items():
             if places.get(name) != file:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .. import arguments, torch_state
 from ..compute import Formats
-from ..errors import FreezeError, printable, raised_here, said_by
-from ..files import unfinished_folder, unwritable, write
+from ..errors import FreezeError, printable, raised_here
+from ..files import make_directory, unfinished_folder, unwritable, write
 from ..later import imported
 from ..number_formats import Scaled
 from .schemes import Scheme, parts_of_weight, scheme_of, values_of_parts
@@ -38,6 +38,7 @@ def save(
         OptionError: The files can't be written, or safetensors is not installed.
     """
     target = Path(os.path.realpath(arguments.path("directory", directory)))
+    refused = imported("safetensors", "Frozen.save", "checkpoint").SafetensorError
     safetensors = imported("safetensors.torch", "Frozen.save", "checkpoint")
     linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
     with torch.no_grad(), torch_state.without_casts():
@@ -54,18 +55,14 @@ def save(
     ignored = [name for name in linear if formats.get(inside(name, "weight")) is None]
     config = _config(model, schemes, ignored)
     metadata = {"format": "pt"} | ({METADATA: json.dumps(scales)} if scales else {})
+    make_directory(target.parent)
     with unfinished_folder(target) as folder:
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
             safetensors.save_file(tensors, folder / WEIGHTS, metadata)
             write(json.dumps(config, indent=2, default=str).encode(), folder / CONFIG)
             _put(folder, target)
-        except raised_here(OSError) as error:
+        except raised_here(OSError, refused) as error:
             raise unwritable(target, error) from error
-        except Exception as error:
-            if type(error).__name__ != "SafetensorError":
-                raise
-            raise unwritable(target, OSError(said_by(error))) from error
 
 
 def _put(folder: Path, target: Path) -> None:
