@@ -365,7 +365,7 @@ def load_frozen(directory: str | os.PathLike[str], model: nn.Module) -> None:
 
     Example:
         >>> model = torch.nn.Linear(4, 2).eval()
-        >>> with hmpx.convert(policy={"low": ["linear int8_row output=float32"]}, device_types={"cpu"}):
+        >>> with hmpx.convert(policy={"low": ["linear int8_row"]}, device_types={"cpu"}):
         ...     with hmpx.freeze(model, torch.ones(1, 4)) as frozen:
         ...         frozen.save("int8")
         >>> hmpx.load_frozen("int8", torch.nn.Linear(4, 2))

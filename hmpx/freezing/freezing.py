@@ -334,7 +334,7 @@ class Frozen:
 
         Example:
             >>> model = torch.nn.Linear(4, 2).eval()
-            >>> with hmpx.convert(policy={"low": ["linear float8_e4m3fn_row output=bfloat16"]}, device_types={"cpu"}):
+            >>> with hmpx.convert(policy={"low": ["linear float8_e4m3fn_row"]}, device_types={"cpu"}):
             ...     with hmpx.freeze(model, torch.ones(1, 4)) as frozen:
             ...         frozen.save("served")
             >>> restored = hmpx.load_frozen("served", torch.nn.Linear(4, 2))
