@@ -109,7 +109,7 @@ class _Directory:
             config = read_config(path)
             self.ignored = [*map(str, config.get("ignore") or [])]
             for key, group in config["config_groups"].items():
-                layout = group.get("format") or config.get("format")
+                layout = str(group.get("format") or config.get("format"))
                 scheme = Scheme(group["weights"], group.get("input_activations"), layout)
                 if not scheme.is_known:
                     yield f"{CONFIG}: {key} has no scheme that hmpx knows, or its format and weights contradict"
@@ -239,9 +239,9 @@ def _of_scales(parts: Mapping[str, Tensor], scheme: Scheme) -> Iterator[str]:
         return
     if "weight_shape" in parts:
         rows, columns = map(int, parts["weight_shape"])
-        wanted = rows, -(-columns * scheme.weights["num_bits"] // 32)
-        if wanted != tuple(parts["weight_packed"].shape):
-            yield f"weight_packed is of shape {tuple(parts['weight_packed'].shape)}, and weight_shape says {wanted}"
+        words = rows, -(-columns * scheme.weights["num_bits"] // 32)
+        if words != tuple(parts["weight_packed"].shape):
+            yield f"weight_packed is of shape {tuple(parts['weight_packed'].shape)}, and weight_shape says {words}"
     height, width = scheme.block(shape[1])
     wanted = (-(-shape[0] // height), -(-shape[1] // width)) if height else (1,)
     if tuple(scale.shape) != wanted and (height or scale.numel() != 1):
@@ -271,7 +271,8 @@ def _of_values(parts: Mapping[str, Tensor], values: Tensor, scheme: Scheme) -> I
     padded = nn.functional.pad(
         magnitudes, (0, -values.shape[1] % width, 0, -values.shape[0] % height)
     )
-    most = padded.unflatten(0, (-1, height)).unflatten(-1, (-1, width)).amax((1, 3))
+    rows, columns = padded.shape[0] // height, padded.shape[1] // width
+    most = padded.reshape(rows, height, columns, width).amax((1, 3))
     least = scheme.element.max * (0.25 if LAYOUTS[scheme.layout].scale_dtype == "uint8" else 0.85)
     low = int(((most > 0) & (most < least)).sum())
     if low > _MOST_LOW * int((most > 0).sum()):

@@ -117,7 +117,7 @@ def _format_of(arguments: Mapping[str, Any]) -> Format | None:
         return Block("mx", element) if size == 32 else None
     if strategy == "tensor_group":
         return Scaled("nvfp4", element, 16, "e4m3", tensor_scale=True) if size == 16 else None
-    shared = {"tensor": "tensor", "channel": "row", "group": size}.get(strategy)
+    shared: Any = {"tensor": "tensor", "channel": "row", "group": size}.get(strategy)
     return Scaled("scaled", element, shared or tuple(arguments["block_structure"]))
 
 
@@ -131,7 +131,7 @@ def _arguments_for(format: Format) -> dict[str, Any] | None:
     if isinstance(shared, int):
         found |= {"strategy": "group", "group_size": shared}
     else:
-        found["strategy"] = {"tensor": "tensor", "row": "channel"}.get(shared, "block")  # type: ignore[arg-type]
+        found["strategy"] = {"tensor": "tensor", "row": "channel"}.get(shared, "block")
         found |= {"block_structure": [*shared]} if isinstance(shared, tuple) else {}
     if isinstance(format, Block):
         found["scale_dtype"] = "torch.uint8"
@@ -139,11 +139,11 @@ def _arguments_for(format: Format) -> dict[str, Any] | None:
         found |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
     if "type" not in found or shared == "column":
         return None
-    own = _format_of(found)
-    if isinstance(format, Scaled | Block) and isinstance(own, Scaled | Block):
+    known = _format_of(found)
+    if isinstance(format, Scaled | Block) and isinstance(known, Scaled | Block):
         same = {each: getattr(format, each) for each in ("name", "element", "rule")}
         axis = -1 if format.axis == 1 or shared == "tensor" else format.axis
-        return found if replace(own, **same) == replace(format, axis=axis) else None
+        return found if replace(known, **same) == replace(format, axis=axis) else None
     return found if isinstance(format, Float) else None
 
 

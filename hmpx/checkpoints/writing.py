@@ -142,7 +142,7 @@ def _config(
     model: nn.Module, schemes: Mapping[str, Scheme], ignored: Iterable[str]
 ) -> dict[str, Any]:
     """Returns the content of config.json."""
-    own = getattr(model, "config", None)
+    own: Any = getattr(model, "config", None)
     config: dict[str, Any] = {}
     if callable(getattr(own, "to_dict", None)) and hasattr(own, "model_type"):
         config = own.to_dict()
