@@ -30,6 +30,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from . import formats
     from .checking import Breach, Finding, Lint, expect, lint
+    from .checkpoints import load_frozen
     from .comparing import Comparison, compare, contents
     from .exporting import OnnxFile, export
     from .freezing import Frozen, Weight, freeze
@@ -45,6 +46,7 @@ else:  # not needed by a program's first op
         {
             "formats": "",
             "comparing": "Comparison compare contents",
+            "checkpoints": "load_frozen",
             "checking": "Breach Finding Lint expect lint",
             "exporting": "OnnxFile export",
             "freezing": "Frozen Weight freeze",
@@ -122,6 +124,7 @@ __all__ = [
     "invariance",
     "is_converted",
     "lint",
+    "load_frozen",
     "load_policy",
     "plan",
     "record",

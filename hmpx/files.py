@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import stat
 import types
 import typing
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from .errors import (
+    CheckpointError,
     HmpxError,
     OpListError,
     OptionError,
@@ -52,6 +54,9 @@ REPORT: Final = Kind(
     "a report in JSON", most=1 << 28, remedy="hmpx run --report report.json writes one"
 )
 TRACE: Final = Kind("a trace", most=1 << 36, remedy="hmpx run --trace writes one")
+CHECKPOINT: Final = Kind(
+    "a checkpoint's config.json", CheckpointError, most=1 << 28, remedy="Frozen.save writes one"
+)
 ONNX: Final = Kind("an ONNX file", most=1 << 31)
 JOURNAL: Final = Kind(
     "a journal of hmpx.tune", most=1 << 28, remedy="delete the lines from there on, or the file"
@@ -238,6 +243,24 @@ def make_directory(path: str | os.PathLike[str]) -> Path:
     except raised_here(OSError, ValueError) as error:
         raise unwritable(path, error) from error
     return Path(path)
+
+
+@contextlib.contextmanager
+def unfinished_folder(target: Path) -> Iterator[Path]:
+    """Makes a temporary folder in the target's directory, and removes it at the end.
+
+    Raises:
+        OptionError: It can't be made.
+    """
+    folder = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
+    try:
+        folder.mkdir()
+    except raised_here(OSError, ValueError) as error:
+        raise unwritable(target, error) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _replace(data: bytes, target: Path) -> None:

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .errors import OptionError, said_by
 from .forks import new_lock
 
 
@@ -31,6 +32,20 @@ def shown_later(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return getattr_
+
+
+def imported(name: str, tool: str, extra: str = "onnx") -> types.ModuleType:
+    """Imports a package of an extra of hmpx.
+
+    Raises:
+        OptionError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise OptionError(
+            f"{tool} needs {name}, which can't be imported: {said_by(error)}; pip install 'hmpx[{extra}]'"
+        ) from error
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import checking, exporting, files, reports
+from hmpx import checking, checkpoints, exporting, files, reports
 from hmpx.errors import HmpxError
 from hmpx.files import Kind
 from hmpx.policy.files import read_options
@@ -57,6 +57,9 @@ expect:
 - {optimizer: exp_avg, contents: float32}
 - {op: exp, mode: train, compute: float32}
 """
+_CHECKPOINT = (
+    b'{"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}}'
+)
 _BASELINE = b"HP101 softmax blocks.0 train.py\nHP103 sub  train.py\n"
 _SOURCE = b"# coding: utf-8\nimport torch\n\nx = torch.ones(3)\n"
 
@@ -156,6 +159,7 @@ GOOD: dict[tuple[Kind, str], tuple[Any, Callable[[str], object]]] = {
     (files.TRACE, ".hmpx"): (_trace, _read_trace),
     (files.JOURNAL, ".jsonl"): (_journal, _read_journal),
     (files.ONNX, ".onnx"): (_onnx, _read_onnx),
+    (files.CHECKPOINT, ".json"): (_CHECKPOINT, checkpoints.read_config),
     (files.STATE, ".pt"): (_state(".pt"), checking.read_state),
     (files.STATE, ".safetensors"): (_state(".safetensors"), checking.read_state),
 }

@@ -10,23 +10,26 @@ from pathlib import Path
 from typing import Final
 
 from .. import checking, formats, policy, session
+from ..checkpoints import is_checkpoint
 from ..errors import OptionError, short
 from ..files import make_directory, write
 from ..reports import ReportTable
-from . import output
+from . import functions, output
 from .options import Command, list_options
 
 _CHECK: Final = f"""\
-find the faults of op lists, policy files, contracts and ONNX files
+find the faults of op lists, policy files, contracts, ONNX files and checkpoints
 ---
 hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILE_OR_DIR...]
        hmpx check MODEL.onnx...
+       hmpx check CHECKPOINT_DIR [--model FILE.py:FUNCTION]
        hmpx check --state BEFORE AFTER
 ---
 Prints every fault of op lists, policy files and contracts as FILE:LINE: MESSAGE: names
 that torch does not know, repeated lines, ops that are in two lists, unknown keys. Of ONNX files, what
 strongly typed engines refuse: mixed inputs, types that an operator does not take; nodes off the policy in
-files of hmpx export; needless casts. With --state, the tensors of two checkpoints whose shape, dtype or
+files of hmpx export; needless casts. Of a checkpoint of compressed-tensors: wrong, missing or doubled tensors,
+scales and groups; with --model, also weights that are not the model's. With --state, the tensors of two checkpoints whose shape, dtype or
 precision differs.
 ---
 files FILE_OR_DIR*  a policy file (.yaml, .yml, .json); a directory of op lists; or an op list: its kind
@@ -36,8 +39,9 @@ files FILE_OR_DIR*  a policy file (.yaml, .yml, .json); a directory of op lists;
 --fp16 FILE  an op list for fp16, whatever its name; may be repeated
 --fp32 FILE  an op list for fp32, whatever its name; may be repeated
 --state FILE FILE  two files of tensors, .safetensors or of torch.save
---html FILE  write a page about one ONNX file
---json FILE  write the nodes of one ONNX file
+--model FILE.py:FUNCTION  the function that returns the checkpoint's model in float32
+--html FILE  write a page about one ONNX file or checkpoint
+--json FILE  write its nodes or layers
 --csv FILE  write a table of them
 ---
 exit status:
@@ -48,6 +52,7 @@ examples:
   hmpx check lists
   hmpx check policy.yaml gaudi_config.json contract.yaml
   hmpx check model.onnx
+  hmpx check served --model train.py:build_model
   hmpx check --state trained.safetensors served.safetensors"""
 
 
@@ -59,8 +64,12 @@ def _check(options: argparse.Namespace) -> int:
     graphs = [each for each in options.files if each.lower().endswith(".onnx")]
     if graphs:
         return _check_graphs(options, graphs)
-    if options.html or options.json or options.csv:
-        options.parser.error("--html, --json and --csv are for one ONNX file")
+    if len(options.files) == 1 and is_checkpoint(options.files[0]):
+        return _check_checkpoint(options)
+    if options.html or options.json or options.csv or options.model:
+        options.parser.error(
+            "--html, --json and --csv are for one ONNX file or checkpoint, --model for one checkpoint"
+        )
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
     kept = [each for each in options.files if checking.is_contract(each)]
     lines = sum(len(checking.read(each)) for each in kept)
@@ -103,6 +112,19 @@ def _check_graphs(options: argparse.Namespace, paths: list[str]) -> int:
     lines = [line for each in found for line in (*str(each).splitlines(), "")]
     written = output.written(options, found[0])
     return output.show([*lines[:-1], *written], status=1 if any(e.faults for e in found) else 0)
+
+
+def _check_checkpoint(options: argparse.Namespace) -> int:
+    from ..checkpoints import read_checkpoint  # slow to import
+
+    model = None
+    if options.model:
+        source, name = functions.split(options.model)
+        with functions.as_program(source):
+            model = functions.found(source, name)[1]()
+    found = read_checkpoint(options.files[0], model)
+    lines = [*str(found).splitlines(), *output.written(options, found)]
+    return output.show(lines, status=1 if found.faults else 0)
 
 
 CHECK: Final = Command(

@@ -107,16 +107,18 @@ def _draw(options: argparse.Namespace, given: dict[str, Any]) -> int:
 DRAW: Final = Command(_DRAW, _draw, writes=("output",))
 
 _EXPORT: Final = f"""\
-write a model as an ONNX file whose nodes have their types
+write a model as an ONNX file whose nodes have their types, or as a checkpoint for servers
 ---
-hmpx export FILE.py:FUNCTION [--inputs FUNCTION] [--onnx FILE] [options]
+hmpx export FILE.py:FUNCTION [--inputs FUNCTION] [--onnx FILE | --checkpoint DIR] [options]
        hmpx export MODULE:FUNCTION ...
 ---
 Converts torch, and writes an ONNX file in which casts are nodes and weights have the type in which they
 are used, for engines that take types from the graph. Prints its nodes, or what is wrong with them.
+With --checkpoint, freezes the model and writes its weights as codes and scales, which vLLM and transformers load.
 ---
 {functions.MODEL}
 --onnx FILE=model.onnx  the file to write; default: model.onnx
+--checkpoint DIR  write a checkpoint of compressed-tensors instead
 --outputs fp32|keep  cast low outputs to float32, the default, or leave them
 --opset N  ONNX's opset; default: torch's, or 22 with bfloat16
 --verify  compare each node's values with torch's, by onnxruntime or ONNX's reference
@@ -133,11 +135,14 @@ exit status:
 
 examples:
   hmpx export train.py:build_model --inputs make_batch --low-precision-type float16
-  hmpx export my_package.models:build --policy policy.yaml --onnx build.onnx --html build.html"""
+  hmpx export my_package.models:build --policy policy.yaml --onnx build.onnx --html build.html
+  hmpx export train.py:build_model --policy fp8.yaml --checkpoint served"""
 
 
 @functions.on_program
 def _export(options: argparse.Namespace, given: dict[str, Any]) -> int:
+    if options.checkpoint:
+        return _checkpoint(options, given["model"](), given["inputs"]())
     from ..exporting import export  # slow to import
 
     exported = export(
@@ -152,6 +157,18 @@ def _export(options: argparse.Namespace, given: dict[str, Any]) -> int:
     )
     lines = [*str(exported).splitlines(), *output.written(options, exported)]
     return output.show(lines, status=1 if exported.faults else 0)
+
+
+def _checkpoint(options: argparse.Namespace, model: Any, inputs: Any) -> int:
+    from ..checkpoints import read_checkpoint  # slow to import
+    from ..freezing import freeze
+
+    converted = session.convert(**list_options(options), **device_options(options))
+    with converted, freeze(model, inputs) as frozen:
+        frozen.save(options.checkpoint)
+    found = read_checkpoint(options.checkpoint, model)
+    lines = [*str(found).splitlines(), *output.written(options, found)]
+    return output.show(lines, status=1 if found.faults else 0)
 
 
 EXPORT: Final = Command(_EXPORT, _export, writes=("onnx", "html", "json", "csv"))

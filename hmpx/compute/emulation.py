@@ -156,10 +156,15 @@ class Emulation:
                 f"{self.formats.result.name}: {what} can't hold a number format; use torch.export"
             )
 
-    def _rounded(self, role: str, tensor: Tensor, kind: str) -> Tensor:
-        round_ = self._rounder_for(role, kind)
-        if EMULATION_WATCHERS and round_ and self.is_product and type(tensor) is nn.Parameter:
-            note_rounding(tensor, getattr(self.formats, kind))
+    def _is_watched(self, tensor: Tensor) -> bool:
+        return bool(EMULATION_WATCHERS) and self.is_product and type(tensor) is nn.Parameter
+
+    def _rounded(self, role: str, tensor: Tensor, kind: str, axis: int | None = None) -> Tensor:
+        round_, format = self._rounder_for(role, kind), getattr(self.formats, kind)
+        if axis is not None and has_axis(format):
+            round_, format = self._rounder(format, axis), format.along(axis)
+        if round_ and self._is_watched(tensor):
+            note_rounding(tensor, format, self.formats)
             with torch_internals.disable_modes():
                 return round_(tensor)
         return self._straight_through(tensor, round_, role)
@@ -243,6 +248,7 @@ class Emulation:
         originals = {id(new): old for new, old in zip(args, given, strict=False)}
         lowers = self._lowers and not EMULATION_WATCHERS
         factors: list[Tensor] = []
+        axes = call.contraction.axes()
         formats: list[Format] = []
         rounders: list[ByAxis | None] = []
         for i, (name, factor) in enumerate(zip(call.names, call.factors, strict=True)):
@@ -250,14 +256,14 @@ class Emulation:
             kind = self._kind(name, originals.get(id(factor), factor))
             format = getattr(self.formats, kind)
             formats.append(format)
-            if has_axis(format):
+            if has_axis(format) and not self._is_watched(factor):
                 factors.append(self._straight_through(factor, None, role))
                 rounders.append(functools.partial(self._rounder, format))
             elif lowers:
                 factors.append(self._straight_through(factor, None, role))
                 rounders.append(_by_no_axis(self._rounder_for(role, kind)))
             else:
-                factors.append(self._rounded(role, factor, kind))
+                factors.append(self._rounded(role, factor, kind, axes[i]))
                 rounders.append(None)
         by_axis: ByAxis | None = None
         if gradients is not None and has_axis(gradients):

@@ -16,6 +16,7 @@ from ..torch_internals import run_when_traced
 
 if TYPE_CHECKING:
     from ..number_formats import Format
+    from .emulation import Formats
     from .lowering import Lowering
 
 #: Op and format -> device type -> the function.
@@ -27,9 +28,9 @@ LOWERINGS: Final[Registry[Lowerings]] = Registry({})
 #: Called with the name of an op and some of its inputs.
 Note = Callable[[str, list[Tensor]], None]
 
-#: Called with each rounded parameter, its format, and one of `AS_DATA` if the op never treats integers there
-#: as codes, else ``""``.
-RoundingNote = Callable[[Tensor, "Format", str], None]
+#: Called with each rounded parameter, its format, and the formats of the op; or with one of `AS_DATA` if the op
+#: never treats integers there as codes.
+RoundingNote = Callable[[Tensor, "Format", "Formats | str"], None]
 
 #: The places in which integers are data for an op.
 AS_DATA: Final = ("as a first input", "in a list")
@@ -59,10 +60,10 @@ def note_deciding(op: str, inputs: list[Tensor]) -> None:
         note(op, inputs)
 
 
-def note_rounding(parameter: Tensor, format: Format, as_data: str = "") -> None:
+def note_rounding(parameter: Tensor, format: Format, of_op: Formats | str) -> None:
     """Reports a rounded parameter."""
     for note in EMULATION_WATCHERS:
-        note(parameter, format, as_data)
+        note(parameter, format, of_op)
 
 
 def note_data(args: Args, kwargs: Kwargs, format: Format) -> None:

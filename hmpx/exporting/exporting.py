@@ -9,8 +9,6 @@ import errno
 import functools
 import os
 import re
-import secrets
-import shutil
 import stat
 import threading
 import warnings
@@ -23,8 +21,9 @@ from torch import nn
 
 from .. import arguments
 from ..errors import HmpxError, OptionError, raised_here, said_by, short
-from ..files import unwritable
+from ..files import unfinished_folder, unwritable
 from ..inputs import Steps, arguments_of
+from ..later import imported
 from ..observers import is_users
 from ..patching import Patch, apply, undo
 from ..places import located
@@ -34,7 +33,7 @@ from ..session import about_run, check_names, convert, current, refuse_where_off
 from ..tensors import tensors_of
 from ..torch_internals import is_any_autocast_enabled
 from ..torch_state import unchanged
-from .onnx_file import DTYPE, LOCATION, OP, REASON, OnnxFile, imported, module_of, read_onnx
+from .onnx_file import DTYPE, LOCATION, OP, REASON, OnnxFile, module_of, read_onnx
 from .values import errors
 
 _OUTPUTS: Final = ("fp32", "keep")
@@ -96,6 +95,8 @@ def export(
         target = Path(os.path.realpath(given))  # a symbolic link stays
     except raised_here(ValueError) as error:
         raise unwritable(given, error) from error
+    if target.exists() and not target.is_file():
+        raise unwritable(target, OSError(errno.EINVAL, "not a regular file"))
     if target.suffix != ".onnx":
         raise OptionError(f"path must end in .onnx, as {short(str(target))} does not")
     if opset_version is not None:
@@ -114,7 +115,7 @@ def export(
     refuse_where_off("export")
     args, kwargs = arguments_of(inputs)
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_temporary_folder(target))
+        folder = stack.enter_context(unfinished_folder(target))
         stack.enter_context(unchanged(model, inputs))
         session = current()
         is_deciding = session and (session.policy.decisions or session.policy.sections)
@@ -178,22 +179,6 @@ def _no_autocast(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         undo(applied)
-
-
-@contextlib.contextmanager
-def _temporary_folder(target: Path) -> Iterator[Path]:
-    """Makes a temporary folder in the target's directory, and removes it at the end."""
-    folder = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
-    try:
-        if target.exists() and not target.is_file():
-            raise OSError(errno.EINVAL, "not a regular file")
-        folder.mkdir()
-    except raised_here(OSError, ValueError) as error:
-        raise unwritable(target, error) from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _written(program: Any, folder: Path, target: Path) -> OnnxFile:

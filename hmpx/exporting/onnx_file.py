@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import math
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 from .. import files
 from ..errors import OptionError, brief, fielded, raised_here, said_by, short
+from ..later import imported
 from ..reports import (
     Column,
     ReportTable,
@@ -173,20 +173,6 @@ def _nodes(found: OnnxFile) -> ReportTable:
 
 
 # --- reading -----------------------------------------------------------------------------------------
-
-
-def imported(name: str, tool: str) -> ModuleType:
-    """Imports a package of the extra ``onnx``.
-
-    Raises:
-        OptionError: It is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise OptionError(
-            f"{tool} needs {name}, which can't be imported: {said_by(error)}; pip install 'hmpx[onnx]'"
-        ) from error
 
 
 def read_onnx(path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> OnnxFile:

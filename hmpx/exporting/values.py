@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import raised_here
-from .onnx_file import imported
+from ..later import imported
 
 
 def errors(program: Any, inputs: Iterable[Tensor]) -> dict[str, float]:

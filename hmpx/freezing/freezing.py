@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, number_formats, patches, renames, session, torch_state
+from .. import arguments, checkpoints, number_formats, patches, renames, session, torch_state
 from ..errors import FreezeError, OptionError, also, printable, warn
 from ..inputs import arguments_of
 from ..policy import LowType
@@ -315,6 +316,35 @@ class Frozen:
     def summary(self) -> str:
         """Returns a table: the bytes before and after, and for each weight its dtype and the reason."""
         return table(self._name, self.weights, is_undone=self._undo.is_done)
+
+    def save(self, directory: str | os.PathLike[str], format: str = "compressed-tensors") -> None:
+        """Writes the weights as a checkpoint that servers load, such as vLLM and transformers.
+
+        Weights of linear layers that are used in FP8, MXFP8, MXFP4, NVFP4, INT8 or INT4 are stored as codes and scales,
+        other weights in their type in the frozen model ([checkpoints](freeze.md#checkpoints)).
+
+        Args:
+            directory: Gets ``model.safetensors`` and ``config.json``. If it can't be written, an earlier checkpoint stays.
+            format: ``"compressed-tensors"``.
+
+        Raises:
+            FreezeError: No linear layer has such a format; or one has a format, a size or values that the checkpoint can't
+                hold; or the freezing was undone.
+            OptionError: The files can't be written, or safetensors is not installed.
+
+        Example:
+            >>> model = torch.nn.Linear(4, 2).eval()
+            >>> with hmpx.convert(policy={"low": ["linear float8_e4m3fn_row"]}, device_types={"cpu"}):
+            ...     with hmpx.freeze(model, torch.ones(1, 4)) as frozen:
+            ...         frozen.save("served")
+            >>> restored = hmpx.load_frozen("served", torch.nn.Linear(4, 2))
+        """
+        arguments.choice("format", format, ("compressed-tensors",))
+        model = self._undo.model()
+        if model is None or self._undo.is_done:
+            raise FreezeError(f"{self._name} is not frozen any more; call save() before undo()")
+        formats = {each.name: each.formats for each in self.weights if each.formats is not None}
+        checkpoints.save(model, formats, directory)
 
     @session.restoring
     def undo(self, *, strict: bool = True) -> None:

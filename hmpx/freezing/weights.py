@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -147,7 +147,7 @@ class Uses:
 
     ``unrounded_by``: ops in the low-precision list that leave it in fp32. ``decides``: ops whose result
     depends on its stored dtype. ``as_data``: how an op in a number format took it as data, such as "as a first
-    input".
+    input". ``formats``: those of the ops in which it is a weight.
     """
 
     converted_to: set[LowType] = field(default_factory=set)
@@ -157,6 +157,7 @@ class Uses:
     written_by: list[str] = field(default_factory=list)
     is_changed: bool = False
     as_data: str = ""
+    formats: set[compute.Formats] = field(default_factory=set)
 
 
 class UsesMode(DispatchMode):
@@ -192,11 +193,16 @@ class UsesMode(DispatchMode):
                 self._add(self.uses[place], func, tensor, alias, result)
         return result
 
-    def add_format(self, tensor: Tensor, format: number_formats.Format, as_data: str) -> None:
+    def add_format(
+        self, tensor: Tensor, format: number_formats.Format, of_op: compute.Formats | str
+    ) -> None:
         """Records that a parameter is rounded to a number format, perhaps as data."""
         place = _place(tensor)
         for touched in self._touched(tensor):
-            self.uses[touched].as_data = self.uses[touched].as_data or as_data
+            if isinstance(of_op, str):
+                self.uses[touched].as_data = self.uses[touched].as_data or of_op
+            else:
+                self.uses[touched].formats.add(replace(of_op, weights=format))
             if touched == place:
                 self.uses[touched].converted_to.add(format)
             else:
@@ -325,6 +331,7 @@ class Weight:
         size_bytes: Its size before; 0 if it shares the memory of another weight in this list.
         stored_bytes: Its size in the frozen model.
         reason: Why it is stored this way.
+        formats: For `Frozen.save`: the number formats of the ops in which it is a weight; None: not only that.
 
     Example:
         >>> model = torch.nn.Linear(2, 3).eval()
@@ -342,6 +349,7 @@ class Weight:
     size_bytes: int
     stored_bytes: int
     reason: str
+    formats: compute.Formats | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_low(self) -> bool:
@@ -417,6 +425,9 @@ def judged(
         neighbours = by_storage[f.place.storage] if f.place is not None else []
         dtype, reason = _judgement(f, neighbours, watch, replaced)
         as_data = "" if f.place is None else watch.uses[f.place].as_data
+        formats: set[compute.Formats] = set()
+        if f.place is not None and number_formats.is_format(dtype) and not as_data:
+            formats = watch.uses[f.place].formats
         is_coded = as_codes and isinstance(dtype, number_formats.CodedFormat)
         if number_formats.is_format(dtype) and (as_data or not is_coded):
             reason = f"used in {dtype.name} {as_data}" if as_data else reason
@@ -429,7 +440,10 @@ def judged(
         elif not nn.parameter.is_lazy(f.tensor):
             size_bytes = f.tensor.numel() * f.tensor.element_size()
             stored_bytes = f.tensor.numel() * _stored(dtype).itemsize
-        yield Weight(f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason)
+        yield Weight(
+            f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason,
+            next(iter(formats)) if len(formats) == 1 else None,
+        )  # fmt: skip
 
 
 def _judgement(

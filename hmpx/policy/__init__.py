@@ -34,6 +34,7 @@ from .op_lists import (
     PolicySource,
     is_policy_file,
 )
+from .patterns import fullmatcher
 from .policy import Policy, every_decision, policy_line
 from .sections import CONDITIONS, Section, matches
 

@@ -220,7 +220,8 @@ def extras() -> set[str]:
 def run_hmpx(words: list[str], output: str, folder: Path) -> None:
     """Runs a command in a directory where the files are that it names."""
     words = words[: min(words.index(each) if each in words else len(words) for each in (">", ">>"))]
-    if words[0] in PARSED_ONLY or {"--", "--state"} & {*words}:  # programs and checkpoints
+    checkpoints = {"--", "--state", "--model"} & {*words}  # and programs
+    if words[0] in PARSED_ONLY or checkpoints:
         assert entry.parser().parse_args(words)
         return
     if words[0] == "check" and output:  # the faults that are shown

@@ -1,0 +1,31 @@
+"""Checkpoints that servers load: writes a frozen model's weights as codes and scales, reads and checks such directories."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..later import shown_later
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint, CheckpointLayer
+    from .reading import is_checkpoint, load_frozen, read_checkpoint, read_config
+    from .writing import save
+else:  # only needed for number formats
+    __getattr__ = shown_later(
+        __name__,
+        {
+            "checkpoint": "Checkpoint CheckpointLayer",
+            "reading": "is_checkpoint load_frozen read_checkpoint read_config",
+            "writing": "save",
+        },
+    )
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointLayer",
+    "is_checkpoint",
+    "load_frozen",
+    "read_checkpoint",
+    "read_config",
+    "save",
+]

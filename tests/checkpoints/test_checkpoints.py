@@ -1,0 +1,375 @@
+"""`Frozen.save` and `hmpx.load_frozen`: what servers load, and the same model again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hmpx
+from hmpx.cli import main
+from hmpx.formats import Block, Fixed, Scaled, get, quantize, register, unregister
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+@pytest.fixture
+def own_formats() -> Any:
+    own = (
+        Block("mxfp4_even", get("mxfp4_e2m1").element, rule="even"),  # type: ignore[union-attr, arg-type]
+        Block("mxfp8_ceil", get("mxfp8_e4m3").element, rule="ceil"),  # type: ignore[union-attr, arg-type]
+        Scaled("int8_block32", Fixed("integer8", 8, 0), 32),
+    )
+    for each in own:
+        register(each)
+    yield
+    for each in own:
+        unregister(each.name)
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(256, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 192, bias=False)
+    ).eval()
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+#: A line of a list -> the layout, the strategies of weights and inputs, and the tensors of a layer with their dtypes.
+LINES = {
+    "linear float8_e4m3fn_tensor output=bfloat16": ("float-quantized", "tensor", "tensor", "weight float8_e4m3fn, weight_scale float32"),
+    "linear float8_e4m3fn overflow=saturate": ("float-quantized", "tensor", "tensor", "input_scale float32, weight float8_e4m3fn, weight_scale float32"),
+    "linear float8_e4m3fn_row output=bfloat16": ("float-quantized", "channel", "token", "weight float8_e4m3fn, weight_scale float32"),
+    "linear bfloat16 weights=float8_e4m3fn_row": ("naive-quantized", "channel", None, "weight float8_e4m3fn, weight_scale float32"),
+    "linear float8_e4m3fn_block128x128 activations=float8_e4m3fn_block128 output=bfloat16": ("float-quantized", "block", "group", "weight float8_e4m3fn, weight_scale float32"),
+    "linear mxfp8_e4m3 output=bfloat16": ("mxfp8-quantized", "group", "group", "weight float8_e4m3fn, weight_scale uint8"),
+    "linear bfloat16 weights=mxfp8_ceil": ("mxfp8-quantized", "group", None, "weight float8_e4m3fn, weight_scale uint8"),
+    "linear mxfp4_e2m1": ("mxfp4-pack-quantized", "group", "group", "weight_packed uint8, weight_scale uint8"),
+    "linear float32 weights=mxfp4_even": ("mxfp4-pack-quantized", "group", None, "weight_packed uint8, weight_scale uint8"),
+    "linear nvfp4 output=bfloat16": ("nvfp4-pack-quantized", "tensor_group", None, "weight_global_scale float32, weight_packed uint8, weight_scale float8_e4m3fn"),
+    "linear int8_row output=bfloat16": ("int-quantized", "channel", "token", "weight int8, weight_scale float32"),
+    "linear int8 activations=int8_row output=bfloat16": ("int-quantized", "tensor", "token", "weight int8, weight_scale float32"),
+    "linear int4_row activations=int8_row output=bfloat16": ("int-quantized", "channel", "token", "weight int8, weight_scale float32"),
+    "linear bfloat16 weights=int8_block32": ("pack-quantized", "group", None, "weight_packed int32, weight_scale float32, weight_shape int64"),
+    "linear bfloat16 weights=int4_block128 rounding=nearest_away": ("pack-quantized", "group", None, "weight_packed int32, weight_scale float32, weight_shape int64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_a_checkpoint_is_loaded_bit_for_bit(
+    line: str, spread: float, tmp_path: Path, own_formats: None
+) -> None:
+    layout, strategy, of_inputs, tensors = LINES[line]
+    model, again, x = mlp(), mlp(1), torch.randn(3, 256)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(torch.exp(spread * torch.randn_like(parameter)))
+    with hmpx.convert(policy={"low": [line]}, device_types={"cpu"}):
+        with hmpx.freeze(model, x) as frozen:
+            frozen.save(tmp_path / "served")
+            expected = model(x)
+        hmpx.load_frozen(tmp_path / "served", again)
+        assert torch.equal(again(x).float(), expected)
+        with hmpx.freeze(again, x) as frozen:
+            frozen.save(tmp_path / "twice")
+            assert torch.equal(again(x), expected)
+    stored, twice = (
+        safetensors.load_file(tmp_path / n / "model.safetensors") for n in ("served", "twice")
+    )
+    found = sorted(f"{n[2:]} {str(t.dtype)[6:]}" for n, t in stored.items() if n.startswith("3."))
+    assert ", ".join(found) == tensors
+    for name, tensor in stored.items():
+        # Blocks whose largest magnitude was rounded up or down may have another exponent, for the same values.
+        if "ceil" not in line and "nvfp4" not in line:
+            assert torch.equal(tensor.view(torch.uint8), twice[name].view(torch.uint8)), name
+    config = config_of(tmp_path / "served")["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert (config["format"], group["weights"]["strategy"]) == (layout, strategy)
+    assert (group["input_activations"] or {}).get("strategy") == of_inputs
+    assert (group["targets"], config["ignore"]) == (["Linear"], [])
+
+
+def test_layers_in_other_types_are_ignored_and_others_keep_theirs(tmp_path: Path) -> None:
+    model, x = mlp(), torch.randn(3, 256)
+    policy = {
+        "low": ["linear bfloat16"],
+        "sections": [{"module": "3", "low": ["linear float8_e4m3fn_row output=bfloat16"]}],
+    }
+    with hmpx.convert(policy=policy, device_types={"cpu"}), hmpx.freeze(model, x) as frozen:
+        frozen.save(tmp_path)
+        kept = model.state_dict()
+    found = safetensors.load_file(tmp_path / "model.safetensors")
+    assert {n: t.dtype for n, t in found.items() if n[0] != "3"} == {
+        "0.weight": torch.bfloat16,
+        "0.bias": torch.bfloat16,
+        "2.weight": torch.float32,
+        "2.bias": torch.float32,
+    }
+    assert all(torch.equal(kept[n], t) for n, t in found.items() if n[0] != "3")
+    assert config_of(tmp_path)["quantization_config"]["ignore"] == ["0"]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.a, self.b = nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 32, bias=False)
+        self.b.weight, self.head.weight = self.a.weight, self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.head(self.b(self.a(self.embed(ids))))
+        return found
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    model, again, ids = Tied().eval(), Tied().eval(), torch.arange(6)
+    with hmpx.convert(policy={"low": ["linear int8_row output=bfloat16"]}, device_types={"cpu"}):
+        with hmpx.freeze(model, ids) as frozen:
+            frozen.save(tmp_path)
+            expected = model(ids)
+        hmpx.load_frozen(tmp_path, again)
+        assert torch.equal(again(ids).float(), expected)
+    names = safetensors.load_file(tmp_path / "model.safetensors").keys()
+    assert names == {"embed.weight", "a.weight", "a.weight_scale", "a.bias", "b.bias"}
+    assert config_of(tmp_path)["quantization_config"]["ignore"] == ["head"]
+
+
+def test_codes_of_a_frozen_model_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    model, x = mlp(), torch.randn(3, 256)
+    options: dict[str, Any] = {"low_precision_type": "float8_e4m3fn", "overflow": "saturate"}
+    with (
+        hmpx.convert(**options, device_types={"cpu"}),
+        hmpx.freeze(model, x, store="codes") as frozen,
+    ):
+        codes = model[0].weight.clone()
+        assert codes.dtype is torch.uint8
+        frozen.save(tmp_path)
+    found = safetensors.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(found["0.weight"].view(torch.uint8), codes)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, line: str = "linear int8_row output=bfloat16") -> None:
+    model, x = mlp(), torch.randn(3, 256)
+    with (
+        hmpx.convert(policy={"low": [line]}, device_types={"cpu"}),
+        hmpx.freeze(model, x) as frozen,
+    ):
+        frozen.save(folder)
+
+
+@pytest.mark.parametrize("failing", ["save_file", "rename"])
+def test_an_earlier_checkpoint_stays_if_the_disk_is_full(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "served"
+    saved(folder)
+    before = {each.name: each.read_bytes() for each in folder.iterdir()}
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(
+        *{"save_file": (safetensors, "save_file", full), "rename": (os, "fsync", full)}[failing]
+    )
+    with pytest.raises(hmpx.OptionError, match=r"can't write .*: No space left on device"):
+        saved(folder, "linear mxfp4_e2m1")
+    assert {each.name: each.read_bytes() for each in folder.iterdir()} == before
+    assert [each.name for each in tmp_path.iterdir()] == ["served"]
+    with pytest.raises(hmpx.OptionError, match="No space left on device"):
+        saved(tmp_path / "new")
+    assert [each.name for each in tmp_path.iterdir()] == ["served"]
+
+
+def test_shards_of_an_earlier_checkpoint_go_and_other_files_stay(tmp_path: Path) -> None:
+    for name in (
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ):
+        (tmp_path / name).write_text("{}")
+    saved(tmp_path)
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(hmpx.OptionError, match="can't write"):
+        saved(file)
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "said"),
+    [
+        ("linear posit16_1", 256, r"'0.weight' is used in posit16_1, .* which compressed-tensors does not have"),
+        ("linear float8_e4m3fn_delayed", 256, "which compressed-tensors does not have"),
+        ("linear int4_block128 output=bfloat16", 200, "200 columns, which groups of 128 do not divide"),
+        ("linear int8_row rounding=stochastic", 256, "rounding='stochastic', and checkpoints hold weights rounded"),
+        ("linear bfloat16", 256, "no linear layer that computes in a number format only"),
+    ],
+)  # fmt: skip
+def test_what_a_checkpoint_cant_hold_is_refused(
+    line: str, size: int, said: str, tmp_path: Path
+) -> None:
+    model, x = nn.Sequential(nn.Linear(size, 128)).eval(), torch.randn(3, size)
+    with (
+        hmpx.convert(policy={"low": [line]}, device_types={"cpu"}),
+        hmpx.freeze(model, x) as frozen,
+        pytest.raises(hmpx.FreezeError, match=said),
+    ):
+        frozen.save(tmp_path / "served")
+    assert not any(tmp_path.iterdir())
+
+
+def test_infinite_weights_and_an_undone_model_are_refused(tmp_path: Path) -> None:
+    model, x = mlp(), torch.randn(3, 256)
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("inf")
+    with hmpx.convert(policy={"low": ["linear int8_row"]}, device_types={"cpu"}):
+        frozen = hmpx.freeze(model, x)
+        with pytest.raises(hmpx.FreezeError, match=r"'0.weight' holds infinities or NaN"):
+            frozen.save(tmp_path)
+        with pytest.raises(hmpx.OptionError, match="format must be 'compressed-tensors'"):
+            frozen.save(tmp_path, format="gguf")
+        frozen.undo()
+        with pytest.raises(hmpx.FreezeError, match="not frozen any more"):
+            frozen.save(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_load_refuses_another_model(tmp_path: Path) -> None:
+    saved(tmp_path)
+    wrong = nn.Sequential(nn.Linear(256, 64)).eval()
+    with pytest.raises(
+        hmpx.CheckpointError, match=r"0.weight: of shape \(128, 256\), not \(64, 256\)"
+    ):
+        hmpx.load_frozen(tmp_path, wrong)
+    with pytest.raises(hmpx.CheckpointError, match="float32, which bfloat16 can't hold"):
+        hmpx.load_frozen(tmp_path, mlp().bfloat16())
+    with pytest.raises(hmpx.OptionError, match="not a directory"):
+        hmpx.load_frozen(tmp_path / "none", wrong)
+
+
+def build() -> nn.Module:
+    return mlp()
+
+
+def inputs() -> Tensor:
+    return torch.ones(2, 256)
+
+
+def test_the_command_exports_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("low: [linear mxfp8_e4m3 output=bfloat16]\n")
+    served = str(tmp_path / "served")
+    assert (
+        main(["export", f"{__file__}:build", "--policy", str(policy), "--checkpoint", served]) == 0
+    )
+    assert "2 quantized layers, no faults" in capsys.readouterr().out
+    assert main(["check", served]) == 0
+
+
+# --- other people's code -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_compressed_tensors_restores_the_rounded_weights(
+    line: str, tmp_path: Path, own_formats: None
+) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    model, x = mlp(), torch.randn(3, 256)
+    with (
+        hmpx.convert(policy={"low": [line]}, device_types={"cpu"}),
+        hmpx.freeze(model, x) as frozen,
+    ):
+        frozen.save(tmp_path)
+        formats = {each.name: each.formats for each in frozen.weights}
+    config = quantization.QuantizationConfig.model_validate(
+        config_of(tmp_path)["quantization_config"]
+    )
+    (scheme,) = config.config_groups.values()
+    layout = LINES[line][0]
+    compressor = compressors.BaseCompressor.get_value_from_registry(layout)
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    for layer in ("0", "3"):
+        parts = {
+            n[2:]: t for n, t in tensors.items() if n.startswith(f"{layer}.") and "bias" not in n
+        }
+        values = compressor.decompress(parts, scheme)["weight"].float()
+        used = formats[f"{layer}.weight"]
+        assert used is not None
+        expected = quantize(
+            model.get_submodule(layer).weight.detach(), used.weights, used.rounding, used.overflow
+        )  # type: ignore[arg-type]
+        if (
+            layout == "nvfp4-pack-quantized"
+        ):  # to bfloat16, with the scale of the tensor as a reciprocal
+            assert torch.allclose(values, expected, rtol=2**-8, atol=0)
+        else:
+            assert torch.equal(values, expected)
+
+
+def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
+    )
+    model, ids = transformers.LlamaForCausalLM(config).eval(), torch.arange(12).view(1, 12)
+    (tmp_path / "list.txt").write_text("linear float8_e4m3fn_row output=float32")
+    with (
+        hmpx.convert(tmp_path / "list.txt", exclude=["lm_head"], device_types={"cpu"}),
+        hmpx.freeze(model, {"input_ids": ids}) as frozen,
+        torch.no_grad(),
+    ):
+        frozen.save(tmp_path / "served")
+        expected = model(ids).logits
+    served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "served").eval()
+    with torch.no_grad():
+        assert torch.allclose(served(ids).logits, expected, atol=1e-6)
+
+
+def test_a_config_of_transformers_is_written(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
+    )
+    model, ids = transformers.BertModel(config).eval(), torch.arange(12).view(1, 12)
+    with (
+        hmpx.convert(policy={"low": ["linear mxfp4_e2m1 output=float32"]}, device_types={"cpu"}),
+        hmpx.freeze(model, {"input_ids": ids}) as frozen,
+    ):
+        frozen.save(tmp_path)
+    found = config_of(tmp_path)
+    assert (found["model_type"], found["architectures"]) == ("bert", ["BertModel"])
+    restored = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (
+        restored.hidden_size == 32
+        and restored.quantization_config["format"] == "mxfp4-pack-quantized"
+    )
