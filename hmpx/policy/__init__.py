@@ -38,10 +38,15 @@ from .policy import Policy, every_decision, policy_line
 from .sections import CONDITIONS, Section, matches
 
 if TYPE_CHECKING:
+    from .engines import EngineSettings
     from .files import read_policy_file
     from .nodes import Reader, of_mapping, of_yaml
-else:  # YAML
+else:  # YAML, and other engines
     __getattr__ = shown_later(
         __name__,
-        {"nodes": "Reader of_mapping of_yaml", "files": "read_policy_file"},
+        {
+            "engines": "EngineSettings",
+            "nodes": "Reader of_mapping of_yaml",
+            "files": "read_policy_file",
+        },
     )
