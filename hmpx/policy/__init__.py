@@ -19,6 +19,7 @@ from .decisions import (
     Decision,
     LowType,
     parse_format,
+    parse_low_type,
     settled_dtype,
 )
 from .faults import check_files
