@@ -1,33 +1,47 @@
 """Types and errors of the nodes that `hmpx.export` writes for models of transformers, in float16.
 
-    python benchmarks/exported.py [NAME ...] [--count 40] [--save]
+    python benchmarks/exported.py [NAME ...] [--count 40] [--modelopt PYTHON] [--save]
 
-Models that torch's exporter refuses without hmpx, too, are counted apart. With ``--save``, the figures go to
-benchmarks/results/exported-cpu.json.
+Models that torch's exporter refuses without hmpx, too, are counted apart. With ``--modelopt``, ModelOpt's AutoCast in
+another Python (``pip install 'nvidia-modelopt[onnx]'``) converts torch's float32 file of each model, calibrated on the
+same inputs and on its noise. With ``--save``, the figures go to benchmarks/results/exported-cpu.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import subprocess
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
+import onnxruntime
 import timing
 import torch
 
 import hmpx
+from hmpx.exporting import OnnxFile, read_onnx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from zoo.catalogue import entries, sample
 from zoo.entry import Entry, call
 from zoo.measuring import built
 
+#: Converts a float32 file by AutoCast: its path, the new file's, and that of inputs, if any.
+AUTOCAST = """
+import sys, onnx
+from modelopt.onnx.autocast import convert_to_mixed_precision
+source, target, *data = sys.argv[1:]
+onnx.save(convert_to_mixed_precision(
+    source, "fp16", keep_io_types=True, calibration_data=data[0] if data else None), target)
+"""
 
-def exported(entry: Entry) -> dict[str, Any]:
+
+def exported(entry: Entry, modelopt: str | None) -> dict[str, Any]:
     """Returns the figures of one model; its ``error`` if it can't be exported."""
     model = built(entry)
     entry.compared_mode(model)
@@ -39,15 +53,79 @@ def exported(entry: Entry) -> dict[str, Any]:
             found = hmpx.export(model, batch, path, low_precision_type="float16", verify=True)
         except hmpx.OptionError as error:
             return {"error": str(error), "alone": refused(model, batch)}
-    errors = [node.error for node in found.nodes if node.error is not None]
+        errors = [node.error for node in found.nodes if node.error is not None]
+        figures = counted(found) | {
+            "faults": [*found.faults],
+            "compared": len(errors),
+            "largest_error": max(errors),
+        }
+        if modelopt:
+            figures |= compared(model, batch, path, modelopt)
+    return figures
+
+
+def counted(found: OnnxFile) -> dict[str, Any]:
+    """Returns the numbers of nodes in a file."""
     return {
         "nodes": len(found.nodes),
         "casts": sum(node.op_type == "Cast" for node in found.nodes),
         "low": sum(node.dtype == "float16" for node in found.nodes),
-        "faults": [*found.faults],
-        "compared": len(errors),
-        "largest_error": max(errors),
+        "fp32": sum(node.dtype == "float32" and node.op_type != "Cast" for node in found.nodes),
     }
+
+
+def compared(model: Any, batch: dict[str, Any], path: Path, modelopt: str) -> dict[str, Any]:
+    """Returns the error of a file's outputs, and AutoCast's figures, by its calibration."""
+    wide, inputs = path.with_name("fp32.onnx"), path.with_name("inputs.npz")
+    torch.onnx.export(model, (), wide, kwargs=batch, dynamo=True, verbose=False)
+    values = [each.numpy() for each in batch.values() if isinstance(each, torch.Tensor)]
+    names = [each.name for each in session(wide).get_inputs()]
+    given = dict(zip(names, values, strict=True))
+    numpy.savez(inputs, **given)
+    expected = session(wide).run(None, given)
+    figures: dict[str, Any] = {"output_error": output_error(path, given, expected)}
+    lean = path.with_name("lean.onnx")
+    found = hmpx.export(model, batch, lean, low_precision_type="float16", lists="lean")
+    figures["lean"] = counted(found) | {"output_error": output_error(lean, given, expected)}
+    for calibration, data in (("inputs", [inputs]), ("noise", [])):
+        target = path.with_name(f"{calibration}.onnx")
+        done = subprocess.run(
+            [modelopt, "-c", AUTOCAST, wide, target, *data],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            figures[f"autocast_{calibration}"] = {"error": done.stderr.strip()[-300:]}
+            continue
+        found = read_onnx(target)
+        figures[f"autocast_{calibration}"] = counted(found) | {
+            "faults": len(found.faults),
+            "output_error": output_error(target, given, expected),
+        }
+    return figures
+
+
+def session(path: Path) -> Any:
+    """Returns onnxruntime's session of a file, which computes its types as they are."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def output_error(path: Path, given: dict[str, Any], expected: list[Any]) -> float | str:
+    """Returns the largest relative error of floating outputs, by norms; the message if the file can't run."""
+    try:
+        outputs = session(path).run(None, given)
+    except Exception as error:  # of any kernel
+        return f"{type(error).__name__}: {error}"[:200]
+    errors = [
+        numpy.linalg.norm(got.astype("f8") - want) / max(numpy.linalg.norm(want), 1e-30)
+        for got, want in zip(outputs, expected, strict=True)
+        if want.dtype.kind == "f"
+    ]
+    return float(max(errors))
 
 
 def refused(model: Any, batch: dict[str, Any]) -> bool:
@@ -64,6 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: a sample")
     parser.add_argument("--count", type=int, default=40, help="of the sample of all libraries")
+    parser.add_argument("--modelopt", metavar="PYTHON", help="one with nvidia-modelopt[onnx]")
     parser.add_argument("--save", action="store_const", const=Path(__file__).parent / "results")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -73,7 +152,7 @@ def main() -> None:
     models: dict[str, Any] = {}
     for entry in chosen or sample(entries(), options.count):
         if entry.library == "transformers" and entry.forward is call:
-            models[entry.name] = exported(entry)
+            models[entry.name] = exported(entry, options.modelopt)
             print(entry.name, models[entry.name], flush=True)
     done = [each for each in models.values() if "nodes" in each]
     figures = {
@@ -84,6 +163,20 @@ def main() -> None:
         "faults": sum(len(each["faults"]) for each in done),
         "largest_error": max(each["largest_error"] for each in done),
     }
+    ours = [each for each in done if "casts" in each.get("autocast_inputs", ())]
+    for name, rows in {
+        "ours": ours,
+        "lean": [each["lean"] for each in ours],
+        "autocast_inputs": [each["autocast_inputs"] for each in ours],
+        "autocast_noise": [each["autocast_noise"] for each in ours],
+    }.items():
+        known = [each for each in rows if isinstance(each.get("output_error"), float)]
+        if known:
+            figures[name] = {
+                "models": len(known),
+                **{key: sum(each[key] for each in known) for key in ("casts", "fp32", "low")},
+                "largest_output_error": max(each["output_error"] for each in known),
+            }
     print(figures)
     timing.save(
         options.save, "exported", {"figures": figures, "models": models}, device="cpu", threads=1
