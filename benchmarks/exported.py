@@ -77,7 +77,10 @@ def counted(found: OnnxFile) -> dict[str, Any]:
 def compared(model: Any, batch: dict[str, Any], path: Path, modelopt: str) -> dict[str, Any]:
     """Returns the error of a file's outputs, and AutoCast's figures, by its calibration."""
     wide, inputs = path.with_name("fp32.onnx"), path.with_name("inputs.npz")
-    torch.onnx.export(model, (), wide, kwargs=batch, dynamo=True, verbose=False)
+    try:
+        torch.onnx.export(model, (), wide, kwargs=batch, dynamo=True, verbose=False)
+    except torch.onnx.errors.OnnxExporterError as error:  # only without casts
+        return {"autocast_inputs": {"error": f"torch exports no float32 file: {error}"[:80]}}
     values = [each.numpy() for each in batch.values() if isinstance(each, torch.Tensor)]
     names = [each.name for each in session(wide).get_inputs()]
     given = dict(zip(names, values, strict=True))
@@ -163,20 +166,15 @@ def main() -> None:
         "faults": sum(len(each["faults"]) for each in done),
         "largest_error": max(each["largest_error"] for each in done),
     }
-    ours = [each for each in done if "casts" in each.get("autocast_inputs", ())]
-    for name, rows in {
-        "ours": ours,
-        "lean": [each["lean"] for each in ours],
-        "autocast_inputs": [each["autocast_inputs"] for each in ours],
-        "autocast_noise": [each["autocast_noise"] for each in ours],
-    }.items():
-        known = [each for each in rows if isinstance(each.get("output_error"), float)]
-        if known:
-            figures[name] = {
-                "models": len(known),
-                **{key: sum(each[key] for each in known) for key in ("casts", "fp32", "low")},
-                "largest_output_error": max(each["output_error"] for each in known),
-            }
+    kinds = ("lean", "autocast_inputs", "autocast_noise")
+    runs = [[each, *[each.get(kind, {}) for kind in kinds]] for each in done]
+    runs = [run for run in runs if all(isinstance(e.get("output_error"), float) for e in run)]
+    for name, rows in zip(("ours", *kinds), zip(*runs, strict=True), strict=False):
+        figures[name] = {
+            "models": len(rows),
+            **{key: sum(each[key] for each in rows) for key in ("casts", "fp32", "low")},
+            "largest_output_error": max(each["output_error"] for each in rows),
+        }
     print(figures)
     timing.save(
         options.save, "exported", {"figures": figures, "models": models}, device="cpu", threads=1
