@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import fnmatch
 import functools
-import inspect
 import json
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
-from torch import nn
 
 from .. import arguments, ops
 from ..errors import brief
@@ -25,13 +24,29 @@ from .op_lists import OpList
 from .policy import Policy, section_heading
 from .sections import Section
 
-#: Patterns of modules' names (None for all), and type -> ATen's functions; the first that names a call decides.
-_Rules: TypeAlias = "list[tuple[tuple[str, ...] | None, dict[str, list[str]]]]"
+#: Reason -> ops and sections.
+_Unsaid: TypeAlias = "collections.defaultdict[str, list[str]]"
 
 _WIDEST: Final = "WIDEST: types by inputs"
 
 #: Ops that torch and Gaudi's bridge promote unless a list names them.
 _PROMOTED: Final = frozenset({"addcdiv", "div", "mul"})
+
+#: Class of torch.nn -> the ops that take its weights.
+_LAYERS: Final[Mapping[str, tuple[str, ...]]] = {
+    **{f"Conv{n}d": (f"conv{n}d",) for n in (1, 2, 3)},
+    **{f"ConvTranspose{n}d": (f"conv_transpose{n}d",) for n in (1, 2, 3)},
+    **{f"BatchNorm{n}d": ("batch_norm",) for n in (1, 2, 3)},
+    **{f"InstanceNorm{n}d": ("instance_norm",) for n in (1, 2, 3)},
+    **{f"{each}Norm": (f"{each.lower()}_norm",) for each in ("Group", "Layer", "RMS")},
+    **{f"{each}Cell": (f"{each.lower()}_cell",) for each in ("GRU", "LSTM")},
+    **{each: (each.lower(),) for each in ("Bilinear", "Embedding", "GRU", "LSTM", "Linear")},
+    "EmbeddingBag": ("embedding_bag",),
+    "PReLU": ("prelu",),
+    "SyncBatchNorm": ("batch_norm",),
+    "RNN": ("rnn_tanh", "rnn_relu"),
+    "RNNCell": ("rnn_tanh_cell", "rnn_relu_cell"),
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ class EngineSettings:
 def exported(policy: Policy, engine: str) -> EngineSettings:
     """Returns ``policy`` for ``engine``."""
     write = _WRITERS[arguments.choice("engine", engine, tuple(_WRITERS))]
-    unsaid: dict[str, list[str]] = {}
+    unsaid: _Unsaid = collections.defaultdict(list)
     text, mark = write(policy, unsaid)
     said = {reason: tuple(sorted({*each})) for reason, each in sorted(unsaid.items())}
     lines = [f"hmpx: {policy!r}"[:96], *(["Not said here:"] if said else [])]
@@ -85,7 +100,7 @@ def _aten_names(op: str) -> tuple[str, ...]:
 def _types(
     decisions: Mapping[str, Decision],
     dtypes: set[torch.dtype],
-    unsaid: dict[str, list[str]],
+    unsaid: _Unsaid,
     where: str = "",
 ) -> dict[str, list[str]]:
     """Returns type -> ATen's functions that run in it; collects everything else."""
@@ -109,62 +124,13 @@ def _types(
             if options := [word for word, _ in decision.options()]:
                 reason = ", ".join(options)
         if reason:
-            unsaid.setdefault(reason, []).append(where + op)
+            unsaid[reason].append(where + op)
     return found
 
 
-def _rules(policy: Policy, dtypes: set[torch.dtype], unsaid: dict[str, list[str]]) -> _Rules:
-    """Returns the sections by modules, and the default decisions, as rules."""
-    rules: _Rules = []
-    for section in policy.sections:
-        given = dict(section.conditions)
-        if given.keys() - {"module", "module_regex"}:
-            _leave(section, unsaid)
-            continue
-        patterns = [fnmatch.translate(each) for each in given.get("module", ())]
-        patterns += given.get("module_regex", ())
-        where = f"{section_heading(section)}: "
-        rules.append((tuple(patterns), _types(section.decisions, dtypes, unsaid, where)))
-    return [*rules, (None, _types(policy.decisions, dtypes, unsaid))]
-
-
-def _leave(section: Section, unsaid: dict[str, list[str]]) -> None:
+def _leave(section: Section, unsaid: _Unsaid) -> None:
     said = f"{section_heading(section)}: {', '.join(sorted(section.decisions))}"
-    unsaid.setdefault("sections with these conditions", []).append(said)
-
-
-@functools.cache
-def _layers() -> Mapping[type[nn.Module], tuple[str, ...]]:
-    """Returns class of torch.nn with parameters -> the ops that take them in its forward."""
-    found = {
-        each: tuple(dict.fromkeys(_weighted(each)))
-        for name, each in sorted(vars(nn).items())
-        if isinstance(each, type) and issubclass(each, nn.Module) and not name.startswith("Lazy")
-    }
-    return {each: called for each, called in found.items() if called}
-
-
-def _weighted(layer: type[nn.Module]) -> Iterator[str]:
-    """Yields the ops with weights that a class' forward, and the methods that it calls, name."""
-    rest: list[Any] = [layer.forward]
-    seen: set[object] = set()
-    while rest:
-        code = getattr(inspect.unwrap(rest.pop()), "__code__", None)
-        if code in seen:
-            continue
-        seen.add(code)
-        for name in getattr(code, "co_names", ()):
-            method = getattr(layer, name, None)
-            rest += [method] if isinstance(method, types.FunctionType) else []
-            op = ops.table().get(ops.resolve(name) or "") if method is None else None
-            sites = op.sites if op else ()
-            takes = {each for site in sites for each in ops.parameters(site).names}
-            if (
-                op
-                and ops.role(op.name) != "loss"
-                and (ops.names_weights(takes) or takes & {"params", "w_ih"})
-            ):  # of recurrent ops
-                yield op.name
+    unsaid["sections with these conditions"].append(said)
 
 
 # --- engines -----------------------------------------------------------------------------------
@@ -173,7 +139,8 @@ _RULES: Final = '''
 import itertools
 import re
 
-RULES = [{rules}]
+RULES = [{rules}
+]
 
 
 def decided(module, op):
@@ -225,7 +192,7 @@ def keep_fp32(model):
     for node in model.get_ops():
         name = node.get_friendly_name()
         found = re.fullmatch(r"(?:__module\\.([^/]*)/)?(?:[^/]*/)?aten(?:::|\\.)(\\w+).*", name)
-        if found and decided(found[1] or "", found[2]) == "float32":
+        if found and decided(found[1] or "", found[2].rstrip("_")) == "float32":
             mark = getattr(openvino.experimental, "disable_fp16_compression", None)
             mark(node) if mark else node.get_rt_info().__setitem__("precise_0", "")
             marked.append(name)
@@ -248,39 +215,46 @@ def op_selector(op):
 '''
 
 
-def _python(policy: Policy, unsaid: dict[str, list[str]], template: str, **parts: str) -> str:
+def _python(policy: Policy, unsaid: _Unsaid, template: str) -> str:
+    """Returns Python with the sections by modules, and the default decisions, as rules."""
     dtypes = {torch.float32, torch.bfloat16, torch.float16}
-    rules = []
-    for patterns, named in _rules(policy, dtypes, unsaid):
+    parts: list[tuple[tuple[str, ...] | None, dict[str, list[str]]]] = []
+    for section in policy.sections:
+        given = dict(section.conditions)
+        if given.keys() - {"module", "module_regex"}:
+            _leave(section, unsaid)
+            continue
+        patterns = map(fnmatch.translate, given.get("module", ()))
+        where = f"{section_heading(section)}: "
+        named = _types(section.decisions, dtypes, unsaid, where)
+        parts.append(((*patterns, *given.get("module_regex", ())), named))
+    rules = ""
+    for each, named in [*parts, (None, _types(policy.decisions, dtypes, unsaid))]:
         kinds = "".join(
             f'\n        "{dtype}": """\n{textwrap.fill(" ".join(names), 96)}\n        """,'
             for dtype, names in named.items()
         )
-        rules.append(f"\n    ({patterns!r}, {{{kinds}\n    }}),")
-    rest = template.format(**parts) if parts else template
-    return _RULES.format(rules="".join([*rules, "\n"])) + rest
+        rules += f"\n    ({each!r}, {{{kinds}\n    }}),"
+    return _RULES.format(rules=rules) + template
 
 
-def _fsdp2(policy: Policy, unsaid: dict[str, list[str]]) -> tuple[str, str]:
-    lines = "".join(f"\n    {each.__name__!r}: {found!r}," for each, found in _layers().items())
-    text = _python(policy, unsaid, _FSDP2, layers=f"{{{lines}\n}}")
-    of_layers = {op for found in _layers().values() for op in found}
-    unsaid["ops outside of torch.nn's layers"] = [*_typed(policy) - of_layers]
+def _fsdp2(policy: Policy, unsaid: _Unsaid) -> tuple[str, str]:
+    lines = "".join(f"\n    {layer!r}: {called!r}," for layer, called in _LAYERS.items())
+    text = _python(policy, unsaid, _FSDP2.format(layers=f"{{{lines}\n}}"))
+    of_layers = {op for called in _LAYERS.values() for op in called}
+    every = [policy.decisions, *(section.decisions for section in policy.sections)]
+    typed = {op for decisions in every for op in _typed(decisions)}
+    unsaid["ops outside of torch.nn's layers"] = [*typed - of_layers]
     return text, "#"
 
 
-def _typed(policy: Policy) -> set[str]:
-    """Returns the ops of ATen that run in LOW or FP32, by any decision."""
-    every = [policy.decisions, *(section.decisions for section in policy.sections)]
-    return {
-        op
-        for decisions in every
-        for op, decision in decisions.items()
-        if decision.cast_policy in {CastPolicy.LOW, CastPolicy.FP32} and _aten_names(op)
-    }
+def _typed(decisions: Mapping[str, Decision]) -> set[str]:
+    """Returns the ops of ATen that run in LOW or FP32."""
+    typed = {CastPolicy.LOW, CastPolicy.FP32}
+    return {op for op, each in decisions.items() if each.cast_policy in typed and _aten_names(op)}
 
 
-def _of_float16(template: str, policy: Policy, unsaid: dict[str, list[str]]) -> tuple[str, str]:
+def _of_float16(template: str, policy: Policy, unsaid: _Unsaid) -> tuple[str, str]:
     low = policy.low_precision_type
     if low is not torch.float16:
         unsaid["the low type: the switch is about float16"] = [long_name(low)]
@@ -288,7 +262,7 @@ def _of_float16(template: str, policy: Policy, unsaid: dict[str, list[str]]) -> 
 
 
 def _of_autocast(
-    policy: Policy, lists: str, unsaid: dict[str, list[str]]
+    policy: Policy, lists: str, unsaid: _Unsaid
 ) -> tuple[dict[str, list[str]], Mapping[str, OpList]]:
     """Returns type -> ATen's functions, and torch.autocast's lists, whose promotions are fixed."""
     for section in policy.sections:
@@ -303,7 +277,7 @@ def _of_autocast(
     return named, autocast
 
 
-def _gaudi(policy: Policy, unsaid: dict[str, list[str]]) -> tuple[str, str]:
+def _gaudi(policy: Policy, unsaid: _Unsaid) -> tuple[str, str]:
     named, _ = _of_autocast(policy, "autocast-hpu", unsaid)
     parts = []
     kinds = ("LOWER_PRECISION", policy.low_precision_type), ("FP32", torch.float32)
@@ -315,12 +289,12 @@ def _gaudi(policy: Policy, unsaid: dict[str, list[str]]) -> tuple[str, str]:
     return "".join(parts), "#"
 
 
-def _deepspeed(policy: Policy, unsaid: dict[str, list[str]]) -> tuple[str, str]:
+def _deepspeed(policy: Policy, unsaid: _Unsaid) -> tuple[str, str]:
     named, autocast = _of_autocast(policy, "autocast-cuda", unsaid)
     low = long_name(policy.low_precision_type)
     unsaid["torch.autocast on CUDA decides otherwise"] = [
         op
-        for op in {*_typed(policy), *autocast["low"].ops, *autocast["fp32"].ops}
+        for op in {*_typed(policy.decisions), *autocast["low"].ops, *autocast["fp32"].ops}
         if any(
             (ops.covering_among(op, autocast[kind].ops) is None) is (policy[op].cast_policy is each)
             for kind, each in (("low", CastPolicy.LOW), ("fp32", CastPolicy.FP32))
@@ -330,15 +304,15 @@ def _deepspeed(policy: Policy, unsaid: dict[str, list[str]]) -> tuple[str, str]:
         "enabled": isinstance(policy.low_precision_type, torch.dtype),
         "dtype": low,
         "lower_precision_safe_modules": [
-            f"{each.__module__}.{each.__qualname__}"
-            for each, found in _layers().items()
-            if {*found} & {*named.get(low, ())}
+            f"torch.nn.{layer}"
+            for layer, called in _LAYERS.items()
+            if {*called} & {*named.get(low, ())}
         ],
     }
     return json.dumps({"torch_autocast": block}, indent=2) + "\n", "//"
 
 
-_WRITERS: Final[Mapping[str, Callable[[Policy, dict[str, list[str]]], tuple[str, str]]]] = {
+_WRITERS: Final[Mapping[str, Callable[[Policy, _Unsaid], tuple[str, str]]]] = {
     "openvino": functools.partial(_of_float16, _OPENVINO),
     "coreml": functools.partial(_of_float16, _COREML),
     "fsdp2": _fsdp2,

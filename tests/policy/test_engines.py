@@ -124,6 +124,32 @@ def test_deepspeed_gets_a_block_of_classes() -> None:
     assert not {nn.LayerNorm, nn.Embedding, nn.BatchNorm1d} & classes
 
 
+def test_all_layers_with_weights_are_known() -> None:
+    """Found by the names in their code."""
+    known = hmpx.policy.engines._LAYERS
+    for name, layer in vars(nn).items():
+        if not (isinstance(layer, type) and issubclass(layer, nn.Module)) or name.startswith(
+            "Lazy"
+        ):
+            continue
+        methods = [
+            layer.forward,
+            getattr(layer, "_conv_forward", None),
+            getattr(layer, "_apply_instance_norm", None),
+        ]
+        code = [each.__code__ for each in methods if hasattr(each, "__code__")]
+        called = {ops.resolve(each) for one in code for each in one.co_names} & ops.table().keys()
+        takes = {
+            op
+            for op in called
+            for site in ops.table()[op].sites
+            if {"weight", "params", "w_ih"} & {*ops.parameters(site).names}
+            and ops.role(op) != "loss"
+        }
+        if name not in {"MultiheadAttention", "TransformerEncoderLayer", "LinearCrossEntropyLoss"}:
+            assert takes == {*known.get(name, ())}, name
+
+
 def test_openvino_keeps_nodes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes as OpenVINO 2026 names them, of a module and of torch.export."""
     names = {
