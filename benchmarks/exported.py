@@ -10,7 +10,9 @@ same inputs and on its noise. With ``--save``, the figures go to benchmarks/resu
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,13 +33,16 @@ from zoo.catalogue import entries, sample
 from zoo.entry import Entry, call
 from zoo.measuring import built
 
-#: Converts a float32 file by AutoCast: its path, the new file's, and that of inputs, if any.
+#: Runs in another Python: converts a float32 file by AutoCast, as the rows of a JSON file tell. Prints errors.
 AUTOCAST = """
-import sys, onnx
+import json, sys, onnx
 from modelopt.onnx.autocast import convert_to_mixed_precision
-source, target, *data = sys.argv[1:]
-onnx.save(convert_to_mixed_precision(
-    source, "fp16", keep_io_types=True, calibration_data=data[0] if data else None), target)
+source, rows = sys.argv[1:]
+for target, options in json.load(open(rows)).items():
+    try:
+        onnx.save(convert_to_mixed_precision(source, "fp16", keep_io_types=True, **options), target)
+    except Exception as error:
+        print(target, type(error).__name__, str(error).replace(chr(10), " ")[:200])
 """
 
 
@@ -60,7 +65,7 @@ def exported(entry: Entry, modelopt: str | None) -> dict[str, Any]:
             "largest_error": max(errors),
         }
         if modelopt:
-            figures |= compared(model, batch, path, modelopt)
+            figures |= compared(model, batch, path, found, modelopt)
     return figures
 
 
@@ -74,8 +79,11 @@ def counted(found: OnnxFile) -> dict[str, Any]:
     }
 
 
-def compared(model: Any, batch: dict[str, Any], path: Path, modelopt: str) -> dict[str, Any]:
-    """Returns the error of a file's outputs, and AutoCast's figures, by its calibration."""
+def compared(
+    model: Any, batch: dict[str, Any], path: Path, found: OnnxFile, modelopt: str
+) -> dict[str, Any]:
+    """Returns the error of a file's outputs, and AutoCast's figures, also with the types of its nodes."""
+    ours = [node for node in found.nodes if node.op_type != "Cast"]
     wide, inputs = path.with_name("fp32.onnx"), path.with_name("inputs.npz")
     try:
         torch.onnx.export(model, (), wide, kwargs=batch, dynamo=True, verbose=False)
@@ -90,19 +98,27 @@ def compared(model: Any, batch: dict[str, Any], path: Path, modelopt: str) -> di
     lean = path.with_name("lean.onnx")
     found = hmpx.export(model, batch, lean, low_precision_type="float16", lists="lean")
     figures["lean"] = counted(found) | {"output_error": output_error(lean, given, expected)}
-    for calibration, data in (("inputs", [inputs]), ("noise", [])):
-        target = path.with_name(f"{calibration}.onnx")
-        done = subprocess.run(
-            [modelopt, "-c", AUTOCAST, wide, target, *data],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            figures[f"autocast_{calibration}"] = {"error": done.stderr.strip()[-300:]}
+    options = {
+        "inputs": {"calibration_data": str(inputs)},
+        "noise": {},
+        "same": {  # our decisions
+            f"nodes_to_{word}": [
+                f"^{re.escape(node.name)}$" for node in ours if node.dtype == dtype
+            ]
+            for word, dtype in (("exclude", "float32"), ("include", "float16"))
+        },
+    }
+    targets = {name: path.with_name(f"{name}.onnx") for name in options}
+    rows = path.with_suffix(".json")
+    rows.write_text(json.dumps({str(targets[name]): each for name, each in options.items()}))
+    command = [modelopt, "-c", AUTOCAST, wide, rows]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for name, target in targets.items():
+        if not target.exists():
+            figures[f"autocast_{name}"] = {"error": (done.stdout + done.stderr).strip()[-300:]}
             continue
         found = read_onnx(target)
-        figures[f"autocast_{calibration}"] = counted(found) | {
+        figures[f"autocast_{name}"] = counted(found) | {
             "faults": len(found.faults),
             "output_error": output_error(target, given, expected),
         }
@@ -140,6 +156,29 @@ def refused(model: Any, batch: dict[str, Any]) -> bool:
     return False
 
 
+def summed(models: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sums over models."""
+    done = [each for each in models.values() if "nodes" in each]
+    figures = {
+        "models": len(done),
+        "refused_by_torch": sum(each.get("alone", False) for each in models.values()),
+        "refused": sum(not each.get("alone", True) for each in models.values()),
+        "nodes": sum(each["nodes"] for each in done),
+        "faults": sum(len(each["faults"]) for each in done),
+        "largest_error": max(each["largest_error"] for each in done),
+    }
+    kinds = ("lean", "autocast_inputs", "autocast_noise", "autocast_same")
+    runs = [[each, *[each.get(kind, {}) for kind in kinds]] for each in done]
+    runs = [run for run in runs if all(isinstance(e.get("output_error"), float) for e in run)]
+    for name, rows in zip(("ours", *kinds), zip(*runs, strict=True), strict=False):
+        figures[name] = {
+            "models": len(rows),
+            **{key: sum(each[key] for each in rows) for key in ("casts", "fp32", "low")},
+            "largest_output_error": max(each["output_error"] for each in rows),
+        }
+    return figures
+
+
 def main() -> None:
     """Prints a line for each model, and the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -157,24 +196,7 @@ def main() -> None:
         if entry.library == "transformers" and entry.forward is call:
             models[entry.name] = exported(entry, options.modelopt)
             print(entry.name, models[entry.name], flush=True)
-    done = [each for each in models.values() if "nodes" in each]
-    figures = {
-        "models": len(done),
-        "refused_by_torch": sum(each.get("alone", False) for each in models.values()),
-        "refused": sum(not each.get("alone", True) for each in models.values()),
-        "nodes": sum(each["nodes"] for each in done),
-        "faults": sum(len(each["faults"]) for each in done),
-        "largest_error": max(each["largest_error"] for each in done),
-    }
-    kinds = ("lean", "autocast_inputs", "autocast_noise")
-    runs = [[each, *[each.get(kind, {}) for kind in kinds]] for each in done]
-    runs = [run for run in runs if all(isinstance(e.get("output_error"), float) for e in run)]
-    for name, rows in zip(("ours", *kinds), zip(*runs, strict=True), strict=False):
-        figures[name] = {
-            "models": len(rows),
-            **{key: sum(each[key] for each in rows) for key in ("casts", "fp32", "low")},
-            "largest_output_error": max(each["output_error"] for each in rows),
-        }
+    figures = summed(models)
     print(figures)
     timing.save(
         options.save, "exported", {"figures": figures, "models": models}, device="cpu", threads=1
