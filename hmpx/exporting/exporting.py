@@ -309,22 +309,29 @@ def _compute_wide(node: Any) -> None:
         made = value.producer()
         wide = made.inputs[0] if made is not None and made.op_type == "Cast" else value
         if wide.dtype != ir.DataType.FLOAT:
-            upcast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT})
+            upcast = _cast(value, ir.DataType.FLOAT)
             node.graph.insert_before(node, upcast)
             wide = upcast.outputs[0]
-            wide.dtype, wide.shape = ir.DataType.FLOAT, value.shape
         node.replace_input_with(index, wide)
     for value in node.outputs:
         if value.dtype != ir.DataType.FLOAT16:
             continue
-        cast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT16})
+        cast = _cast(value, ir.DataType.FLOAT16)
         low = cast.outputs[0]
-        low.dtype, low.shape = value.dtype, value.shape
         ir.convenience.replace_all_uses_with(value, low, replace_graph_outputs=True)
         cast.replace_input_with(0, value)
         node.graph.insert_after(node, cast)
         low.name, value.name = value.name, f"{value.name}.float32"
         value.dtype = ir.DataType.FLOAT
+
+
+def _cast(value: Any, dtype: Any, name: str | None = None) -> Any:
+    """Returns a node that casts a value, for a graph."""
+    import onnx_ir as ir
+
+    node = ir.node("Cast", [value], attributes={"to": dtype}, name=name)
+    node.outputs[0].dtype, node.outputs[0].shape = dtype, value.shape
+    return node
 
 
 def _name_weights(program: Any) -> None:
@@ -455,11 +462,8 @@ def _upcast_outputs(graph: Any) -> None:
         if casts and not casts[0].outputs[0].is_graph_output():
             upcast = casts[0].outputs[0]
         else:
-            cast = ir.node(
-                "Cast", [value], attributes={"to": ir.DataType.FLOAT}, name=f"{name}.upcast"
-            )
+            cast = _cast(value, ir.DataType.FLOAT, f"{name}.upcast")
             graph.append(cast)
             upcast = cast.outputs[0]
-            upcast.shape, upcast.dtype = value.shape, ir.DataType.FLOAT
         upcast.name = name
         graph.outputs[index] = upcast
