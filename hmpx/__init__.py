@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .exporting import OnnxFile, export
     from .freezing import Frozen, Weight, freeze
     from .planning import Bench, Plan, bench, plan
+    from .policy import EngineSettings
     from .recording import Drawing, draw, record
     from .session import Explanation, Explanations, explain
     from .tracing import Invariance, RunDiff, Variation, diff_runs, invariance, trace
@@ -51,6 +52,7 @@ else:  # not needed by a program's first op
             "exporting": "OnnxFile export",
             "freezing": "Frozen Weight freeze",
             "planning": "Bench Plan bench plan",
+            "policy": "EngineSettings",
             "recording": "Drawing draw record",
             "session": "Explanation Explanations explain",
             "tracing": "Invariance RunDiff Variation diff_runs invariance trace",
@@ -80,6 +82,7 @@ __all__ = [
     "ContractError",
     "Decision",
     "Drawing",
+    "EngineSettings",
     "Explanation",
     "Explanations",
     "Finding",

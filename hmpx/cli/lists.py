@@ -217,12 +217,14 @@ _OPS: Final = """\
 show ops, their policy, and the line that decides
 ---
 hmpx ops [list options] [--why] [PATTERN...]
+       hmpx ops [list options] --engine NAME
        hmpx ops --formats
 ---
 Prints each op that a list may name, its policy, the line that decides, and its call sites in
 torch.
 ---
 patterns PATTERN*  part of a name, a glob such as 'conv*', or any spelling: truediv, F.gelu, Tensor.add
+--engine NAME  print the lists' settings for openvino, coreml, fsdp2, deepspeed or gaudi
 --formats  list the number formats that may be the low type, instead of ops
 --why  explain ops: the line that decides, possible overrides, how it computes here
 list options
@@ -242,6 +244,7 @@ examples:
   hmpx ops matmul softmax 'conv*'
   hmpx ops --why torch.nn.functional.gelu
   hmpx ops --fp32 my_fp32.txt 'conv*'
+  hmpx ops --lists autocast-cuda --engine gaudi
   hmpx ops --formats"""
 
 
@@ -253,6 +256,8 @@ def _ops(options: argparse.Namespace) -> int:
     if options.why and not patterns:
         options.parser.error("--why explains an op: name one")
     loaded = output.with_warnings_shown(policy.load_policy, **list_options(options))
+    if options.engine:
+        return output.show(loaded.export(options.engine).text.splitlines())
     if options.why:
         return _explain(patterns, loaded)
     names = session.listable(loaded)

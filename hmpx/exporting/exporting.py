@@ -33,13 +33,28 @@ from ..session import about_run, check_names, convert, current, refuse_where_off
 from ..tensors import tensors_of
 from ..torch_internals import is_any_autocast_enabled
 from ..torch_state import unchanged
-from .onnx_file import DTYPE, LOCATION, OP, REASON, OnnxFile, module_of, read_onnx
+from .onnx_file import BEYOND, DTYPE, LOCATION, OP, REASON, OnnxFile, module_of, read_onnx
 from .values import errors
 
 _OUTPUTS: Final = ("fp32", "keep")
 
 #: Functions of ATen and prims that cast.
 _CASTS: Final = ("_to_copy.", "to.", "convert_element_type.")
+
+#: ONNX's operators that move values and compute nothing.
+_MOVING: Final = frozenset(
+    {
+        "Expand",
+        "Flatten",
+        "Gather",
+        "Identity",
+        "Reshape",
+        "Slice",
+        "Squeeze",
+        "Transpose",
+        "Unsqueeze",
+    }
+)
 
 #: Names of the policies that tell the type of an op whatever its inputs are.
 _TYPED: Final = frozenset({"LOW", "FP32", "WIDEST"})
@@ -129,7 +144,7 @@ def export(
         rows = report.rows
         if opset_version is None and any(row.dtype == "bfloat16" for row in rows):
             opset_version = _BFLOAT16_OPSET
-        program = _exported(
+        program, wide = _exported(
             model, args, kwargs, dynamic_shapes=dynamic_shapes, opset_version=opset_version
         )
         opset = program.model.graph.opset_imports[""]
@@ -137,7 +152,7 @@ def export(
             raise OptionError(
                 f"opset_version={opset_version}: torch exports this model in opset {opset}"
             )
-        differences = errors(program, tensors_of((args, kwargs))) if verify else {}
+        differences = errors(program, tensors_of((args, kwargs)), wide) if verify else {}
         _name_weights(program)
         _store_low(program.model.graph)
         in_force = current()
@@ -199,17 +214,21 @@ def _written(program: Any, folder: Path, target: Path) -> OnnxFile:
 
 def _exported(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], **options: Any
-) -> Any:
-    """Returns torch's ONNX program of a model."""
+) -> tuple[Any, set[str]]:
+    """Returns torch's ONNX program of a model, and the values that `_keep_wide` changed."""
     import numpy
 
     try:
         # The exporter calls functions that torch has deprecated, and casts weights by numpy.
         with warnings.catch_warnings(), numpy.errstate(over="ignore"):
             warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
-            return torch.onnx.export(
-                model, args, kwargs=dict(kwargs), dynamo=True, verbose=False, **options
+            unoptimized: Any = {"dynamo": True, "verbose": False, "optimize": False}
+            program: Any = torch.onnx.export(
+                model, args, kwargs=dict(kwargs), **unoptimized, **options
             )
+            wide = _keep_wide(program.model.graph)
+            program.optimize()
+            return program, wide
     except raised_here(Exception) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -220,6 +239,84 @@ def _exported(
             f"torch.onnx.export can't export {type(model).__name__}: {said_by(cause)}; see whether it exports without "
             "hmpx, by torch.onnx.export(model, inputs, dynamo=True)"
         ) from error
+
+
+def _keep_wide(graph: Any) -> set[str]:
+    """Leaves constants that float16 would make infinite in float32, and computes the nodes that use them in float32.
+
+    Returns:
+        The names of these nodes' results, which differ from torch's.
+    """
+    import onnx_ir as ir
+
+    changed = set[str]()
+    for node in [*graph.all_nodes()]:
+        cast = node.outputs[0]
+        if node.op_type != "Cast" or cast.dtype != ir.DataType.FLOAT16:
+            continue
+        beyond = _beyond_float16(node.inputs[0])
+        rest = [(cast, node.inputs[0])] if beyond else []
+        while rest:
+            narrow, wide = rest.pop()
+            for use in narrow.uses():
+                use.node.replace_input_with(use.idx, wide)
+                if use.node.op_type in _MOVING:
+                    moved = use.node.outputs[0]
+                    moved.dtype = ir.DataType.FLOAT
+                    rest.append((moved, moved))
+                else:
+                    changed |= {str(each.name) for each in use.node.outputs}
+                    _compute_wide(use.node)
+                    use.node.metadata_props[REASON] = f"{beyond} {BEYOND}"
+    return changed
+
+
+def _beyond_float16(value: Any) -> str:
+    """Returns the name of a float32 constant with values beyond float16, moved or not; ``""`` for other values."""
+    while value.producer() is not None and value.producer().op_type in _MOVING:
+        value = value.producer().inputs[0]
+    constant = value.producer()
+    is_constant = constant is not None and constant.op_type == "Constant"
+    array = constant.attributes["value"].value if is_constant else value.const_value
+    if array is None or array.dtype.name != "FLOAT":
+        return ""
+    tensor = torch.from_numpy(array.numpy().copy())
+    return str(value.name) if bool((tensor.half().isinf() & tensor.isfinite()).any()) else ""
+
+
+def _compute_wide(node: Any) -> None:
+    """Computes a node in float32: casts its float16 inputs, from before their cast if there is one, and its results."""
+    import onnx_ir as ir
+
+    for index, value in enumerate(node.inputs):
+        if value is None or value.dtype != ir.DataType.FLOAT16:
+            continue
+        made = value.producer()
+        wide = made.inputs[0] if made is not None and made.op_type == "Cast" else value
+        if wide.dtype != ir.DataType.FLOAT:
+            upcast = _cast(value, ir.DataType.FLOAT)
+            node.graph.insert_before(node, upcast)
+            wide = upcast.outputs[0]
+        node.replace_input_with(index, wide)
+    for value in node.outputs:
+        if value.dtype != ir.DataType.FLOAT16:
+            continue
+        cast = _cast(value, ir.DataType.FLOAT16)
+        low = cast.outputs[0]
+        ir.convenience.replace_all_uses_with(value, low, replace_graph_outputs=True)
+        cast.replace_input_with(0, value)
+        node.graph.insert_after(node, cast)
+        low.name, value.name = value.name, f"{value.name}.float32"
+        value.dtype = ir.DataType.FLOAT
+
+
+def _cast(value: Any, dtype: Any, name: str | None = None) -> Any:
+    """Returns a node that casts a value, for a graph."""
+    import onnx_ir as ir
+
+    node = ir.node("Cast", [value], attributes={"to": dtype}, name=name)
+    node.outputs[0].dtype, node.outputs[0].shape = dtype, value.shape
+    return node
 
 
 def _name_weights(program: Any) -> None:
@@ -302,6 +399,8 @@ def _annotate(program: Any, rows: Iterable[Row], *, is_typed: bool) -> None:
         if len({row.op for row in chosen}) != 1:
             continue
         metadata[OP] = chosen[0].op
+        if metadata.get(REASON, "").endswith(BEYOND):
+            continue
         metadata[REASON] = ", ".join(dict.fromkeys(row.reason for row in chosen if row.reason))
         if len({row.location for row in chosen}) == 1:
             metadata[LOCATION] = located(chosen[0].location)
@@ -348,11 +447,8 @@ def _upcast_outputs(graph: Any) -> None:
         if casts and not casts[0].outputs[0].is_graph_output():
             upcast = casts[0].outputs[0]
         else:
-            cast = ir.node(
-                "Cast", [value], attributes={"to": ir.DataType.FLOAT}, name=f"{name}.upcast"
-            )
+            cast = _cast(value, ir.DataType.FLOAT, f"{name}.upcast")
             graph.append(cast)
             upcast = cast.outputs[0]
-            upcast.shape, upcast.dtype = value.shape, ir.DataType.FLOAT
         upcast.name = name
         graph.outputs[index] = upcast

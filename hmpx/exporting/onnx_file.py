@@ -33,6 +33,9 @@ SCHEMA: Final = 1
 #: Keys of a node's metadata that `export` writes: the op, the line that decided, the decided dtype, the program's line.
 OP, REASON, DTYPE, LOCATION = "hmpx.op", "hmpx.reason", "hmpx.dtype", "hmpx.location"
 
+#: End of the reason of nodes that a constant keeps in float32.
+BEYOND: Final = "is beyond float16"
+
 _MOST_LINES: Final = 30
 
 #: Bits of significand and exponent of floating-point types. A cast to no fewer of both is exact.
@@ -107,6 +110,11 @@ class OnnxFile(Written):
         ]
         return (*found, *self.weight_faults)
 
+    @property
+    def kept_wide(self) -> tuple[str, ...]:
+        """A line for each node that `export` kept in float32 for a weight or constant beyond float16."""
+        return tuple(f"{node.name}: {node.reason}" for node in self.nodes if BEYOND in node.reason)
+
     __repr__ = brief
 
     def __str__(self) -> str:
@@ -152,7 +160,8 @@ def _sums(found: OnnxFile) -> str:
         kind = "casts" if node.op_type == "Cast" else f"in {node.dtype or 'integers'}"
         counts[kind] = counts.get(kind, 0) + 1
     stored = [f"{size} bytes in {dtype}" for dtype, size in found.stored.items()]
-    return f"{', '.join(f'{n} {kind}' for kind, n in counts.items())}; stored: {', '.join(stored) or 'nothing'}"
+    wide = f"; in float32: {', '.join(found.kept_wide)}" if found.kept_wide else ""
+    return f"{', '.join(f'{n} {kind}' for kind, n in counts.items())}; stored: {', '.join(stored) or 'nothing'}{wide}"
 
 
 def _nodes(found: OnnxFile) -> ReportTable:

@@ -15,8 +15,10 @@ from ..errors import raised_here
 from ..later import imported
 
 
-def errors(program: Any, inputs: Iterable[Tensor]) -> dict[str, float]:
+def errors(program: Any, inputs: Iterable[Tensor], skipped: Collection[str]) -> dict[str, float]:
     """Returns the name of a value -> its error, for the floating-point results of ATen's ops in a program.
+
+    Values in ``skipped`` are not compared.
 
     Each is computed from torch's values: by onnxruntime, or by ONNX's reference where that has no kernel. The error
     is the largest difference, in units of roundoff of the largest value.
@@ -35,7 +37,7 @@ def errors(program: Any, inputs: Iterable[Tensor]) -> dict[str, float]:
     for node in model.graph.node:
         for name in node.output:
             want = expected.get(name)
-            if want is None or not want.is_floating_point() or not want.numel():
+            if want is None or name in skipped or not want.is_floating_point() or not want.numel():
                 continue
             parts, needed = _parts(name, makers, expected.keys() - {name})
             has_branches = any(a.g.node or a.graphs for each in parts for a in each.attribute)

@@ -19,6 +19,7 @@ from .decisions import (
     Decision,
     LowType,
     parse_format,
+    parse_low_type,
     settled_dtype,
 )
 from .faults import check_files
@@ -39,10 +40,15 @@ from .policy import Policy, every_decision, policy_line
 from .sections import CONDITIONS, Section, matches
 
 if TYPE_CHECKING:
+    from .engines import EngineSettings
     from .files import read_policy_file
     from .nodes import Reader, of_mapping, of_yaml
-else:  # YAML
+else:  # YAML, and other engines
     __getattr__ = shown_later(
         __name__,
-        {"nodes": "Reader of_mapping of_yaml", "files": "read_policy_file"},
+        {
+            "engines": "EngineSettings",
+            "nodes": "Reader of_mapping of_yaml",
+            "files": "read_policy_file",
+        },
     )

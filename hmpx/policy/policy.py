@@ -35,6 +35,7 @@ from .sections import Section, SectionRule, by_module
 
 if TYPE_CHECKING:
     from ..number_formats import Format
+    from .engines import EngineSettings
 
 _DECISIONS: Final = "a dict of op names to hmpx.Decision"
 
@@ -139,6 +140,25 @@ class Policy:
         """Returns a policy file for an equal policy, with every decision spelled out."""
         return _to_yaml(self)
 
+    def export(self, engine: str) -> EngineSettings:
+        """Returns the settings of another engine that hold these decisions, as text.
+
+        Args:
+            engine: ``"openvino"``, ``"coreml"``, ``"fsdp2"``, ``"deepspeed"`` or ``"gaudi"``
+                ([engines](freeze.md#other-engines)).
+
+        Raises:
+            OptionError: ``engine`` is none of these.
+
+        Example:
+            >>> settings = hmpx.Policy.from_ops(low=["linear"], fp32=["softmax"]).export("gaudi")
+            >>> print(settings.text.splitlines()[1])
+            cat > lower_precision_ops.txt <<'END'
+        """
+        from .engines import exported
+
+        return exported(self, engine)
+
     def __getitem__(self, op: str) -> Decision:
         """Returns the decision for ``op``, in any of its spellings.
 
@@ -218,7 +238,7 @@ def policy_line(policy: Policy) -> str:
 
 def _table(policy: Policy) -> str:
     parts = [(f"Policy, {policy_line(policy)}", [*_rows(policy.decisions)])]
-    parts += [(_heading(each), [*_rows(each.decisions)]) for each in policy.sections]
+    parts += [(section_heading(each), [*_rows(each.decisions)]) for each in policy.sections]
     every = [_TITLES, *itertools.chain.from_iterable(rows for _, rows in parts)]
     widths = [max(map(len, column)) for column in zip(*every, strict=True)]
     lines: list[str] = []
@@ -238,7 +258,8 @@ def _rows(decisions: Mapping[str, Decision]) -> Iterator[tuple[str, str, str, st
         yield op, decision.cast_policy.name, " ".join(words), decision.reason
 
 
-def _heading(section: Section) -> str:
+def section_heading(section: Section) -> str:
+    """Returns a section's conditions and its line."""
     conditions = [
         f"{name} {shown([*map(str, value)] if isinstance(value, tuple) else value)}"
         for name, value in section.conditions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .. import files, ops
 from ..errors import brief, fielded, raised_here, short
@@ -14,6 +14,9 @@ from .cells import clean, count, dtypes, located, share, short_dtype, size, wrap
 from .pages import Written
 from .rows import WIDE, Row, Totals, Waste, added, added_waste, totals
 from .table import Column, ReportTable
+
+if TYPE_CHECKING:
+    from ..policy import Policy
 
 #: Phases as tables show them.
 _PHASES: Final = {"forward": "", "backward": "bwd", "recompute": "redo"}
@@ -172,6 +175,24 @@ class Views(Written):
     def by_site(self) -> Groups:
         """Groups the calls by program line and op."""
         return grouped(self.report().rows, ("location", "op"))
+
+    def policy(self) -> Policy:
+        """Returns a policy under which these calls run in the same types, also if torch.autocast decided them.
+
+        An op that ran in several types is decided by module. Where it did so in one module, the most expensive
+        call decides, and a warning names the others.
+
+        Example:
+            >>> model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+            >>> with hmpx.convert(policy={"lists": "none"}, device_types={"cpu"}), hmpx.record() as rec:
+            ...     with torch.autocast("cpu", torch.float16):
+            ...         y = model(x).softmax(-1)
+            >>> rec.policy()
+            <hmpx.Policy fp16: 1 LOW>
+        """
+        from .recorded import recorded_policy
+
+        return recorded_policy(self.report().rows)
 
     def _table(self) -> ReportTable:
         return ReportTable.of_fields([each.name for each in fields(Row)], self.report().rows)

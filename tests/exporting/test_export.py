@@ -348,10 +348,10 @@ def test_a_node_off_the_policy(block: Block, tmp_path: Path) -> None:
     assert fault.endswith("says float16")
 
 
-def test_weights_that_float16_made_infinite_are_named(tmp_path: Path) -> None:
+def test_weights_that_are_infinite_are_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 2).eval()
     with torch.no_grad():
-        model.weight[0, 0] = 1e6
+        model.weight[0, 0] = float("inf")
     found = hmpx.export(model, torch.ones(1, 2), tmp_path / "m.onnx", low_precision_type="float16")
     assert found.faults == ("weight: holds infinities in float16",)
 
@@ -566,7 +566,7 @@ def test_weights_in_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.Monk
     )
     model, path = nn.Linear(64, 64).eval(), tmp_path / "m.onnx"
     with torch.no_grad():
-        model.weight[0, 0] = 1e6
+        model.weight[0, 0] = float("inf")
     found = hmpx.export(model, torch.randn(2, 64), path, low_precision_type="float16")
     assert {each.name for each in tmp_path.iterdir()} == {"m.onnx", "m.onnx.data"}
     assert found.stored == {"float16": 2 * 64 * 65}
@@ -636,3 +636,57 @@ def test_commands_export_and_check(
     ):
         with pytest.raises(SystemExit):
             main(["check", *wrong])
+
+
+class Beyond(nn.Module):
+    """Weights, a transposed parameter and a number that float16 can't hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.small, self.large = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(1100, 1000)
+        self.table = nn.Parameter(torch.randn(8, 8))
+        with torch.no_grad():
+            self.inner.weight[0, 0], self.large.weight[3, 3] = 1e5, 1e6
+            self.table[1, 1] = -7e4
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.inner(x) * 1e-3
+        return (
+            hidden + x,
+            x @ self.table.T,
+            self.large(y),
+            self.small(x) * 1e5,
+            hidden.relu(),
+        )
+
+
+def test_weights_and_numbers_beyond_float16_stay_fp32(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = Beyond().eval(), tmp_path / "m.onnx"
+    inputs = torch.randn(2, 8) * 0.01, torch.randn(2, 1100) * 0.01
+    found = hmpx.export(model, inputs, path, low_precision_type="float16", verify=True)
+    assert found.faults == ()
+    named = {
+        line.rpartition(": ")[2].removesuffix(" is beyond float16") for line in found.kept_wide
+    }
+    assert named >= {"inner.weight", "table", "large.weight"}
+    assert read_onnx(path).kept_wide == found.kept_wide
+    assert all(line in str(found).replace("\n", " ") for line in found.kept_wide)
+    assert {node.dtype for node in found.nodes if "beyond" in node.reason} == {"float32"}
+    assert all(node.error is None or node.error <= 2 for node in found.nodes)
+    got = onnx.reference.ReferenceEvaluator(str(path)).run(
+        None, dict(zip(("x", "y"), (each.numpy() for each in inputs), strict=True))
+    )
+    with torch.no_grad():
+        expected = model(*inputs)
+    for each, want in zip(got, expected, strict=True):
+        assert torch.allclose(
+            torch.from_numpy(each), want, rtol=4e-3, atol=4e-3 * float(want.abs().max())
+        )
+
+
+def test_nothing_changes_where_bfloat16_holds_it(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8).eval()
+    nn.init.constant_(model.weight, 1e30)
+    found = hmpx.export(model, torch.ones(1, 8), tmp_path / "m.onnx")
+    assert (found.kept_wide, found.faults) == ((), ())

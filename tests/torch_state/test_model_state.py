@@ -324,7 +324,7 @@ RUN_NO_MODEL = {
     "is_converted", "lint", "load_frozen", "load_policy", "record", "register_rule", "revert", "trace", "unregister_rule",
     "watch",
     "Attached", "Bench", "Breach", "Call", "CallTensors", "CastPolicy", "Comparison", "Decision", "Drawing",
-    "Explanation", "Explanations", "Finding", "Frozen", "Invariance", "Lint", "Offence", "OnnxFile", "OpCall",
+    "EngineSettings", "Explanation", "Explanations", "Finding", "Frozen", "Invariance", "Lint", "Offence", "OnnxFile", "OpCall",
     "Plan", "Policy", "RunDiff", "Session", "Tuned", "Variation", "Watch", "Weight",
 }  # fmt: skip
 
