@@ -196,7 +196,8 @@ class Notes:
         leaf = self._leaves.get(key)
         if leaf is None or leaf.version != version or leaf.reference() is not tensor:
             leaf = self._leaves[key] = Leaf(tensor, version)
-            found = self._known.find(tensor, storage_of(tensor))
+            known = self._known
+            found = known.find(tensor, storage_of(tensor)) if is_measurable(tensor) else None
             leaf.sources = [] if found is None else [*found[0]]  # the program wrote them
         leaf.name = leaf.name or self.name_of(tensor)
         return leaf
