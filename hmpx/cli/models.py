@@ -122,6 +122,7 @@ With --checkpoint, freezes the model and writes its weights as codes and scales,
 --outputs fp32|keep  cast low outputs to float32, the default, or leave them
 --opset N  ONNX's opset; default: torch's, or 22 with bfloat16
 --verify  compare each node's values with torch's, by onnxruntime or ONNX's reference
+--verify-file  compare those of the file --onnx, from an earlier export, instead of writing it
 {DEVICE_TYPES}
 --html FILE  write a page that needs no network
 --json FILE  write the nodes as JSON
@@ -151,7 +152,7 @@ def _export(options: argparse.Namespace, given: dict[str, Any]) -> int:
         options.onnx,
         outputs=options.outputs or "fp32",
         opset_version=options.opset,
-        verify=options.verify,
+        verify="file" if options.verify_file else options.verify,
         **list_options(options),
         **device_options(options),
     )

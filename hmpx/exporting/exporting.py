@@ -14,10 +14,11 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import arguments
 from ..errors import HmpxError, OptionError, raised_here, said_by, short
@@ -71,7 +72,7 @@ def export(
     outputs: str = "fp32",
     dynamic_shapes: Any = None,
     opset_version: int | None = None,
-    verify: bool = False,
+    verify: bool | Literal["file"] = False,
     **conversion: Any,
 ) -> OnnxFile:
     """Writes an ONNX file in which every node has the type that the conversion gives its op.
@@ -87,7 +88,8 @@ def export(
         dynamic_shapes: As for `torch.onnx.export`.
         opset_version: ONNX's opset; None: torch's default, or 22 with bfloat16.
         verify: Whether each op is also computed from torch's inputs, by onnxruntime or ONNX's reference, for the
-            ``error`` of nodes: the largest difference, in units of roundoff of the largest value.
+            ``error`` of nodes: the largest difference, in units of roundoff of the largest value. ``"file"`` compares
+            the file at ``path``, from an earlier export of this model, instead of writing one.
         **conversion: Arguments of `convert`. None given: the conversion in force, else the default.
 
     Returns:
@@ -104,7 +106,8 @@ def export(
         Gemm float16 {'float16': 20}
     """
     arguments.choice("outputs", outputs, _OUTPUTS)
-    arguments.truth("verify", verify)
+    if verify != "file":
+        arguments.truth("verify", verify)
     given = arguments.path("path", path)
     try:
         target = Path(os.path.realpath(given))  # a symbolic link stays
@@ -152,6 +155,8 @@ def export(
             raise OptionError(
                 f"opset_version={opset_version}: torch exports this model in opset {opset}"
             )
+        if verify == "file":
+            return _compared(target, program, tensors_of((args, kwargs)), wide)
         differences = errors(program, tensors_of((args, kwargs)), wide) if verify else {}
         _name_weights(program)
         _store_low(program.model.graph)
@@ -168,6 +173,29 @@ def export(
         for each in found.nodes
     ]
     return dataclasses.replace(found, path=str(target), nodes=tuple(nodes))
+
+
+def _compared(path: Path, program: Any, inputs: Iterable[Tensor], wide: set[str]) -> OnnxFile:
+    """Returns a finished file with the errors of its nodes, by the names of values in torch's program."""
+    found = read_onnx(path, about_run())
+    graph = imported("onnx", "verify='file'").load(os.fspath(path))
+    lows = {name for node in graph.graph.node for name in node.output if name.endswith(".low")}
+    names = {name.removesuffix(".low"): f"{name}.upcast" for name in lows}
+    names |= {name: name.removesuffix(".low") for name in lows}  # before outputs were cast
+    for values in (each for node in graph.graph.node for each in (node.input, node.output)):
+        values[:] = [names.get(name, name) for name in values]
+    finished = SimpleNamespace(exported_program=program.exported_program, model_proto=graph)
+    differences = errors(finished, inputs, wide)
+    if not differences:
+        raise OptionError(
+            f"{short(str(path))} has no value with a name of this model's; hmpx.export it with verify=True"
+        )
+    made = {node.name: node.output[0] for node in graph.graph.node}
+    nodes = [
+        dataclasses.replace(each, error=differences.get(made.get(each.name, "")))
+        for each in found.nodes
+    ]
+    return dataclasses.replace(found, nodes=tuple(nodes))
 
 
 @contextlib.contextmanager

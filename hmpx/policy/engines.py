@@ -203,15 +203,26 @@ _COREML: Final = '''
 from coremltools.converters.mil.mil.scope import ScopeSource
 
 
-def op_selector(op):
-    """Whether an operation runs in float16, for ct.transform.FP16ComputePrecision.
+def op_selector(model):
+    """Returns the op_selector of ct.transform.FP16ComputePrecision for a model: True for float16.
 
-    For models converted from torch's traces; those of torch.export don't name modules.
+    For traces; models of torch.export don't name modules. Scopes lack modules that are not called,
+    such as lists: of several modules that fit, one in float32 decides.
     """
-    node = re.sub(r"_\\d+$", "", op.name)
-    ops = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_TYPE, [node])
-    modules = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_NAME, [])
-    return decided(".".join(modules[:-1]), ops[-1].rstrip("_")) != "float32"
+    paths = [name.split(".") for name, _ in model.named_modules()]
+
+    def select(op):
+        ops = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_TYPE, [re.sub(r"_\\d+$", "", op.name)])
+        scope = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_NAME, [])[:-1]
+        fitting = [scope]
+        for path in paths if scope else ():
+            rest = iter(path)
+            if path[-1] == scope[-1] and all(part in rest for part in scope):
+                fitting.append(path)
+        names = [*map(".".join, fitting)]
+        return all(decided(name, ops[-1].rstrip("_")) != "float32" for name in names)
+
+    return select
 '''
 
 

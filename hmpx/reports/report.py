@@ -183,6 +183,7 @@ class Views(Written):
         call decides, and a warning names the others.
 
         Example:
+            >>> import torch, hmpx
             >>> model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
             >>> with hmpx.convert(policy={"lists": "none"}, device_types={"cpu"}), hmpx.record() as rec:
             ...     with torch.autocast("cpu", torch.float16):

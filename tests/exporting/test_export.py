@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -690,3 +691,23 @@ def test_nothing_changes_where_bfloat16_holds_it(tmp_path: Path) -> None:
     nn.init.constant_(model.weight, 1e30)
     found = hmpx.export(model, torch.ones(1, 8), tmp_path / "m.onnx")
     assert (found.kept_wide, found.faults) == ((), ())
+
+
+def test_a_finished_file_is_compared(block: Block, tmp_path: Path) -> None:
+    path, x = tmp_path / "m.onnx", torch.randn(2, 8)
+    hmpx.export(block, x, path, low_precision_type="float16")
+    model = onnx.load(path)
+    (weight,) = [each for each in model.graph.initializer if each.name == "norm.weight"]
+    weight.CopyFrom(onnx.numpy_helper.from_array(numpy.full(8, 1.01, "f4"), "norm.weight"))
+    onnx.save(model, path)
+    content = path.read_bytes()
+    found = hmpx.export(block, x, path, low_precision_type="float16", verify="file")
+    assert path.read_bytes() == content
+    errors = {node.op_type: node.error or 0 for node in found.nodes}
+    assert errors["LayerNormalization"] > 1000
+    assert max(error for op, error in errors.items() if op != "LayerNormalization") < 2
+    other = saved(path, [node("Relu", "x", "y", "relu")], x=FLOAT, y=FLOAT)
+    with pytest.raises(hmpx.OptionError, match="no value with a name of this model's"):
+        hmpx.export(block, x, other, verify="file")
+    with pytest.raises(hmpx.OptionError):
+        hmpx.export(block, x, tmp_path / "none.onnx", verify="file")

@@ -196,7 +196,7 @@ def test_openvino_itself(tmp_path: Path) -> None:
 def test_coreml_itself(is_traced: bool) -> None:
     coremltools = pytest.importorskip("coremltools")
     model, x = Block().eval(), torch.randn(2, 8)
-    selector = defined(policy().export("coreml").text)["op_selector"]
+    selector = defined(policy().export("coreml").text)["op_selector"](model)
     found = coremltools.convert(
         torch.jit.trace(model, x) if is_traced else torch.export.export(model, (x,)).run_decompositions({}),
         compute_precision=coremltools.transform.FP16ComputePrecision(op_selector=selector),
@@ -226,10 +226,16 @@ def test_coreml_by_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
         "coremltools.converters.mil.mil",
     ):
         monkeypatch.setitem(sys.modules, part, types.SimpleNamespace(__path__=[]))
-    selector = defined(policy().export("coreml").text)["op_selector"]
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()]), "head": Block()})
+    given = {
+        "low_precision_type": "float16",
+        "sections": [{"module": "layers.1", "fp32": ["linear"]}],
+    }
+    text = hmpx.load_policy(policy=given).export("coreml").text
+    selector = defined(text)["op_selector"](model)
     cases: list[tuple[str, dict[str, list[str]], bool]] = [
-        ("linear_0", {"type": ["Linear", "linear"], "name": ["inner", "7"]}, True),
-        ("linear_1", {"type": ["Linear", "linear"], "name": ["head", "input"]}, False),
+        ("linear_0", {"type": ["Block", "Linear", "linear"], "name": ["0", "inner", "7"]}, True),
+        ("linear_1", {"type": ["Block", "Linear", "linear"], "name": ["1", "inner", "9"]}, False),
         ("28", {"type": ["sum"], "name": ["28"]}, False),
         ("36", {"type": ["gelu"], "name": ["36"]}, True),
         ("pow_1", {}, False),
