@@ -64,6 +64,7 @@ LINES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_a_checkpoint_is_loaded_bit_for_bit(

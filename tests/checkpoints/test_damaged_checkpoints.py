@@ -232,6 +232,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_named(name: str, whole: Path, tmp_path: Path) -> None:
     damage, expected, needs_model = DAMAGE[name]
