@@ -130,6 +130,7 @@ def export(
         )
     for package in ("onnx", "onnxscript"):
         imported(package, "hmpx.export")
+    finished = read_onnx(target) if verify == "file" else None
     refuse_where_off("export")
     args, kwargs = arguments_of(inputs)
     with contextlib.ExitStack() as stack:
@@ -155,8 +156,8 @@ def export(
             raise OptionError(
                 f"opset_version={opset_version}: torch exports this model in opset {opset}"
             )
-        if verify == "file":
-            return _compared(target, program, tensors_of((args, kwargs)), wide)
+        if finished is not None:
+            return _compared(finished, program, tensors_of((args, kwargs)), wide)
         differences = errors(program, tensors_of((args, kwargs)), wide) if verify else {}
         _name_weights(program)
         _store_low(program.model.graph)
@@ -175,10 +176,9 @@ def export(
     return dataclasses.replace(found, path=str(target), nodes=tuple(nodes))
 
 
-def _compared(path: Path, program: Any, inputs: Iterable[Tensor], wide: set[str]) -> OnnxFile:
+def _compared(found: OnnxFile, program: Any, inputs: Iterable[Tensor], wide: set[str]) -> OnnxFile:
     """Returns a finished file with the errors of its nodes, by the names of values in torch's program."""
-    found = read_onnx(path, about_run())
-    graph = imported("onnx", "verify='file'").load(os.fspath(path))
+    graph = imported("onnx", "verify='file'").load(found.path)
     lows = {name for node in graph.graph.node for name in node.output if name.endswith(".low")}
     names = {name.removesuffix(".low"): f"{name}.upcast" for name in lows}
     names |= {name: name.removesuffix(".low") for name in lows}  # before outputs were cast
@@ -188,14 +188,14 @@ def _compared(path: Path, program: Any, inputs: Iterable[Tensor], wide: set[str]
     differences = errors(finished, inputs, wide)
     if not differences:
         raise OptionError(
-            f"{short(str(path))} has no value with a name of this model's; hmpx.export it with verify=True"
+            f"{short(found.path)} has no value with a name of this model's; hmpx.export it with verify=True"
         )
     made = {node.name: node.output[0] for node in graph.graph.node}
     nodes = [
         dataclasses.replace(each, error=differences.get(made.get(each.name, "")))
         for each in found.nodes
     ]
-    return dataclasses.replace(found, nodes=tuple(nodes))
+    return dataclasses.replace(found, nodes=tuple(nodes), about=about_run())
 
 
 @contextlib.contextmanager

@@ -686,13 +686,6 @@ def test_weights_and_numbers_beyond_float16_stay_fp32(tmp_path: Path) -> None:
         )
 
 
-def test_nothing_changes_where_bfloat16_holds_it(tmp_path: Path) -> None:
-    model = nn.Linear(8, 8).eval()
-    nn.init.constant_(model.weight, 1e30)
-    found = hmpx.export(model, torch.ones(1, 8), tmp_path / "m.onnx")
-    assert (found.kept_wide, found.faults) == ((), ())
-
-
 def test_a_finished_file_is_compared(block: Block, tmp_path: Path) -> None:
     path, x = tmp_path / "m.onnx", torch.randn(2, 8)
     hmpx.export(block, x, path, low_precision_type="float16")
@@ -709,5 +702,5 @@ def test_a_finished_file_is_compared(block: Block, tmp_path: Path) -> None:
     other = saved(path, [node("Relu", "x", "y", "relu")], x=FLOAT, y=FLOAT)
     with pytest.raises(hmpx.OptionError, match="no value with a name of this model's"):
         hmpx.export(block, x, other, verify="file")
-    with pytest.raises(hmpx.OptionError):
+    with pytest.raises(hmpx.OptionError, match=r"none\.onnx"):
         hmpx.export(block, x, tmp_path / "none.onnx", verify="file")
