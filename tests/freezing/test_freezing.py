@@ -1562,6 +1562,14 @@ def test_copies_of_a_frozen_model_are_frozen(make: Callable[[nn.Module], nn.Modu
         twin(x)
 
 
+@pytest.mark.usefixtures("slow_machine")
+def test_weights_that_a_kernel_rounds_while_it_reads_them_are_stored_low() -> None:
+    """As linear layers of one or two rows do where the native kernel is slow."""
+    model = nn.Linear(512, 512).eval()
+    with convert(), hmpx.freeze(model, torch.ones(1, 512)) as frozen:
+        assert {each.stored_dtype for each in frozen.weights} == {BF16}
+
+
 def test_a_saved_frozen_model_holds_no_fp32_copy() -> None:
     """The file is about half as large."""
     model = nn.Linear(512, 512).eval()
