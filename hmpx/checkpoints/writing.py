@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import arguments, torch_state
 from ..compute import Formats
-from ..errors import FreezeError, printable, raised_here
+from ..errors import FreezeError, OptionError, printable, raised_here
 from ..files import make_directory, unfinished_folder, unwritable, write
 from ..later import imported
 from ..number_formats import Scaled
@@ -55,6 +55,7 @@ def save(
     ignored = [name for name in linear if formats.get(inside(name, "weight")) is None]
     config = _config(model, schemes, ignored)
     metadata = {"format": "pt"} | ({METADATA: json.dumps(scales)} if scales else {})
+    _refuse_others(target)
     make_directory(target.parent)
     with unfinished_folder(target) as folder:
         try:
@@ -65,16 +66,30 @@ def save(
             raise unwritable(target, error) from error
 
 
+def _refuse_others(target: Path) -> None:
+    """Raises OptionError if a directory holds other weights than those of an earlier `save`."""
+    known = (
+        {WEIGHTS}
+        if (target / CONFIG).is_file() and b'"compressed-tensors"' in (target / CONFIG).read_bytes()
+        else set()
+    )
+    others = {
+        each.name
+        for each in (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json"))
+    } - known
+    if others:
+        raise OptionError(
+            f"{target} holds {min(others)}, which is not of an earlier Frozen.save; give another directory, or delete it"
+        )
+
+
 def _put(folder: Path, target: Path) -> None:
-    """Moves a folder's files into a directory, and removes the weights of an earlier checkpoint there."""
+    """Moves a folder's files into a directory."""
     if not target.exists():
         folder.rename(target)
         return
     for name in (WEIGHTS, CONFIG):
         (folder / name).replace(target / name)
-    for each in (*target.glob("*.safetensors"), target / f"{WEIGHTS}.index.json"):
-        if each.name != WEIGHTS:
-            each.unlink(missing_ok=True)
 
 
 def inside(layer: str, name: str) -> str:

@@ -324,7 +324,8 @@ class Frozen:
         other weights in their type in the frozen model ([checkpoints](freeze.md#checkpoints)).
 
         Args:
-            directory: Gets ``model.safetensors`` and ``config.json``. If it can't be written, an earlier checkpoint stays.
+            directory: Gets ``model.safetensors`` and ``config.json``. If it can't be written, an earlier checkpoint stays;
+                other weights there are refused.
             format: ``"compressed-tensors"``.
 
         Raises:

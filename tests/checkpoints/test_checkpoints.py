@@ -194,14 +194,28 @@ def test_an_earlier_checkpoint_stays_if_the_disk_is_full(
     assert [each.name for each in tmp_path.iterdir()] == ["served"]
 
 
-def test_shards_of_an_earlier_checkpoint_go_and_other_files_stay(tmp_path: Path) -> None:
-    for name in (
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model-00001-of-00002.safetensors", "adapter_model.safetensors"]
+)
+def test_other_weights_are_never_overwritten(name: str, tmp_path: Path) -> None:
+    """Those of the model itself, of an adapter, or of another tool; other files stay."""
+    (tmp_path / name).write_text("mine")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        hmpx.OptionError,
+        match=f"holds {name}, which is not of an earlier Frozen.save; give another",
     ):
-        (tmp_path / name).write_text("{}")
+        saved(tmp_path)
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {
+        name: "mine",
+        "config.json": "{}",
+    }
+
+
+def test_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
     saved(tmp_path)
+    saved(tmp_path, "linear mxfp4_e2m1")
     assert {each.name for each in tmp_path.iterdir()} == {
         "config.json",
         "model.safetensors",
