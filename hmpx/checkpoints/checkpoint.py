@@ -57,7 +57,10 @@ class Checkpoint(Written):
     def _verdict(self) -> str:
         count = len(self.faults)
         said = "no faults" if not count else f"{count} fault{'s' * (count > 1)}"
-        return f"{self.path}: {len(self.layers)} quantized layers, {said}"
+        unread = sum(not each.faults and each.largest is None for each in self.layers)
+        said += f", {unread} with zero points, whose values are not looked at" if unread else ""
+        layers = f"{len(self.layers)} quantized layer{'s' * (len(self.layers) != 1)}"
+        return f"{self.path}: {layers}, {said}"
 
     def _data(self) -> Mapping[str, Any]:
         return {"hmpx_checkpoint": SCHEMA, **asdict(self)}

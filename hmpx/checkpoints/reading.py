@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import files, torch_state
+from .. import arguments, files, torch_state
 from ..errors import CheckpointError, OptionError, gathered, raised_here, said_by, shown
 from ..later import imported
-from ..number_formats import Scaled, decode
+from ..number_formats import Scaled, decode, quantize
 from ..policy import fullmatcher
 from ..tensors import long_name
 from .checkpoint import Checkpoint, CheckpointLayer
@@ -30,6 +30,9 @@ _PARTS: Final = frozenset({
 _OF_INPUTS: Final = ("input_scale", "input_global_scale")
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
+#: Tensors of other tools that hmpx has no use for: scales of caches, orders of columns.
+_UNREAD: Final = (".k_scale", ".v_scale", ".weight_g_idx")
+
 #: Far above norms of rows in trained linear layers; scales that are stored as reciprocals give larger ones.
 _LONGEST_ROW: Final = 1000.0
 
@@ -38,6 +41,9 @@ _MOST_LOW: Final = 0.5
 
 #: Errors over the norm of a weight: FP4 has about 0.1, a cast to bfloat16 less than the second.
 _MOST_ERROR: Final = 0.5
+
+#: The error of a row over that of `quantize`: rules for scales differ by less.
+_MOST_TIMES: Final = 3.0
 _MOST_ROUNDING: Final = 2.0**-7
 
 
@@ -95,12 +101,14 @@ class _Directory:
         if not places:
             yield "no tensors in safetensors"
         index = folder / f"{WEIGHTS}.index.json"
-        listed = (
-            files.parsed(files.read_text(index, files.CHECKPOINT), index.name, files.CHECKPOINT)
-            if index.exists()
-            else {}
-        )
-        for name, file in dict(listed.get("weight_map", {})).items():
+        listed: Any = {"weight_map": {}}
+        if index.exists():
+            text = files.read_text(index, files.CHECKPOINT)
+            listed = files.parsed(text, index.name, files.CHECKPOINT)
+        listed = listed.get("weight_map") if isinstance(listed, dict) else None
+        if not isinstance(listed, dict):
+            yield f"{index.name}: its weight_map is damaged"
+        for name, file in (listed if isinstance(listed, dict) else {}).items():
             if places.get(name) != file:
                 yield f"{name}: {index.name} says that it is in {shown(file)}, where it is not"
 
@@ -156,7 +164,10 @@ class _Directory:
         if scheme is None:
             return None, parts, [*faults, f"quantized, but no group of {CONFIG} has it"]
         faults += _of_parts(parts, scheme)
-        return scheme, parts, faults or [*_of_scales(parts, scheme)]
+        try:
+            return scheme, parts, faults or [*_of_scales(parts, scheme)]
+        except raised_here(Exception) as error:  # of sizes that contradict each other
+            return scheme, parts, [f"its tensors don't fit together: {said_by(error)}"]
 
 
 def _rank(target: str, layer: str, classes: Sequence[str]) -> int:
@@ -183,10 +194,26 @@ def read_checkpoint(
     """
     held = _Directory(directory)
     with torch.no_grad(), torch_state.without_casts():
-        state = {} if model is None else {n: t.float().cpu() for n, t in model.state_dict().items()}
-        layers = [_layer(held, name, model, state) for name in held.layers]
+        state = {} if model is None else _tensors_of(model)
+        modules = {} if model is None else dict(model.named_modules())
+        layers = [_layer(held, name, modules, state) for name in held.layers]
         faults = [*held.faults, *_others(held, model, state)]
     return Checkpoint(os.fspath(directory), tuple(layers), tuple(faults))
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns a model's tensors on the CPU.
+
+    Raises:
+        OptionError: It is no module, or on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must be a torch.nn.Module, not {shown(model)}")
+    state = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    if any(tensor.is_meta for tensor in state.values()):
+        name = type(model).__name__
+        raise OptionError(f"{name} is on the meta device; call model.to_empty(device='cpu') before")
+    return {name: tensor.cpu() for name, tensor in state.items()}
 
 
 def _classes(module: nn.Module | None) -> list[str]:
@@ -194,21 +221,21 @@ def _classes(module: nn.Module | None) -> list[str]:
 
 
 def _layer(
-    held: _Directory, name: str, model: nn.Module | None, state: Mapping[str, Tensor]
+    held: _Directory, name: str, modules: Mapping[str, nn.Module], state: Mapping[str, Tensor]
 ) -> CheckpointLayer:
-    module = dict(model.named_modules()).get(name) if model is not None else None
-    scheme, parts, faults = held.read(name, _classes(module))
+    scheme, parts, faults = held.read(name, _classes(modules.get(name)))
     largest = error = shape = None
     if scheme is not None and not faults:
         shape = tuple(codes_of_parts(parts, scheme).shape)
         if scheme.format is not None:
             values = values_of_parts(parts, scheme, held.scales.get(name))
             largest = float(values.abs().max())
-            faults += _of_values(parts, values, scheme)
-            if model is not None:
-                weight = state.get(inside(name, "weight"), torch.empty(0))
+            if modules:
+                weight = state.get(inside(name, "weight"), torch.empty(0)).float()
                 error = _error(values, weight) if weight.shape == values.shape else None
                 faults += _against(parts, values, scheme, weight, state)
+            else:
+                faults += _of_values(parts, values, scheme)
     layout, strategy = ("", "") if scheme is None else (scheme.layout, scheme.weights["strategy"])
     return CheckpointLayer(name, layout, strategy, shape, largest, error, tuple(faults))
 
@@ -238,10 +265,12 @@ def _of_scales(parts: Mapping[str, Tensor], scheme: Scheme) -> Iterator[str]:
         yield f"its weight is of shape {tuple(shape)}, not of rows and columns"
         return
     if "weight_shape" in parts:
-        rows, columns = map(int, parts["weight_shape"])
+        rows, columns = map(int, parts["weight_shape"].tolist())
         words = rows, -(-columns * scheme.weights["num_bits"] // 32)
         if words != tuple(parts["weight_packed"].shape):
             yield f"weight_packed is of shape {tuple(parts['weight_packed'].shape)}, and weight_shape says {words}"
+    if "weight_global_scale" in parts and parts["weight_global_scale"].numel() != 1:
+        yield f"weight_global_scale holds {parts['weight_global_scale'].numel()} numbers, not one"
     height, width = scheme.block(shape[1])
     wanted = (-(-shape[0] // height), -(-shape[1] // width)) if height else (1,)
     if tuple(scale.shape) != wanted and (height or scale.numel() != 1):
@@ -280,7 +309,13 @@ def _of_values(parts: Mapping[str, Tensor], values: Tensor, scheme: Scheme) -> I
 
 
 def _error(values: Tensor, weight: Tensor) -> float:
-    return float((values - weight).norm() / weight.norm().clamp(min=1e-30))
+    """Returns the norm of the difference over that of the weight; tensors without fractions are equal or not."""
+    if not weight.is_floating_point():
+        return float(not torch.equal(values, weight.to(values.dtype)))
+    values, weight = values.double(), weight.double()
+    if torch.equal(values.nan_to_num(0.0), weight.nan_to_num(0.0)):
+        return 0.0  # also of infinite ones, as masks are
+    return float((values - weight).norm() / weight.norm().clamp(min=1e-300))
 
 
 def _against(
@@ -295,7 +330,11 @@ def _against(
         yield f"its weight is of shape {tuple(values.shape)}, and the model's is {tuple(weight.shape)}"
         return
     error, reasons = _error(values, weight), []
-    if error < _MOST_ERROR:
+    assert scheme.format is not None
+    usual = quantize(weight, scheme.format, overflow="saturate").double()
+    usual, found = ((each - weight.double()).norm(dim=1) for each in (usual, values.double()))
+    is_odd = ~(found <= _MOST_TIMES * usual + _MOST_ROUNDING * weight.double().norm(dim=1))
+    if not bool(is_odd.any()):
         return
     for part in parts.keys() & {"weight_scale", "weight_global_scale"}:
         scale = parts[part]
@@ -303,8 +342,10 @@ def _against(
         if _error(values_of_parts({**parts, part: inverse}, scheme), weight) < _MOST_ERROR:
             reasons.append(f": {part} is stored as its reciprocal")
     same = [name for name, each in state.items() if each.shape == values.shape]
-    reasons += [f": it is {name}" for name in same if _error(values, state[name]) < _MOST_ERROR]
-    yield f"differs from the model's weight by {error:.2g} of its norm{''.join(reasons[:1])}"
+    if not _error(values, weight) < _MOST_ERROR:
+        reasons += [f": it is {name}" for name in same if _error(values, state[name]) < _MOST_ERROR]
+    rows = f" in {int(is_odd.sum())} of {len(is_odd)} rows" if not bool(is_odd.all()) else ""
+    yield f"differs from the model's weight by {error:.2g} of its norm{rows}{''.join(reasons[:1])}"
 
 
 def _others(
@@ -316,10 +357,12 @@ def _others(
         if all(_rank(target, layer, ()) == 3 for layer in layers):
             yield f"{target}: {CONFIG} quantizes it, and it has no quantized tensors"
     own = {inside(layer, part) for layer in layers for part in (*_PARTS, *_OF_INPUTS)}
-    for name in held.tensors.keys() - own:
-        tensor, weight = held.tensors[name].float(), state.get(name)
-        if not bool(tensor.isfinite().all()):
-            yield f"{name}: holds infinities or NaN"
+    for name in sorted(held.tensors.keys() - own):
+        tensor, weight = held.tensors[name], state.get(name)
+        if name.endswith(_UNREAD):
+            continue
+        if bool(tensor.isnan().any()):
+            yield f"{name}: holds NaN"
         elif weight is not None and weight.shape != tensor.shape:
             yield f"{name}: of shape {tuple(tensor.shape)}, and the model's is {tuple(weight.shape)}"
         elif weight is not None and _error(tensor, weight) > _MOST_ROUNDING:
@@ -371,32 +414,36 @@ def load_frozen(directory: str | os.PathLike[str], model: nn.Module) -> None:
         ...         frozen.save("int8")
         >>> hmpx.load_frozen("int8", torch.nn.Linear(4, 2))
     """
-    held, state = _Directory(directory), model.state_dict(keep_vars=True)
+    state = _tensors_of(model)
+    held = _Directory(arguments.path("directory", directory))
     modules, new = dict(model.named_modules()), dict(held.tensors)
     with torch.no_grad(), torch_state.without_casts():
-        same = {name: held.tensors[name].float() for name in state.keys() & held.tensors.keys()}
+        same = {name: held.tensors[name] for name in state.keys() & held.tensors.keys()}
         faults = [*held.faults, *_others(held, model, same)]
         for layer in held.layers:
             scheme, parts, found = held.read(layer, _classes(modules.get(layer)))
             for part in parts:
                 del new[inside(layer, part)]
-            faults += [f"{layer}: {fault}" for fault in found]
-            if scheme is None or scheme.format is None:
-                faults.append(f"{layer}: hmpx has no such format")
-            elif not found:
+            if scheme is not None and scheme.format is None:
+                found.append("hmpx reads no zero points")
+            elif scheme is not None and not found:
+                found += _of_values(
+                    parts, values_of_parts(parts, scheme, held.scales.get(layer)), scheme
+                )
                 new[inside(layer, "weight")] = _unrounded(parts, scheme, held.scales.get(layer))
-        for name in new.keys() & state.keys():
+            faults += [f"{layer}: {fault}" for fault in found]
+        for name in sorted(new.keys() & state.keys()):
             has, tensor = state[name], new[name]
             if has.shape != tensor.shape:
                 faults.append(f"{name}: of shape {tuple(tensor.shape)}, not {tuple(has.shape)}")
             elif torch.promote_types(has.dtype, tensor.dtype) != has.dtype:
                 faults.append(
-                    f"{name}: {long_name(tensor.dtype)}, which {long_name(has.dtype)} can't hold"
+                    f"{name}: {long_name(tensor.dtype)}, which {long_name(has.dtype)} can't hold; give a model in "
+                    "float32"
                 )
         if faults:
             raise CheckpointError("; ".join(gathered(faults, len(faults))))
-        for name, tensor in new.items():
-            state[name].copy_(tensor)
+        model.load_state_dict(new, strict=False)  # tied ones are there once
 
 
 def _unrounded(parts: Mapping[str, Tensor], scheme: Scheme, tensor_scale: float | None) -> Tensor:

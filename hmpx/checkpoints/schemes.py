@@ -101,11 +101,11 @@ class Scheme:
 
     def block(self, columns: int) -> tuple[int, int]:
         """Returns how many rows and columns of a weight share a scale; 0 for all rows."""
-        shape = self.weights.get("block_structure") or (
-            1,
-            self.weights.get("group_size") or columns,
-        )
-        return (0, columns) if self.weights["strategy"] == "tensor" else (shape[0], shape[1])
+        strategy = self.weights["strategy"]
+        if strategy == "block":
+            return self.weights["block_structure"][0], self.weights["block_structure"][1]
+        is_group = strategy in {"group", "tensor_group"}
+        return int(strategy != "tensor"), self.weights["group_size"] if is_group else columns
 
 
 def _format_of(arguments: Mapping[str, Any]) -> Format | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import arguments, torch_state
 from ..compute import Formats
-from ..errors import FreezeError, OptionError, printable, raised_here
+from ..errors import FreezeError, OptionError, gathered, printable, raised_here, to_the_end, warn
 from ..files import make_directory, unfinished_folder, unwritable, write
 from ..later import imported
 from ..number_formats import Scaled
@@ -25,45 +27,97 @@ CONFIG: Final = "config.json"
 #: Key of hmpx's own metadata in the header of safetensors: layer -> the scale of its tensor, as hexadecimal digits.
 METADATA: Final = "hmpx"
 
+_PARALLEL: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
 _REMEDY: Final = "leave it in another type by a section, or exclude it, before hmpx.freeze"
 
 
 def save(
-    model: nn.Module, formats: Mapping[str, Formats], directory: str | os.PathLike[str]
+    model: nn.Module,
+    formats: Mapping[str, Formats],
+    reasons: Mapping[str, str],
+    directory: str | os.PathLike[str],
 ) -> None:
     """Writes the weights of ``model``, those in ``formats`` quantized; an earlier checkpoint stays if that fails.
 
+    ``reasons`` tell for each weight why it is stored as it is.
+
     Raises:
-        FreezeError: compressed-tensors can't hold a layer, or no linear layer has a number format.
+        FreezeError: compressed-tensors can't hold a tensor, or no linear layer has a number format.
         OptionError: The files can't be written, or safetensors is not installed.
     """
-    target = Path(os.path.realpath(arguments.path("directory", directory)))
+    given = arguments.path("directory", directory)
+    if not given:
+        raise OptionError("directory is empty; give the path of a directory")
+    try:
+        target = Path(os.path.realpath(given))
+    except raised_here(ValueError) as error:
+        raise unwritable(given, error) from error
     refused = imported("safetensors", "Frozen.save", "checkpoint").SafetensorError
     safetensors = imported("safetensors.torch", "Frozen.save", "checkpoint")
     linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
     with torch.no_grad(), torch_state.without_casts():
         state = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+        _refuse_tensors(model, state)
         tensors, schemes, scales = _stored(
             state, {n: formats.get(inside(n, "weight")) for n in linear}
         )
+    whole = {name: reasons.get(inside(name, "weight"), "") for name in linear}
+    whole = {n: why for n, why in whole.items() if formats.get(inside(n, "weight")) is None}
     if not schemes:
-        name = printable(type(model).__name__)
-        raise FreezeError(
-            f"{name} has no linear layer that computes in a number format only; name one in a list: linear "
-            "float8_e4m3fn_row output=bfloat16"
+        name, why = printable(type(model).__name__), [*dict.fromkeys(filter(None, whole.values()))]
+        remedy = (
+            "call model.float() before hmpx.convert"
+            if why[:1] in (["is bf16"], ["is fp16"])
+            else ("name one in a list: linear float8_e4m3fn_row output=bfloat16")
         )
-    ignored = [name for name in linear if formats.get(inside(name, "weight")) is None]
-    config = _config(model, schemes, ignored)
+        said = f": their weights are {', '.join(map(repr, why[:3]))}" if why else ""
+        raise FreezeError(
+            f"{name} has no linear layer that computes in a number format only{said}; {remedy}"
+        )
+    # Lists and sections leave layers out by intention: these are "used in ..." another type.
+    odd = [
+        f"{name} ({why})"
+        for name, why in whole.items()
+        if not why.startswith("used in") and why.removeprefix("is ") not in reasons  # tied
+    ]
+    odd += [
+        f"{name} (not of a linear layer)"
+        for name in formats
+        if name.rpartition(".")[0] not in {*linear}
+    ]
+    if odd:
+        warn(f"these weights are not stored as codes: {', '.join(gathered(odd, len(odd)))}")
+    config = _config(model, schemes, whole)
     metadata = {"format": "pt"} | ({METADATA: json.dumps(scales)} if scales else {})
     _refuse_others(target)
     make_directory(target.parent)
-    with unfinished_folder(target) as folder:
+    # Inside the directory, if it is there: it may be a mount.
+    with unfinished_folder(target / CONFIG if target.is_dir() else target) as folder:
         try:
             safetensors.save_file(tensors, folder / WEIGHTS, metadata)
             write(json.dumps(config, indent=2, default=str).encode(), folder / CONFIG)
-            _put(folder, target)
+            (folder / WEIGHTS).chmod(stat.S_IMODE((folder / CONFIG).stat().st_mode))
+            to_the_end(functools.partial(_put, folder, target))
         except raised_here(OSError, refused) as error:
             raise unwritable(target, error) from error
+
+
+def _refuse_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raises FreezeError for tensors that the file can't hold, and for wrappers, which change names."""
+    if isinstance(model, _PARALLEL) or hasattr(model, "_orig_mod"):
+        inner = "module" if isinstance(model, _PARALLEL) else "_orig_mod"
+        raise FreezeError(
+            f"{type(model).__name__} changes the names of its model's weights; freeze model.{inner} instead"
+        )
+    for name, tensor in state.items():
+        kind = "on the meta device" if tensor.is_meta else ""
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = f"of layout {tensor.layout}"
+        elif tensor.is_quantized or tensor.dtype is torch.complex128:
+            kind = str(tensor.dtype).removeprefix("torch.")
+        if kind:
+            raise FreezeError(f"{name!r} is {kind}, which safetensors can't hold")
 
 
 def _refuse_others(target: Path) -> None:
@@ -77,6 +131,8 @@ def _refuse_others(target: Path) -> None:
         each.name
         for each in (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json"))
     } - known
+    if (target / CONFIG).is_dir():
+        raise OptionError(f"{target / CONFIG} is a directory; give another directory")
     if others:
         raise OptionError(
             f"{target} holds {min(others)}, which is not of an earlier Frozen.save; give another directory, or delete it"
@@ -85,11 +141,12 @@ def _refuse_others(target: Path) -> None:
 
 def _put(folder: Path, target: Path) -> None:
     """Moves a folder's files into a directory."""
-    if not target.exists():
+    if folder.exists() and not target.exists():
         folder.rename(target)
         return
     for name in (WEIGHTS, CONFIG):
-        (folder / name).replace(target / name)
+        if (folder / name).exists():  # it may be repeated
+            (folder / name).replace(target / name)
 
 
 def inside(layer: str, name: str) -> str:
@@ -104,7 +161,7 @@ def _stored(
     tensors: dict[str, Tensor] = {}
     schemes: dict[str, Scheme] = {}
     scales: dict[str, str] = {}
-    seen = set()
+    seen, storages = set(), set[int]()
     for layer, formats in layers.items():
         weight = state.get(inside(layer, "weight"))
         if formats is None or weight is None:
@@ -124,9 +181,11 @@ def _stored(
     for name, tensor in state.items():
         if _place(tensor) not in seen:
             seen.add(_place(tensor))
-            whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+            memory = tensor.untyped_storage()
+            is_whole = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in storages
+            storages.add(memory.data_ptr())
             kept = tensor.detach().cpu().contiguous()
-            tensors[name] = kept if whole else kept.clone()
+            tensors[name] = kept if is_whole else kept.clone()
     return tensors, schemes, scales
 
 

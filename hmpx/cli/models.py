@@ -142,6 +142,12 @@ examples:
 
 @functions.on_program
 def _export(options: argparse.Namespace, given: dict[str, Any]) -> int:
+    if options.checkpoint and (
+        options.verify or options.verify_file or options.opset or options.outputs
+    ):
+        options.parser.error(
+            "--outputs, --opset and --verify are for ONNX files, not for --checkpoint"
+        )
     if options.checkpoint:
         return _checkpoint(options, given["model"](), given["inputs"]())
     from ..exporting import export  # slow to import

@@ -345,7 +345,8 @@ class Frozen:
         if model is None or self._undo.is_done:
             raise FreezeError(f"{self._name} is not frozen any more; call save() before undo()")
         formats = {each.name: each.formats for each in self.weights if each.formats is not None}
-        checkpoints.save(model, formats, directory)
+        reasons = {each.name: each.reason for each in self.weights}
+        checkpoints.save(model, formats, reasons, directory)
 
     @session.restoring
     def undo(self, *, strict: bool = True) -> None:

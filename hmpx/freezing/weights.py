@@ -283,7 +283,7 @@ def _shares_storage(result: Any, tensor: Tensor) -> bool:
 
 def has_changed(tensor: Tensor, before: Tensor) -> bool:
     """Whether any bit differs."""
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
+    if tensor.is_meta or tensor.is_quantized or isinstance(tensor, FakeTensor):
         return False
     as_bytes = [t.contiguous().view(-1).view(torch.uint8) for t in (tensor, before)]
     return not torch.equal(*as_bytes)
