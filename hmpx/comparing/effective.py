@@ -6,12 +6,12 @@ its contents.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import OptionError, raised_here
@@ -190,9 +190,6 @@ def _are_evidence(samples: Tensor, lows: Sequence[torch.dtype]) -> list[bool]:
 #: The key of an origin in the metadata of an autograd node.
 _KEY: Final = "hmpx.origin"
 
-#: Storages known when those that are gone are first removed.
-_MOST_STORAGES: Final = 1024
-
 
 class Origins:
     """Follows low contents from call to call: through upcasts, copies and views.
@@ -205,8 +202,8 @@ class Origins:
         self._origins: MutableMapping[Tensor, str] = (
             WeakTensorKeyDictionary()
         )  # low contents -> where they were made low
-        self._storages: dict[StorageWeakRef, str] = {}  # likewise, the last one in each
-        self._most_storages = _MOST_STORAGES
+        self._storages: MutableMapping[Any, str]  # likewise, the last one in each
+        self._storages = weakref.WeakKeyDictionary()
         # Tensor -> its version, and its contents then
         self._known: MutableMapping[Tensor, tuple[int, torch.dtype | None]]
         self._known = WeakTensorKeyDictionary()
@@ -239,21 +236,13 @@ class Origins:
             return  # all inputs were low before the first observed call
         for each in low:
             self._origins[each] = origin
-            self._storages[_storage(each)] = origin
+            self._storages[each.untyped_storage()] = origin
             if (node := node_of(each)) is not None:
                 node.metadata[_KEY] = origin
-        if len(self._storages) > self._most_storages:
-            alive = {
-                key: value
-                for key, value in self._storages.items()
-                if not key.expired()  # type: ignore[no-untyped-call]
-            }
-            self._storages, self._most_storages = alive, 2 * len(alive) + _MOST_STORAGES
 
     def _found(self, tensor: Tensor) -> str | None:
-        return (
-            self._origins.get(tensor) or _of_graph(tensor) or self._storages.get(_storage(tensor))
-        )
+        found = self._origins.get(tensor) or _of_graph(tensor)
+        return found or self._storages.get(tensor.untyped_storage())
 
     def origin(self, tensor: Tensor) -> str:
         """Returns the call that made these contents low: ``"in linear of mlp.up (train.py:40)"``.
@@ -265,10 +254,6 @@ class Origins:
             return found
         is_known = tensor.requires_grad or isinstance(tensor, nn.Parameter)
         return "before the first observed call" + ("" if is_known else ", or before a copy")
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _of_graph(tensor: Tensor) -> str | None:

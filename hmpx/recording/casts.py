@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..compute import saved_by
 from ..observers import OpCall
@@ -43,7 +42,7 @@ _MOST: Final = 20_000  # pieces of memory followed at a time
 class _Made(NamedTuple):
     """The call that last wrote to some memory."""
 
-    memory: Any  # a weak reference: while it is held, the address is not reused
+    memory: Any  # a weak reference to the storage, whose address another one may get
     op: str
     casts: CallCasts
     before: str  # the op whose result that call took
@@ -126,6 +125,8 @@ class Casts:
             made = None
             if not before or (cast is not None and not is_weight):
                 made = self._made.get(_memory(tensor))
+            if made is not None and made.memory() is None:
+                made = None  # another tensor has its memory now
             if made is not None:
                 before = before or made.op
             if cast is None:
@@ -148,10 +149,11 @@ class Casts:
             return
         known = self._made.get(address)
         if known is None and len(self._made) >= _MOST:
-            self._made = {k: made for k, made in self._made.items() if not made.memory.expired()}
+            self._made = {k: made for k, made in self._made.items() if made.memory() is not None}
             if len(self._made) >= _MOST:
                 self._made.clear()
-        memory = known.memory if known else StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        is_known = known is not None and known.memory() is not None
+        memory = known.memory if known and is_known else weakref.ref(tensor.untyped_storage())
         self._made[address] = _Made(memory, op, casts, before)
 
     def _note_again(

@@ -43,13 +43,17 @@ class Origin:
 class OriginSearch:
     """Judges the records of steps in order; ``found`` lists the origins to report."""
 
-    def __init__(self, living: Callable[[], Iterable[Cell]]) -> None:
+    def __init__(
+        self, living: Callable[[], Iterable[Cell]], is_named: Callable[[CallRecord], bool]
+    ) -> None:
         self._living = living  # the cells of memory that is in use
+        self._is_named = is_named  # whether a result is a module's parameter or buffer
         self.found: list[Origin] = []
         self._calls: list[CallRecord] = []
         self._positions: dict[int, int] = {}
         self._last: CallRecord | None = None
-        self._has_gradients = self._has_bad_gradients = self._trains = False
+        self._has_gradients = self._has_bad_gradients = False
+        self._had_backward = self._trains = False  # in this step; so far
         self._nans: list[tuple[Origin, CallRecord]] = []  # made by ops; some do not matter
         self._taken: set[Cell] = set()  # by a later call
 
@@ -69,10 +73,13 @@ class OriginSearch:
         if ends_step:
             if not self._has_gradients:
                 self._confirm_last()
-            for origin, record in self._nans:  # no later call cleared it, and it is not a metric
-                if not (self._is_metric(record) or self._taken.issuperset(record.results)):
+            for origin, record in self._nans:
+                is_cleared = self._taken.issuperset(record.results)
+                is_outside = self._had_backward and origin.record.is_outside
+                is_metric = is_outside or self._is_metric(record)
+                if not is_cleared and (not is_metric or self._is_named(record)):
                     self._report(origin)
-            self._nans, self._taken = [], set()
+            self._nans, self._taken, self._had_backward = [], set(), False
             self._last, self._has_gradients, self._has_bad_gradients = None, False, False
             self._calls, self._positions = [], {}
         return self.found
@@ -183,7 +190,7 @@ class OriginSearch:
     # --- gradients -------------------------------------------------------------------------------
 
     def _judge_gradients(self, record: GradientRecord) -> None:
-        call, self._trains = record.record, True
+        call, self._had_backward, self._trains = record.record, True, True
         if not self._has_gradients:
             self._has_gradients = True
             for cell in call.results:  # of the loss

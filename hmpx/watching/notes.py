@@ -31,6 +31,7 @@ from .records import (
     KnownTensors,
     Leaf,
     Trial,
+    alive,
     is_measurable,
     is_off_limits,
     storage_of,
@@ -109,6 +110,11 @@ class Notes:
             self._known.forget(lambda cell: not ends_step or bool(cell.bits))
             return records
 
+    def is_named(self, record: CallRecord) -> bool:
+        """Whether a call wrote to a parameter or buffer of a module."""
+        written = [alive(reference) for reference, _ in record.alive]
+        return any(each is not None and self.name_of(each) for each in written)
+
     def living(self) -> Iterator[Cell]:
         """Yields the cells of memory that is in use."""
         return self._known.living()
@@ -130,6 +136,7 @@ class Notes:
         if not results or is_same or is_captured(results[0]):
             return
         record = CallRecord(call, self.step, own_line(call.location))
+        record.is_outside = spot()[0] is None
         record.is_number = results[0].numel() == 1 and node_of(results[0]) is None
         record.is_intended = call.op in _UNSET or _has_non_finite(args)
         if kwargs and not record.is_intended:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from ..observers import OpCall
@@ -112,6 +111,7 @@ class CallRecord:
     results: list[Cell] = field(default_factory=list)
     is_intended: bool = False  # takes NaN or infinity as a number, or leaves memory as it is
     is_number: bool = False  # its result has one element and no gradient
+    is_outside: bool = False  # of the forward of all modules
     is_unsure: bool = False  # some inputs are unknown
     writes: bool = False  # to an argument, as far as known
     is_blamed: bool = False  # its backward made gradients non-finite
@@ -143,22 +143,26 @@ class GradientRecord:
 class KnownTensors:
     """Measurements of tensors that may still be alive, by memory and version, which views share.
 
-    A weak reference keeps the address of freed memory from being reused.
+    By the address of a storage, which another one may have once that is freed.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[StorageWeakRef, int, tuple[Cell, ...], int]] = {}
+        self._found: dict[int, tuple[weakref.ref[Any], int, tuple[Cell, ...], int]] = {}
+
+    def _in(self, storage: Any) -> tuple[weakref.ref[Any], int, tuple[Cell, ...], int] | None:
+        found = self._found.get(storage._cdata)
+        return found if found is not None and found[0]() is storage else None
 
     def find(self, tensor: Tensor, storage: Any) -> tuple[tuple[Cell, ...], bool] | None:
         """Returns the cells of ``tensor`` in memory ``storage``, and whether they cover more than it."""
-        found = self._found.get(storage._cdata)
+        found = self._in(storage)
         if found is None or found[1] != version_of(tensor) or found[1] < 0:
             return None
         return found[2], tensor.nbytes < found[3]
 
     def before(self, tensor: Tensor, storage: Any) -> tuple[Cell, ...] | None:
         """Returns the cells of ``tensor`` from before a call wrote to it; None if unknown."""
-        found = self._found.get(storage._cdata)
+        found = self._in(storage)
         if found is None or not 0 <= version_of(tensor) - found[1] <= 1:
             return None
         return found[2]
@@ -168,20 +172,20 @@ class KnownTensors:
         key = storage._cdata
         cells: tuple[Cell, ...] = (cell,)
         covered = tensor.nbytes
-        found = self._found.get(key)
+        found = self._in(storage)
         if version >= 0 and covered < storage.nbytes() and (found is not None or tensor._is_view()):
             # The rest is unchanged, if known. Without a view a loss leaves memory behind its result.
             if found is None or not 0 <= version - found[1] <= 1 or len(found[2]) >= _MOST_PARTS:
                 self._found.pop(key, None)
                 return
             cells, covered = (*found[2], cell), found[3]
-        reference = found[0] if found is not None else StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        reference = found[0] if found is not None else weakref.ref(storage)
         self._found[key] = reference, version, cells, covered
 
     def living(self) -> Iterator[Cell]:
         """Yields the cells of memory that has not been freed."""
         for reference, _, cells, _ in self._found.values():
-            if not reference.expired():  # type: ignore[no-untyped-call]
+            if reference() is not None:
                 yield from cells
 
     def forget(self, keeps: Callable[[Cell], bool] = lambda cell: False) -> None:
@@ -189,7 +193,7 @@ class KnownTensors:
         self._found = {
             key: each
             for key, each in self._found.items()
-            if any(map(keeps, each[2])) and not each[0].expired()  # type: ignore[no-untyped-call]
+            if any(map(keeps, each[2])) and each[0]() is not None
         }
 
 

@@ -70,7 +70,7 @@ class Watch:
         self.offences: list[Offence] = []
         self._mode, self._closure, self._chosen = mode, step, chosen
         self._notes = Notes()
-        self._judge = OriginSearch(self._notes.living)
+        self._judge = OriginSearch(self._notes.living, self._notes.is_named)
         self._scaling, self._underflow = _LossScaling(), UnderflowCounts(underflow)
         self._optimizers = OptimizerSteps(self._notes.name_of, self._underflow)
         self._block: Generator[None, None, None] | None = None

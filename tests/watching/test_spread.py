@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -172,6 +173,29 @@ def cleared_without_a_backward() -> None:
     torch.where(given > 0, given.sqrt(), 0.0) * 2.0
 
 
+def cleared_by_an_index() -> None:
+    model = nn.Linear(8, 8)
+
+    def loss_of(batch: Tensor) -> Tensor:
+        root = batch.log()
+        return model(batch).float().square().mean() + root[~root.isnan()].square().mean()
+
+    trained(model, loss_of)
+
+
+def metrics_of_classes() -> None:
+    model = nn.Linear(8, 8)
+
+    def loss_of(batch: Tensor) -> Tensor:
+        h = model(batch).float()
+        (torch.zeros(4) / torch.zeros(4)).tolist()
+        h[h > 100.0].mean().item()
+        torch.stack([torch.zeros(2).sum() / 0.0, h.detach().sum()]).tolist()
+        return h.square().mean()
+
+    trained(model, loss_of)
+
+
 def a_metric_of_nothing() -> None:
     model = nn.Linear(8, 8)
 
@@ -187,7 +211,13 @@ def a_metric_of_nothing() -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [cleared_by_where, cleared_without_a_backward, a_metric_of_nothing],
+    [
+        cleared_by_where,
+        cleared_without_a_backward,
+        cleared_by_an_index,
+        a_metric_of_nothing,
+        metrics_of_classes,
+    ],
     ids=lambda program: program.__name__,
 )
 def test_nan_that_reaches_nothing_is_not_reported(program: Callable[[], None]) -> None:
@@ -204,3 +234,52 @@ def test_a_gradient_that_overflows_in_a_conversion() -> None:
     (first, *_) = watched(program)
     assert (first.op, first.phase, first.kind) == ("float", "backward", "overflow")
     assert first.remedy.startswith("none: the gradient of float is float16, as its input is")
+
+
+class Scaled(nn.Module):
+    """Keeps a scale, which becomes NaN and is not used in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_((batch.mean() - 100.0).sqrt() * 0.1)
+        return self.layer(batch).float().square().mean()
+
+
+def test_a_buffer_is_no_metric() -> None:
+    """It would be saved with the model."""
+    model = Scaled()
+    found = watched(lambda: trained(model, model))
+    assert found and found[0].op == "sqrt", [str(each) for each in found]
+
+
+def test_logits_that_only_their_largest_is_taken_of() -> None:
+    class Logits(nn.Module):
+        def forward(self, batch: Tensor) -> Tensor:
+            return batch.sqrt()
+
+    model, logits = nn.Linear(8, 8), Logits()
+
+    def loss_of(batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits(-batch.abs() - 1.0).argmax(-1)
+        return model(batch).float().square().mean()
+
+    found = watched(lambda: trained(model, loss_of))
+    assert found and found[0].op == "sqrt"
+
+
+def test_graphs_without_a_backward_are_freed() -> None:
+    """Watched memory is not kept alive."""
+    model, seen = nn.Linear(256, 256), []
+    with hmpx.watch("collect"):
+        for _ in range(3):
+            h = model(torch.ones(256, 256))
+            seen.append(weakref.ref(h.untyped_storage()))
+            h.mean()
+        del h
+        assert [each() for each in seen] == [None, None, None]
