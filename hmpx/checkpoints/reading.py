@@ -205,7 +205,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns a model's tensors on the CPU.
 
     Raises:
-        OptionError: It is no module, or on the meta device.
+        OptionError: It is not a module, or is on the meta device.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, not {shown(model)}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
+from hmpx.checkpoints import read_checkpoint
 from hmpx.cli import main
 from hmpx.formats import Block, Fixed, Scaled, get, quantize, register, unregister
 
@@ -388,3 +389,91 @@ def test_a_config_of_transformers_is_written(tmp_path: Path) -> None:
         restored.hidden_size == 32
         and restored.quantization_config["format"] == "mxfp4-pack-quantized"
     )
+
+
+# --- what is refused, and what is said -----------------------------------------------------------
+
+
+class Routed(torch.nn.Module):
+    """Experts of which the example takes one; buffers as models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
+        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+        shared = torch.randn(64)
+        self.register_buffer("flat", shared)
+        self.register_buffer("square", shared.view(8, 8))
+        self.register_buffer("count", torch.tensor(20_000_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.experts[0](x)
+        return result
+
+
+def frozen_to(folder: Path | str, model: torch.nn.Module, x: torch.Tensor) -> None:
+    policy = {"low": ["linear int8_row output=bfloat16"]}
+    with hmpx.convert(policy=policy, device_types={"cpu"}), hmpx.freeze(model.eval(), x) as frozen:
+        frozen.save(folder)
+
+
+def test_layers_that_stay_whole_are_named_and_buffers_come_back(tmp_path: Path) -> None:
+    model, again = Routed(), Routed()
+    with pytest.warns(
+        hmpx.HmpxWarning, match=r"not stored as codes: experts\.1 \(not used by the example"
+    ):
+        frozen_to(tmp_path / "m", model, torch.randn(2, 32))
+    hmpx.load_frozen(tmp_path / "m", again)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), again.buffers(), strict=True))
+    assert not read_checkpoint(tmp_path / "m", model).faults
+    model.count += 100_000
+    assert read_checkpoint(tmp_path / "m", model).faults == (
+        "count: differs from the model's by 1 of its norm",
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "folder", "said"),
+    [
+        (
+            lambda: torch.nn.Linear(32, 4).bfloat16(),
+            "m",
+            "their weights are 'is bf16'; call model.float",
+        ),
+        (
+            lambda: torch.compile(torch.nn.Linear(32, 4), backend="eager"),
+            "m",
+            "freeze model._orig_mod instead",
+        ),
+        (lambda: torch.nn.DataParallel(torch.nn.Linear(32, 4)), "m", "freeze model.module instead"),
+        (lambda: torch.nn.Linear(32, 4), "", "directory is empty; give the path"),
+        (lambda: torch.nn.Linear(32, 4), "a\0b", "can't write"),
+    ],
+    ids=["bf16", "compiled", "parallel", "empty", "zero"],
+)
+def test_what_can_not_be_saved(
+    make: Any, folder: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = make()
+    x = torch.randn(2, 32, dtype=next(model.parameters()).dtype)
+    with pytest.raises(hmpx.HmpxError, match=said):
+        frozen_to(folder, model, x)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_models_that_can_not_be_loaded_into(tmp_path: Path) -> None:
+    frozen_to(tmp_path / "m", torch.nn.Linear(32, 4), torch.randn(2, 32))
+    with pytest.raises(hmpx.OptionError, match=r"on the meta device; call model\.to_empty"):
+        hmpx.load_frozen(tmp_path / "m", torch.nn.Linear(32, 4, device="meta"))
+    with pytest.raises(hmpx.OptionError, match=r"must be a torch\.nn\.Module, not <class"):
+        hmpx.load_frozen(tmp_path / "m", torch.nn.Linear)  # type: ignore[arg-type]
+    model = torch.nn.Linear(32, 4).eval()
+    with (
+        hmpx.convert(
+            policy={"low": ["linear float8_e4m3fn output=bfloat16"]}, device_types={"cpu"}
+        ),
+        hmpx.freeze(model, torch.randn(2, 32), store="codes"),
+        pytest.raises(hmpx.FreezeError, match="is frozen and can't load weights"),
+    ):
+        hmpx.load_frozen(tmp_path / "m", model)
