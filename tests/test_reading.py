@@ -41,7 +41,6 @@ ALLOWED = {
     "cli/output.py": {"open": "/dev/null, to write to"},
     "planning/runner.py": {"read_text": "/proc/self", "write_text": "/proc/self"},
     "checkpoints/reading.py": {"safe_open": "of a file that is open"},
-    "checkpoints/writing.py": {"unlink": "shards of an earlier checkpoint"},
     "checking/states.py": {"load_file": "of a file that is open"},
     "checking/findings.py": {"getline": "the running program"},
     "reports/report_page.py": {"getlines": "the cache, for what is not on the disk"},
