@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, torch_state
+from .. import arguments, files, torch_state
 from ..compute import Formats
 from ..errors import FreezeError, OptionError, gathered, printable, raised_here, to_the_end, warn
-from ..files import CHECKPOINT, make_directory, read_text, unfinished_folder, unwritable, write
+from ..files import make_directory, unfinished_folder, unwritable, write
 from ..later import imported
 from ..number_formats import Scaled
 from .schemes import Scheme, parts_of_weight, scheme_of, values_of_parts
@@ -124,7 +124,9 @@ def _refuse_others(target: Path) -> None:
     """Raises OptionError if a directory holds other weights than those of an earlier `save`."""
     if (target / CONFIG).is_dir():
         raise OptionError(f"{target / CONFIG} is a directory; give another directory")
-    config = read_text(target / CONFIG, CHECKPOINT) if (target / CONFIG).exists() else ""
+    config = (
+        files.read_text(target / CONFIG, files.CHECKPOINT) if (target / CONFIG).exists() else ""
+    )
     known = {WEIGHTS} if '"compressed-tensors"' in config else set()
     names = (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json"))
     others = {each.name for each in names} - known
