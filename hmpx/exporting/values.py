@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import raised_here
 from ..later import imported
 
 

@@ -741,7 +741,9 @@ def test_mixed_inputs_beside_wide_weights_are_refused(
     path = tmp_path / "m.onnx"
     path.write_bytes(b"earlier")
     common = importlib.import_module("onnx_ir.passes.common")
-    monkeypatch.setattr(common.ShapeInferencePass, "call", lambda self, model: common.NameFixPass()(model))
+    monkeypatch.setattr(
+        common.ShapeInferencePass, "call", lambda self, model: common.NameFixPass()(model)
+    )
     with pytest.raises(hmpx.OptionError, match=r"mixed inputs.*table\.weight is beyond float16"):
         hmpx.export(
             Moved("embedding").eval(), torch.ones(1, 2, dtype=torch.long), path,
