@@ -45,12 +45,16 @@ _CASTS: Final = ("_to_copy.", "to.", "convert_element_type.")
 #: ONNX's operators that move values and compute nothing.
 _MOVING: Final = frozenset(
     {
+        "Concat",
         "Expand",
         "Flatten",
         "Gather",
         "Identity",
+        "Pad",
         "Reshape",
         "Slice",
+        "Split",
+        "Tile",
         "Squeeze",
         "Transpose",
         "Unsqueeze",
@@ -167,7 +171,7 @@ def export(
         made = {node.name: node.outputs[0].name for node in program.model.graph}
         if outputs == "fp32":
             _upcast_outputs(program.model.graph)
-        found = _written(program, folder, target)
+        found = _written(program, folder, target, wide)
     # Names of values before outputs were cast.
     nodes = [
         dataclasses.replace(each, error=differences.get(made.get(each.name, "")))
@@ -186,7 +190,8 @@ def _compared(found: OnnxFile, program: Any, inputs: Iterable[Tensor], wide: set
         values[:] = [names.get(name, name) for name in values]
     finished = SimpleNamespace(exported_program=program.exported_program, model_proto=graph)
     differences = errors(finished, inputs, wide)
-    if not differences:
+    computed = {node.name for node in program.exported_program.graph.nodes}
+    if computed.isdisjoint(name for node in graph.graph.node for name in node.output):
         raise OptionError(
             f"{short(found.path)} has no value with a name of this model's; hmpx.export it with verify=True"
         )
@@ -224,11 +229,18 @@ def _no_autocast(model: nn.Module) -> Iterator[None]:
         undo(applied)
 
 
-def _written(program: Any, folder: Path, target: Path) -> OnnxFile:
+def _written(program: Any, folder: Path, target: Path, wide: set[str]) -> OnnxFile:
     """Writes a program's files in a folder, reads them back, and moves them to their place."""
     try:
         program.save(folder / target.name)
         found = read_onnx(folder / target.name, about_run())
+        mixed = [each for each in found.faults if "mixed inputs" in each]
+        if wide and mixed:
+            kept = "; ".join(found.kept_wide)
+            raise OptionError(
+                f"{mixed[0]}, as weights that float16 can't hold stay in float32 ({kept}); export with "
+                "low_precision_type='bfloat16', or scale these weights"
+            )
         # The weights first, since the graph refers to them.
         for each in sorted(folder.iterdir(), reverse=True):
             place = target.with_name(each.name)
@@ -254,7 +266,7 @@ def _exported(
             program: Any = torch.onnx.export(
                 model, args, kwargs=dict(kwargs), **unoptimized, **options
             )
-            wide = _keep_wide(program.model.graph)
+            wide = _keep_wide(program.model)
             program.optimize()
             return program, wide
     except raised_here(Exception) as error:
@@ -269,51 +281,70 @@ def _exported(
         ) from error
 
 
-def _keep_wide(graph: Any) -> set[str]:
+def _keep_wide(model: Any) -> set[str]:
     """Leaves constants that float16 would make infinite in float32, and computes the nodes that use them in float32.
 
     Returns:
         The names of these nodes' results, which differ from torch's.
     """
     import onnx_ir as ir
+    from onnx_ir.passes.common import ShapeInferencePass
 
-    changed = set[str]()
-    for node in [*graph.all_nodes()]:
-        cast = node.outputs[0]
-        if node.op_type != "Cast" or cast.dtype != ir.DataType.FLOAT16:
-            continue
-        beyond = _beyond_float16(node.inputs[0])
-        rest = [(cast, node.inputs[0])] if beyond else []
+    graph, changed = model.graph, set[str]()
+    casts = [each for each in graph.all_nodes() if each.op_type == "Cast"]
+    found = {
+        node: name
+        for node in casts
+        if node.outputs[0].dtype == ir.DataType.FLOAT16
+        and (name := _beyond_float16(node.inputs[0]))
+    }
+    if found:  # torch's exporter leaves types of values between nodes unknown
+        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
+    for node, beyond in found.items():
+        rest = [(node.outputs[0], node.inputs[0])]
         while rest:
             narrow, wide = rest.pop()
-            for use in narrow.uses():
-                use.node.replace_input_with(use.idx, wide)
-                if use.node.op_type in _MOVING:
-                    moved = use.node.outputs[0]
-                    moved.dtype = ir.DataType.FLOAT
-                    rest.append((moved, moved))
-                else:
-                    changed |= {str(each.name) for each in use.node.outputs}
-                    _compute_wide(use.node)
-                    use.node.metadata_props[REASON] = f"{beyond} {BEYOND}"
+            for use in [*narrow.uses()]:
+                user = use.node
+                if user.op_type == "Cast" and user.outputs[0].dtype == ir.DataType.FLOAT:
+                    ir.convenience.replace_all_uses_with(
+                        user.outputs[0], wide, replace_graph_outputs=True
+                    )
+                    continue
+                user.replace_input_with(use.idx, wide)
+                results = [each for each in user.outputs if each.dtype == ir.DataType.FLOAT16]
+                is_branch = user.graph is not graph and any(
+                    each.is_graph_output() for each in results
+                )
+                if user.op_type in _MOVING and not is_branch:
+                    _widen_inputs(user)
+                    for moved in results:
+                        moved.dtype = ir.DataType.FLOAT
+                        rest.append((moved, moved))
+                elif user.op_type not in {"Cast", "Shape", "Size"}:
+                    changed |= {str(each.name) for each in user.outputs}
+                    _compute_wide(user)
+                    user.metadata_props[REASON] = f"{beyond} {BEYOND}"
     return changed
 
 
 def _beyond_float16(value: Any) -> str:
     """Returns the name of a float32 constant with values beyond float16, moved or not; ``""`` for other values."""
-    while value.producer() is not None and value.producer().op_type in _MOVING:
-        value = value.producer().inputs[0]
     constant = value.producer()
-    is_constant = constant is not None and constant.op_type == "Constant"
-    array = constant.attributes["value"].value if is_constant else value.const_value
+    if constant is not None and constant.op_type in _MOVING:
+        moved = (_beyond_float16(each) for each in constant.inputs if each is not None)
+        return next(filter(None, moved), "")
+    is_constant = constant is not None and constant.op_type in {"Constant", "ConstantOfShape"}
+    attribute = constant.attributes.get("value") if is_constant else None
+    array = attribute.value if attribute is not None else value.const_value
     if array is None or array.dtype.name != "FLOAT":
         return ""
     tensor = torch.from_numpy(array.numpy().copy())
     return str(value.name) if bool((tensor.half().isinf() & tensor.isfinite()).any()) else ""
 
 
-def _compute_wide(node: Any) -> None:
-    """Computes a node in float32: casts its float16 inputs, from before their cast if there is one, and its results."""
+def _widen_inputs(node: Any) -> None:
+    """Gives a node float32 for its float16 inputs, from before their cast if there is one."""
     import onnx_ir as ir
 
     for index, value in enumerate(node.inputs):
@@ -326,6 +357,13 @@ def _compute_wide(node: Any) -> None:
             node.graph.insert_before(node, upcast)
             wide = upcast.outputs[0]
         node.replace_input_with(index, wide)
+
+
+def _compute_wide(node: Any) -> None:
+    """Computes a node in float32, and casts its results to float16."""
+    import onnx_ir as ir
+
+    _widen_inputs(node)
     for value in node.outputs:
         if value.dtype != ir.DataType.FLOAT16:
             continue

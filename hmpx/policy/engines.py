@@ -79,7 +79,7 @@ def exported(policy: Policy, engine: str) -> EngineSettings:
     write = _WRITERS[arguments.choice("engine", engine, tuple(_WRITERS))]
     unsaid: _Unsaid = collections.defaultdict(list)
     text, mark = write(policy, unsaid)
-    said = {reason: tuple(sorted({*each})) for reason, each in sorted(unsaid.items())}
+    said = {reason: tuple(sorted({*each})) for reason, each in sorted(unsaid.items()) if each}
     lines = [f"hmpx: {policy!r}"[:96], *(["Not said here:"] if said else [])]
     for reason, each in said.items():
         lines += textwrap.wrap(f"{reason}: {', '.join(each)}", 96, subsequent_indent="  ")
@@ -155,6 +155,8 @@ def decided(module, op):
 '''
 
 _FSDP2: Final = '''
+import collections
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -163,19 +165,34 @@ LAYERS = {layers}
 
 
 def shard(model, **options):
-    """Shards the layers with a decided type, each with it, and the rest of the model without casts."""
+    """Shards the layers with a decided type, each with it, and the rest of the model without casts.
+
+    Layers that share parameters stay in float32.
+    """
     named = dict(model.named_modules())
+    owners = collections.Counter(
+        id(each) for module in named.values() for each in module.parameters(recurse=False)
+    )
     fused = [name for name, each in named.items() if isinstance(each, nn.MultiheadAttention)]
     for name, module in reversed(named.items()):
         ops = [op for each in type(module).__mro__ for op in LAYERS.get(each.__name__, ())]
         found = next(filter(None, (decided(name, op) for op in ops)), None)
         is_fused = any(name.startswith(f"{{each}}.") for each in fused)
-        if found and not is_fused and any(True for _ in module.parameters(recurse=False)):
+        own = [owners[id(each)] for each in module.parameters(recurse=False)]
+        if max(own, default=1) > 1:
+            module.register_forward_pre_hook(
+                lambda _, args: tuple(
+                    each.float() if torch.is_floating_point(each) else each for each in args
+                )
+            )
+        elif found and not is_fused and own:
             dtype = getattr(torch, found)
             policy = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
             )
             fully_shard(module, mp_policy=policy, **options)
+            if module is model:
+                return model
     return fully_shard(model, mp_policy=MixedPrecisionPolicy(), **options)
 '''
 
@@ -256,6 +273,9 @@ def _fsdp2(policy: Policy, unsaid: _Unsaid) -> tuple[str, str]:
     every = [policy.decisions, *(section.decisions for section in policy.sections)]
     typed = {op for decisions in every for op in _typed(decisions)}
     unsaid["ops outside of torch.nn's layers"] = [*typed - of_layers]
+    unsaid[
+        "calls without a layer of their own: of parameters, tied weights, nn.MultiheadAttention"
+    ] = [*typed & of_layers]
     return text, "#"
 
 
@@ -312,7 +332,7 @@ def _deepspeed(policy: Policy, unsaid: _Unsaid) -> tuple[str, str]:
         )
     ]
     block = {
-        "enabled": isinstance(policy.low_precision_type, torch.dtype),
+        "enabled": bool(named.get(low)),
         "dtype": low,
         "lower_precision_safe_modules": [
             f"torch.nn.{layer}"

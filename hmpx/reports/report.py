@@ -180,7 +180,7 @@ class Views(Written):
         """Returns a policy under which these calls run in the same types, also if torch.autocast decided them.
 
         An op that ran in several types is decided by module. Where it did so in one module, the most expensive
-        call decides, and a warning names the others.
+        call decides, and a warning names the others. Types of accumulation are not recorded.
 
         Example:
             >>> import torch, hmpx

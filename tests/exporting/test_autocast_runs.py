@@ -108,3 +108,34 @@ def test_a_conversion_gives_its_own_types_back() -> None:
         expected = model(x)
     with hmpx.convert(policy=rec.report().policy(), device_types={"cpu"}), torch.no_grad():
         assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        {"low": ["linear output=float32"]},
+        {"low": ["linear float8_e4m3fn_row output=bfloat16"]},
+        {"fp32": ["linear output=bfloat16"]},
+    ],
+)
+def test_types_of_results_and_names_with_wildcards_stay(listed: dict[str, list[str]]) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleDict({"a[0]": nn.Linear(256, 256), "b*": nn.Linear(256, 4)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_tensor(self.inner["b*"](self.inner["a[0]"](x)))
+
+    model, x = Named(), torch.randn(2, 256)
+    sections = [{"module": "inner.b[*]", "low": ["linear float16"]}]
+    given = {"lists": "none", "sections": sections, **listed}
+    with hmpx.convert(policy=given, device_types={"cpu"}), hmpx.record() as rec:
+        expected = model(x)
+    with hmpx.convert(policy=rec.policy(), device_types={"cpu"}), hmpx.record() as again:
+        result = model(x)
+    assert torch.equal(result, expected)
+    kept = [
+        [(row.module, row.dtype, row.output_dtypes) for row in each.rows] for each in (rec, again)
+    ]
+    assert kept[0] == kept[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -684,6 +685,72 @@ def test_weights_and_numbers_beyond_float16_stay_fp32(tmp_path: Path) -> None:
         assert torch.allclose(
             torch.from_numpy(each), want, rtol=4e-3, atol=4e-3 * float(want.abs().max())
         )
+
+
+class Moved(nn.Module):
+    """One weight beyond float16 reaches a product, in ``kind``'s way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table, self.linear = kind, nn.Embedding(8, 4), nn.Linear(4, 3)
+        self.recurrent = {"GRU": nn.GRU, "LSTM": nn.LSTM}.get(kind, nn.RNN)(4, 5, batch_first=True)
+        self.weight, self.other = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(2, 4))
+        with torch.no_grad():
+            self.table.weight[0, 0] = self.weight[0, 0] = 7e4
+            if kind == "GRU":
+                self.recurrent.weight_ih_l0[0, 0] = 7e4
+            self.recurrent.bias_ih_l0[0] = -7e4
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "embedding":
+            return torch.as_tensor(self.linear(self.table(x)))
+        if self.kind == "cat":
+            return F.linear(x, torch.cat([self.other, self.weight]))
+        if self.kind == "pad":
+            return F.linear(x, F.pad(self.weight, (1, 1))[:, 1:-1].clone())
+        return torch.as_tensor(self.recurrent(x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+@pytest.mark.parametrize("kind", ["embedding", "cat", "pad", "GRU", "LSTM"])
+def test_moved_weights_beyond_float16_stay_fp32(kind: str, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model, path = Moved(kind).eval(), tmp_path / "m.onnx"
+    x = torch.arange(6).view(2, 3) if kind == "embedding" else torch.randn(2, 3, 4) * 0.1
+    found = hmpx.export(model, x, path, low_precision_type="float16", verify=True)
+    assert found.faults == ()
+    assert found.kept_wide
+    assert all(node.error is None or node.error <= 2 for node in found.nodes)
+    if kind == "cat":  # none of its values is compared
+        again = hmpx.export(model, x, path, low_precision_type="float16", verify="file")
+        assert {node.error for node in (*again.nodes, *found.nodes)} == {None}
+    session = runtime.InferenceSession(path)
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        expected = model(x)
+    assert torch.allclose(
+        torch.from_numpy(got), expected, rtol=4e-3, atol=4e-3 * float(expected.abs().max())
+    )
+
+
+def test_mixed_inputs_beside_wide_weights_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ONNX can't tell the types of a graph's values."""
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"earlier")
+    common = importlib.import_module("onnx_ir.passes.common")
+    monkeypatch.setattr(
+        common.ShapeInferencePass, "call", lambda self, model: common.NameFixPass()(model)
+    )
+    with pytest.raises(hmpx.OptionError, match=r"mixed inputs.*table\.weight is beyond float16"):
+        hmpx.export(
+            Moved("embedding").eval(), torch.ones(1, 2, dtype=torch.long), path,
+            low_precision_type="float16", verify=True,
+        )  # fmt: skip
+    assert [each.name for each in tmp_path.iterdir()] == ["m.onnx"]
+    assert path.read_bytes() == b"earlier"
 
 
 def test_a_finished_file_is_compared(block: Block, tmp_path: Path) -> None:

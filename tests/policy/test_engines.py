@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,49 @@ def test_fsdp2_runs_layers_in_their_types() -> None:
     for name, each in model.named_parameters():
         assert each.grad is not None
         assert torch.equal(each.grad.full_tensor(), gradients[name])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(self.inner(self.table(ids))))
+
+
+@pytest.mark.parametrize("make", [Tied, lambda: nn.Linear(4, 2)])
+def test_fsdp2_takes_tied_weights_and_single_layers(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    x = torch.arange(4) if isinstance(model, Tied) else torch.randn(2, 4)
+    seen: list[torch.dtype] = []
+    layer = model.inner if isinstance(model, Tied) else model
+    layer.register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    text = policy("bfloat16").export("fsdp2").text
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        defined(text)["shard"](model, mesh=mesh)
+        model(x).float().sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert seen == [torch.bfloat16]
+    assert all(each.grad is not None for each in model.parameters())
+
+
+def test_engines_without_a_low_op_stay_off() -> None:
+    for lists, is_on in (("none", False), ("hmpx", True)):
+        text = hmpx.load_policy(policy={"lists": lists}).export("deepspeed").text
+        assert (f'"enabled": {str(is_on).lower()}') in text
+    for engine in ENGINES:
+        assert all(hmpx.load_policy(policy={"lists": "none"}).export(engine).unsaid.values())
+    said = hmpx.load_policy(policy={"lists": "none", "low": ["linear"]}).export("fsdp2").unsaid
+    assert [(ops, "nn.MultiheadAttention" in why) for why, ops in said.items()] == [
+        (("linear",), True)
+    ]
 
 
 def test_deepspeed_gets_a_block_of_classes() -> None:
