@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import passing_over
 from ..later import imported
 
 
@@ -116,9 +116,9 @@ def _described(onnx: ModuleType, name: str, array: Any) -> Any:
 
 def _run(model: Any, given: Mapping[str, Any]) -> Any:
     """Returns the only output of a model; None where neither onnxruntime nor ONNX's reference computes it."""
-    with contextlib.suppress(Exception):  # it is not installed, or has no kernel for these types
+    with passing_over(Exception):  # it is not installed, or has no kernel for these types
         return _by_onnxruntime(model, given)
-    with contextlib.suppress(Exception):
+    with passing_over(Exception):
         reference = importlib.import_module("onnx.reference")
         return reference.ReferenceEvaluator(model).run(None, dict(given))[0]
     return None
