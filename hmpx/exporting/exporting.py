@@ -26,6 +26,7 @@ from ..files import unfinished_folder, unwritable
 from ..inputs import Steps, arguments_of
 from ..later import imported
 from ..observers import is_users
+from ..ops import role
 from ..patching import Patch, apply, undo
 from ..places import located
 from ..recording import record
@@ -474,6 +475,8 @@ def _annotate(program: Any, rows: Iterable[Row], *, is_typed: bool) -> None:
         # such as norms of low inputs with float32 weights, have no other node than a float32 one.
         is_certain = is_typed and several[module, op] == sum(row.calls for row in named)
         is_certain &= all(row.cast_policy in _TYPED for row in named)
+        # A norm that a list makes low has float32 nodes.
+        is_certain &= role(op or "") != "norm" or all(row.cast_policy != "LOW" for row in named)
         dtypes = {row.dtype for row in named}
         if len(dtypes) == 1 and is_certain and any(each.name == name for each in node.outputs):
             metadata[DTYPE] = dtypes.pop()

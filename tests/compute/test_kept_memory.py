@@ -135,6 +135,21 @@ def peak_under_autocast(block: str, way: str) -> int:
         return peak(block, way, contextlib.nullcontext())
 
 
+@functools.cache
+def stops_in_bf16(block: str, way: str) -> bool:
+    """Whether torch itself can't train such blocks in bf16: its LSTM writes to what a selective checkpoint has kept."""
+    make, shape = BLOCKS[block]
+    blocks = [make().bfloat16() for _ in range(4)]
+    x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        WAYS[way](blocks, x).float().square().mean().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        return True
+    return False
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("keep_weight_casts", ["auto", True, False])
 @pytest.mark.parametrize("way", WAYS)
@@ -145,6 +160,10 @@ def test_a_step_keeps_no_more_than_under_torch_autocast(
     region = hmpx.convert(
         legalize="never", device_types={"cpu"}, keep_weight_casts=keep_weight_casts
     )
+    if stops_in_bf16(block, way):
+        with pytest.raises(RuntimeError, match="has been mutated"):
+            peak(block, way, region)
+        return
     most = peak(block, way, region)
     assert most <= peak_under_autocast(block, way)
     # Recurrent layers keep their casts, and the peak under a checkpoint may be where there are none.
