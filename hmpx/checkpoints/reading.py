@@ -190,7 +190,7 @@ def read_checkpoint(
     """Reads a checkpoint of compressed-tensors, and its faults; also against a model in float32.
 
     Raises:
-        OptionError: There is no such directory, or safetensors is not installed.
+        OptionError: The directory does not exist, or safetensors is not installed.
     """
     held = _Directory(directory)
     with torch.no_grad(), torch_state.without_casts():
@@ -405,7 +405,7 @@ def load_frozen(directory: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         CheckpointError: The checkpoint is damaged, or does not fit the model, which is then untouched.
-        OptionError: There is no such directory, or safetensors is not installed.
+        OptionError: The directory does not exist, or safetensors is not installed.
 
     Example:
         >>> model = torch.nn.Linear(4, 2).eval()

@@ -152,8 +152,10 @@ class Casts:
             self._made = {k: made for k, made in self._made.items() if made.memory() is not None}
             if len(self._made) >= _MOST:
                 self._made.clear()
-        is_known = known is not None and known.memory() is not None
-        memory = known.memory if known and is_known else weakref.ref(tensor.untyped_storage())
+        if known is not None and known.memory() is not None:
+            memory = known.memory
+        else:
+            memory = weakref.ref(tensor.untyped_storage())
         self._made[address] = _Made(memory, op, casts, before)
 
     def _note_again(

@@ -39,8 +39,7 @@ from .slots import Extremes, exact
 #: Most inputs of which all combinations of extremes are tried.
 _MOST_INPUTS: Final = 3
 
-#: Conversions, which op lists don't decide.
-#: Ops that convert values: of the program, not of a list.
+#: Conversions of the program's own, which op lists don't decide.
 CONVERTING: Final = facts("converting").keys() | {"copy"}
 
 #: Number of a result -> its gradient; one element stands for all elements of the result.
