@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compute import Formats
-from ..number_formats import Block, Fixed, Float, Format, Scaled, decode, encode
+from ..number_formats import Block, Fixed, Float, Format, Scaled, decode, encode, in_bytes, out_of_bytes
 
 #: Elements by their type and bits.
 _ELEMENTS: Final[Mapping[tuple[str, int], Float | Fixed]] = {
@@ -179,10 +179,10 @@ def parts_of_weight(weight: Tensor, formats: Formats, scheme: Scheme) -> dict[st
     bits, dtypes = scheme.weights["num_bits"], LAYOUTS[scheme.layout].parts
     parts = {"weight_scale": scale.reshape(1) if scheme.weights["strategy"] == "tensor" else scale}
     if scheme.layout == "pack-quantized":
-        parts["weight_packed"] = _in_bytes(codes ^ (1 << (bits - 1)), bits, 4).view(torch.int32)
+        parts["weight_packed"] = in_bytes(codes ^ (1 << (bits - 1)), bits, 4).view(torch.int32)
         parts["weight_shape"] = torch.tensor(weight.shape)
     elif "weight_packed" in dtypes:
-        parts["weight_packed"] = _in_bytes(codes, bits, 1)
+        parts["weight_packed"] = in_bytes(codes, bits)
     elif bits == 4:
         parts["weight"] = (codes ^ 8).view(torch.int8) - 8
     else:
@@ -199,18 +199,12 @@ def parts_of_weight(weight: Tensor, formats: Formats, scheme: Scheme) -> dict[st
     return {name: part.cpu().contiguous() for name, part in parts.items()}
 
 
-def _in_bytes(codes: Tensor, bits: int, multiple: int) -> Tensor:
-    """Returns codes of 4 or 8 bits in bytes, the first ones low; rows are filled up to a multiple of bytes."""
-    codes = nn.functional.pad(codes, (0, -codes.shape[-1] % (multiple * 8 // bits)))
-    return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
-
-
 def codes_of_parts(parts: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
     """Returns the codes of elements, as uint8 in the shape of the weight."""
     bits, is_packed = scheme.weights["num_bits"], "weight_packed" in parts
     codes = parts["weight_packed" if is_packed else "weight"].view(torch.uint8)
-    if is_packed and bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    if is_packed:
+        codes = out_of_bytes(codes, bits)
     if scheme.layout == "pack-quantized":
         codes = codes[:, : int(parts["weight_shape"][1])] ^ (1 << (bits - 1))
     return codes & 15 if bits == 4 else codes

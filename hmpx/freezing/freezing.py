@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, checkpoints, number_formats, patches, renames, session, torch_state
+from .. import arguments, checkpoints, compute, number_formats, patches, renames, session, torch_state
 from ..errors import FreezeError, OptionError, also, printable, warn
 from ..inputs import arguments_of
 from ..policy import LowType
 from ..tensors import chunk_of, short_name
 from ..torch_internals import FakeTensor
-from .layer_cast import is_layer_cast, upcast_parameters
+from .layer_cast import decode_parameters, is_layer_cast, upcast_parameters
 from .seal import REMEDY, Widens, complete_undo, is_sealed, seal
 from .undo import LOCK, Originals, Undo
 from .weights import (
+    Judged,
     MemorySpan,
     Rounding,
     Slot,
@@ -109,8 +111,11 @@ def freeze(
             _check_layer_cast(model)
             found = slots_of(model)
             firsts = {id(f.tensor): f for f in reversed(found)}
-            weights = [_in_16_bits(f, _LAYER_CAST[store], firsts[id(f.tensor)]) for f in found]
-            frozen = _frozen(model, found, weights, None, None, outputs, keep_fp32)
+            weights = [
+                Judged(_in_16_bits(f, _LAYER_CAST[store], firsts[id(f.tensor)]), None, None)
+                for f in found
+            ]
+            frozen = _frozen(model, found, weights, None, outputs, keep_fp32)
     else:
         in_force = _checked(model, has_example=has_example)
         found = slots_of(model)
@@ -120,29 +125,29 @@ def freeze(
         with LOCK:
             _check_free(model)  # another thread may have frozen it meanwhile
             gone |= replaced(model, found)
-            rounding = one_rounding(in_force) if store == "codes" else None
-            weights = [*judged(found, watch, gone, rounding is not None)]
-            frozen = _frozen(model, found, weights, in_force, rounding, outputs, keep_fp32)
+            weights = [*judged(found, watch, gone, in_force if store == "codes" else None)]
+            frozen = _frozen(model, found, weights, in_force, outputs, keep_fp32)
     patches.forget_compiled()
     return frozen
 
 
-def _frozen(  # noqa: PLR0917
+def _frozen(
     model: nn.Module,
     found: Sequence[Slot],
-    weights: Sequence[Weight],
+    weights: Sequence[Judged],
     in_force: session.Session | None,
-    rounding: Rounding | None,
     outputs: str,
     keep_fp32: bool,
 ) -> Frozen:
     """Stores weights, to the end or not at all; without a conversion, modules upcast them where they read them."""
-    dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
+    dtypes = {each.name: each.stored_dtype for each, _, _ in weights if each.is_low}
+    packed = {each.weight.name: each.packed for each in weights if each.packed}
     lows: dict[int, Slot] = {}
     for f in found:
         if f.name in dtypes:
             lows.setdefault(id(f.tensor), f)
-    stored = _low_copies(lows.values(), dtypes, rounding)
+    rounding = in_force and one_rounding(in_force)
+    stored = _low_copies(lows.values(), dtypes, rounding, packed)
     for f, (tensor, low) in zip(lows.values(), stored, strict=True):
         where, is_fake = f"{f.name!r} in {type(model).__name__}", isinstance(low, FakeTensor)
         if is_fake and not isinstance(tensor, FakeTensor):
@@ -163,15 +168,24 @@ def _frozen(  # noqa: PLR0917
     slots = [f for f in found if id(f.tensor) in lows]
     others = {f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows}
     undo = Undo(model, Originals(slots, others if keep_fp32 else None))
-    frozen = Frozen(tuple(weights), undo, printable(type(model).__name__))
+    formats = {w.name: said for w, said, _ in weights if said is not None}
+    name = printable(type(model).__name__)
+    frozen = Frozen(tuple([each.weight for each in weights]), undo, name, formats)
+    in_bytes: dict[nn.Module, dict[str, number_formats.Packing]] = defaultdict(dict)
+    for slot in slots:
+        if slot.name in packed:
+            in_bytes[slot.module][slot.attribute] = packed[slot.name][0]
     try:
         if outputs == "fp32":
             model.register_forward_hook(Widens(undo.key))
         if lows or in_force is None:
             sealed = {slot.name: dtypes[lows[id(slot.tensor)].name] for slot in slots}
-            seal(model, slots, sealed, in_force, undo)
+            packings = {name: packing for name, (packing, _) in packed.items()}
+            seal(model, slots, sealed, packings, in_force, undo)
         for module in () if in_force else model.modules():
             upcast_parameters(module)
+        for module, several in in_bytes.items():
+            decode_parameters(module, several)
         for tensor, low in stored:
             if not low.is_floating_point():
                 tensor.requires_grad_(False)
@@ -254,7 +268,10 @@ def _in_16_bits(f: Slot, dtype: torch.dtype, first: Slot) -> Weight:
 
 
 def _low_copies(
-    lows: Iterable[Slot], dtypes: Mapping[str, LowType], rounding: Rounding | None
+    lows: Iterable[Slot],
+    dtypes: Mapping[str, LowType],
+    rounding: Rounding | None,
+    packed: Mapping[str, tuple[number_formats.Packing, Tensor]],
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns each tensor to store low, with its new contents; a shared chunk stays one, as cuDNN needs."""
     by_storage: dict[object, dict[MemorySpan, Slot]] = {}
@@ -274,12 +291,14 @@ def _low_copies(
                     stored = chunk.parts(chunk.elements(values[0]).to(low))
                 else:
                     stored = [
-                        each.to(low)
+                        packed[f.name][1]
+                        if f.name in packed
+                        else each.to(low)
                         if isinstance(low, torch.dtype)
                         else number_formats.encode(
                             number_formats.quantize(each, low, *(rounding or ())), low
                         )
-                        for each in values
+                        for f, each in zip(group.values(), values, strict=True)
                     ]
             copies.update(zip(group, stored, strict=True))
     return [(f.tensor, copies[f.place]) for f in lows]
@@ -307,8 +326,15 @@ class Frozen:
         torch.float32
     """
 
-    def __init__(self, weights: tuple[Weight, ...], undo: Undo, name: str) -> None:
+    def __init__(
+        self,
+        weights: tuple[Weight, ...],
+        undo: Undo,
+        name: str,
+        formats: Mapping[str, compute.Formats],
+    ) -> None:
         self.weights = weights
+        self._formats = formats  # of ops, by weight
         self._name = name
         self._undo = undo
         undo.owner = weakref.ref(self)
@@ -344,9 +370,8 @@ class Frozen:
         model = self._undo.model()
         if model is None or self._undo.is_done:
             raise FreezeError(f"{self._name} is not frozen any more; call save() before undo()")
-        formats = {each.name: each.formats for each in self.weights if each.formats is not None}
         reasons = {each.name: each.reason for each in self.weights}
-        checkpoints.save(model, formats, reasons, directory)
+        checkpoints.save(model, self._formats, reasons, directory)
 
     @session.restoring
     def undo(self, *, strict: bool = True) -> None:

@@ -1,6 +1,6 @@
-"""LayerCast: weights are stored in 16 bits, and upcast to float32 where a module reads them.
+"""Weights that are stored in 16 bits or as codes, and upcast to float32 where a module reads them.
 
-A module gets a subclass of its class, whose parameters are properties. So its state dict, its hooks and modules
+The former is LayerCast. A module gets a subclass of its class, whose parameters are properties. So its state dict, its hooks and modules
 that share a parameter work as before, and an error in the forward leaves nothing behind. `parameters()` gives
 what reading the attributes gives.
 """
@@ -8,40 +8,80 @@ what reading the attributes gives.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from ..number_formats import Packing
 from ..tensors import CAST, LOW_DTYPES, stored_parameters
 
 #: In the classes made here: the class from which each was made.
 _MARK: Final = "_hmpx_layer_cast"
 
 
+#: In those of `upcast_parameters`.
+_ALL: Final = "_hmpx_upcasts_all"
+
+
 def is_layer_cast(module: nn.Module) -> bool:
-    """Whether a module's parameters are upcast where it reads them."""
-    return hasattr(type(module), _MARK)
+    """Whether all of a module's parameters are upcast where it reads them."""
+    return hasattr(type(module), _ALL)
 
 
 def upcast_parameters(module: nn.Module) -> None:
     """Upcasts a module's low-precision parameters where it reads them."""
-    module.__class__ = _class_of(type(module), frozenset(module._parameters))  # type: ignore[arg-type]
+    module.__class__ = _upcasting(type(module), frozenset(module._parameters))  # type: ignore[arg-type]
+
+
+def decode_parameters(module: nn.Module, packings: Mapping[str, Packing]) -> None:
+    """Decodes these parameters, which are held in bytes, where the module reads them."""
+    module.__class__ = _decoding(type(module), frozenset(packings.items()))
 
 
 def restore_class(module: nn.Module) -> None:
-    """Ends `upcast_parameters`."""
+    """Ends `upcast_parameters` and `decode_parameters`."""
     module.__class__ = vars(type(module)).get(_MARK, type(module))
 
 
+def _derived(own: type[nn.Module], members: Mapping[str, Any]) -> type[nn.Module]:
+    named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (own,), {**named, _MARK: own, **members})
+
+
 @functools.cache
-def _class_of(own: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
+def _decoding(
+    own: type[nn.Module], packings: frozenset[tuple[str, Packing]]
+) -> type[nn.Module]:
+    def reduced(module: nn.Module, protocol: Any) -> Any:
+        _, _, *state = own.__reduce_ex__(module, protocol)
+        return _empty, (own, packings), *state
+
+    read = {name: property(functools.partial(_decode, name, each)) for name, each in packings}
+    return _derived(own, {"__reduce_ex__": reduced, **read})
+
+
+def _empty(own: type[nn.Module], packings: frozenset[tuple[str, Packing]]) -> nn.Module:
+    """Returns a module without state, for copies and pickles."""
+    made = _decoding(own, packings)
+    return made.__new__(made)
+
+
+def _decode(name: str, packing: Packing, module: nn.Module) -> Any:
+    found = _stored(name, module)
+    if not isinstance(found, Tensor) or not packing.holds(found):
+        return found
+    values = packing.values(found.detach())
+    # Ops without names for them know weights by their class.
+    is_traced = torch.compiler.is_compiling()
+    return values if is_traced else nn.Parameter(values, requires_grad=False)
+
+
+@functools.cache
+def _upcasting(own: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
     members: dict[str, Any] = {
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-        "__doc__": own.__doc__,
-        _MARK: own,
+        _ALL: True,
         "named_parameters": lambda *args, **kwargs: _named(own, *args, **kwargs),
         "requires_grad_": _require_grad,
         "zero_grad": _drop_grad,
@@ -52,7 +92,7 @@ def _class_of(own: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
         members["_update_flat_weights"] = _keep_list
     if issubclass(own, nn.Embedding) and own.forward is nn.Embedding.forward:
         members["forward"] = _embed
-    return type(own.__name__, (own,), members)
+    return _derived(own, members)
 
 
 def _upcast(tensor: Any) -> Any:
@@ -60,10 +100,14 @@ def _upcast(tensor: Any) -> Any:
     return CAST[torch.float32](tensor) if is_low else tensor
 
 
-def _read(name: str, module: nn.Module) -> Any:
+def _stored(name: str, module: nn.Module) -> Any:
     if name not in module._parameters:  # deleted; nn.Module's error follows
         raise AttributeError(name)
-    return _upcast(module._parameters[name])
+    return module._parameters[name]
+
+
+def _read(name: str, module: nn.Module) -> Any:
+    return _upcast(_stored(name, module))
 
 
 def _named(

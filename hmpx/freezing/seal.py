@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ def seal(
     model: nn.Module,
     slots: Sequence[Slot],
     dtypes: Mapping[str, LowType],
+    packings: Mapping[str, number_formats.Packing],
     in_force: session.Session | None,
     undo: Undo,
 ) -> None:
@@ -43,7 +44,7 @@ def seal(
     # The model, and each module in it that holds some of the slots, at any depth.
     paths = {"", *(p for s in slots for p in accumulate(s.path.split("."), "{}.{}".format))}
     holders = {path: each for path, each in model.named_modules() if path in paths}
-    coded = _coded(slots, dtypes)
+    coded = _coded(slots, {**dtypes, **packings})
     own: dict[int, dict[str, Slot]] = defaultdict(dict)
     for slot in reversed(slots):  # under its first name
         own[id(slot.module)][slot.attribute] = slot
@@ -140,7 +141,7 @@ class _ChecksCalls(_ChecksTraining):
         self._low_name = short_name(in_force.policy.low_precision_type)
         self._fingerprint = _fingerprint(in_force)
         self._rules = self._own_rules = in_force.rules
-        self._rounding = one_rounding(in_force) if is_coded else None
+        self._rounding = one_rounding(in_force, of_weights=True) if is_coded else None
         self._is_rounded = in_force.options.legalize != "fast"
         self._seen: Callable[[], session.Session | None] = weakref.ref(in_force)
 
@@ -176,7 +177,7 @@ class _ChecksCalls(_ChecksTraining):
             return "another policy"
         if self._is_rounded and in_force.options.legalize == "fast":
             return "another legalize="
-        if self._rounding is not None and one_rounding(in_force) != self._rounding:
+        if self._rounding and one_rounding(in_force, of_weights=True) != self._rounding:
             return "another rounding= or overflow="
         return ""
 
@@ -258,17 +259,21 @@ class _DescribesWeights(Hook):
         }
 
 
+#: How to decode a weight.
+_Codes: TypeAlias = number_formats.Format | number_formats.Packing
+
+
 def _coded(
-    slots: Sequence[Slot], dtypes: Mapping[str, LowType]
-) -> dict[str, list[tuple[number_formats.Format, list[str]]]]:
-    """Returns module path -> the formats of codes in it, each with the names there of one tied weight."""
-    tied: dict[str, dict[int, tuple[number_formats.Format, list[str]]]] = defaultdict(dict)
+    slots: Sequence[Slot], ways: Mapping[str, LowType | number_formats.Packing]
+) -> dict[str, list[tuple[_Codes, list[str]]]]:
+    """Returns module path -> how to decode the weights in it, each with the names there of one tied weight."""
+    tied: dict[str, dict[int, tuple[_Codes, list[str]]]] = defaultdict(dict)
     for slot in slots:
-        format = dtypes[slot.name]
-        if number_formats.is_format(format):
+        way = ways[slot.name]
+        if not isinstance(way, torch.dtype):
             path, inside = "", slot.name
             while inside:
-                tied[path].setdefault(id(slot.tensor), (format, []))[1].append(inside)
+                tied[path].setdefault(id(slot.tensor), (way, []))[1].append(inside)
                 part, _, inside = inside.partition(".")
                 path = f"{path}.{part}" if path else part
     return {path: list(several.values()) for path, several in tied.items()}
@@ -281,18 +286,20 @@ class _DecodesWeights(Hook):
     float32 weights.
     """
 
-    def __init__(self, names: list[tuple[number_formats.Format, list[str]]]) -> None:
+    def __init__(self, names: list[tuple[_Codes, list[str]]]) -> None:
         self._names = names
 
     def __call__(
         self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
     ) -> None:
         with torch.no_grad(), torch_state.without_casts():
-            for format, names in self._names:
+            for way, names in self._names:
                 held = [prefix + name for name in names if prefix + name in state_dict]
                 if not held:
                     continue
                 values = state_dict[held[0]]
                 if not values.is_floating_point():  # else an inner module's hook ran before
-                    values = number_formats.decode(values.detach(), format)
+                    values = values.detach()
+                    is_packed = isinstance(way, number_formats.Packing)
+                    values = way.values(values) if is_packed else number_formats.decode(values, way)
                 state_dict.update(dict.fromkeys(held, values))

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -331,7 +331,6 @@ class Weight:
         size_bytes: Its size before; 0 if it shares the memory of another weight in this list.
         stored_bytes: Its size in the frozen model.
         reason: Why it is stored this way.
-        formats: For `Frozen.save`: the number formats of the ops in which it is a weight; None: not only that.
 
     Example:
         >>> model = torch.nn.Linear(2, 3).eval()
@@ -349,7 +348,6 @@ class Weight:
     size_bytes: int
     stored_bytes: int
     reason: str
-    formats: compute.Formats | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_low(self) -> bool:
@@ -395,14 +393,17 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 Rounding: TypeAlias = tuple[str, str | None]
 
 
-def one_rounding(in_force: session.Session) -> Rounding | None:
-    """Returns how every use of a weight rounds it; None if uses differ: codes don't state their format."""
+def one_rounding(in_force: session.Session, *, of_weights: bool = False) -> Rounding | None:
+    """Returns how every use of a weight rounds it; None if uses differ: plain codes don't state their format.
+
+    ``of_weights``: results and biases may be rounded otherwise.
+    """
     policy, options = in_force.policy, in_force.options
     ways = {
         (format, said.rounding or options.rounding, said.overflow or options.overflow)
         for said in every_decision(policy)
         if number_formats.is_format(said.dtype)
-        for format in (said.dtype, said.weights or said.dtype)
+        for format in (said.weights or said.dtype, *([] if of_weights else [said.dtype]))
     }
     if len(ways) != 1 or in_force.rules:
         return None
@@ -410,11 +411,31 @@ def one_rounding(in_force: session.Session) -> Rounding | None:
     return None if mode == "stochastic" else (mode, overflow)
 
 
+class Judged(NamedTuple):
+    """How a weight is to be stored; ``packed`` are the bytes that will hold it, if any.
+
+    ``formats`` are those of the ops in which it is a weight; None if it is more than that.
+    """
+
+    weight: Weight
+    formats: compute.Formats | None
+    packed: tuple[number_formats.Packing, Tensor] | None
+
+
 def judged(
-    found: Sequence[Slot], watch: UsesMode, replaced: set[MemorySpan], as_codes: bool
-) -> Iterator[Weight]:
-    """Yields how each tensor is to be stored, and why; those at ``replaced`` places have left them since."""
+    found: Sequence[Slot],
+    watch: UsesMode,
+    replaced: set[MemorySpan],
+    codes_for: session.Session | None,
+) -> Iterator[Judged]:
+    """Yields how each tensor is to be stored, and why; those at ``replaced`` places have left them since.
+
+    ``codes_for``: the conversion in force, if weights are to be stored as codes.
+    """
+    rounding = codes_for and one_rounding(codes_for, of_weights=True)
+    is_plain = bool(codes_for and one_rounding(codes_for))
     firsts: dict[object, Slot] = {}
+    packed: dict[MemorySpan, tuple[number_formats.Packing, Tensor] | None] = {}
     by_storage: dict[int, list[Slot]] = {}
     for f in found:
         if f.place is not None:
@@ -426,24 +447,28 @@ def judged(
         dtype, reason = _judgement(f, neighbours, watch, replaced)
         as_data = "" if f.place is None else watch.uses[f.place].as_data
         formats: set[compute.Formats] = set()
-        if f.place is not None and number_formats.is_format(dtype) and not as_data:
-            formats = watch.uses[f.place].formats
-        is_coded = as_codes and isinstance(dtype, number_formats.CodedFormat)
-        if number_formats.is_format(dtype) and (as_data or not is_coded):
-            reason = f"used in {dtype.name} {as_data}" if as_data else reason
-            dtype, reason = f.tensor.dtype, f"{reason}, but not stored as codes"
+        if f.place is not None and number_formats.is_format(dtype):
+            if not as_data:
+                formats = watch.uses[f.place].formats
+            if first is f and rounding and not as_data:
+                packed[f.place] = number_formats.packed(f.tensor.detach(), dtype, *rounding)
+            is_coded = is_plain and isinstance(dtype, number_formats.CodedFormat)
+            if as_data or not (is_coded or packed.get(f.place)):
+                reason = f"used in {dtype.name} {as_data}" if as_data else reason
+                dtype, reason = f.tensor.dtype, f"{reason}, but not stored as codes"
         size_bytes = stored_bytes = 0
+        bytes_ = packed.get(f.place) if f.place is not None else None
         if first is not f:
             reason = (
                 f"{'is' if first.tensor is f.tensor else 'shares its memory with'} {first.name}"
             )
         elif not nn.parameter.is_lazy(f.tensor):
             size_bytes = f.tensor.numel() * f.tensor.element_size()
-            stored_bytes = f.tensor.numel() * _stored(dtype).itemsize
-        yield Weight(
-            f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason,
-            next(iter(formats)) if len(formats) == 1 else None,
-        )  # fmt: skip
+            stored_bytes = bytes_[1].nbytes if bytes_ else f.tensor.numel() * _stored(dtype).itemsize
+        weight = Weight(
+            f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason
+        )
+        yield Judged(weight, next(iter(formats)) if len(formats) == 1 else None, bytes_)
 
 
 def _judgement(

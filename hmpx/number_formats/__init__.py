@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         kernels_in_use,
         largest_magnitude,
     )
+    from .packing import Packing, in_bytes, out_of_bytes, packed
     from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
     from .rounding import (
         FormatRounding,
@@ -60,6 +61,7 @@ else:  # only needed for number formats
             "codes": "decode encode from_uint16 to_uint16",
             "families": "FORMATS Block CodedFormat Custom Exponent Fixed Float Format Posit Rounder Scaled Table Takum code_dtype",
             "kernels": "MOST_THREADS Bfloat16Kernels bfloat16_kernels extremes_kernels kernels_in_use largest_magnitude",
+            "packing": "Packing in_bytes out_of_bytes packed",
             "registered": "FORMATS_BY_NAME canonical get names register without",
             "rounding": "FormatRounding Rounded quantize rounder rounding_in rounds_nothing straight_through takes_operators text_of",
         },

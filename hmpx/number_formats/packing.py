@@ -1,0 +1,117 @@
+"""Tensors in formats with shared scales as one tensor of bytes, in which frozen models keep weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..patching import unpatched
+from ..torch_internals import FakeTensor
+from .codes import decode, encode
+from .families import Block, Format, Scaled
+from .rounding import quantize
+from .unpatched import AND, LEFT, OR, PAD
+
+_cat: Callable[..., Tensor]
+(_cat,) = unpatched(torch.cat)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How bytes hold a tensor: scales in float32, replaced values and where these are, codes, scales of one byte.
+
+    Values are rounded again where they are used. Some of the largest would then give the tensor another scale, so they
+    are replaced by the magnitude that gave it.
+    """
+
+    format: Block | Scaled
+    shape: tuple[int, ...]
+    replaced: int = 0
+
+    @property
+    def _bits(self) -> int:
+        return 4 if self.format.element.bits <= 4 else 8
+
+    @property
+    def _counts(self) -> tuple[int, int, int]:
+        """The numbers of float32 scales, of bytes of codes, and of scales of one byte."""
+        format, scales = self.format, math.prod(self.format.scales_shape(self.shape))
+        codes = -(-math.prod(self.shape) * self._bits // 8)
+        is_float32 = format.scale_format == "float32"
+        return (scales, codes, 0) if is_float32 else (int(format.tensor_scale), codes, scales)
+
+    @property
+    def nbytes(self) -> int:
+        floats, codes, scales = self._counts
+        return 4 * floats + 8 * self.replaced + codes + scales
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor may be a packed one."""
+        return tensor.dtype is torch.uint8 and tuple(tensor.shape) == (self.nbytes,)
+
+    def values(self, packed: Tensor) -> Tensor:
+        """Returns values in float32 that round to those of the packed tensor."""
+        format, (floats, codes, scales) = self.format, self._counts
+        values, places, held, of_codes = packed.split(
+            [4 * (floats + self.replaced), 4 * self.replaced, codes, scales]
+        )
+        elements = out_of_bytes(held, self._bits)[: math.prod(self.shape)]
+        parts: list[Any] = [elements.reshape(self.shape)]
+        if scales:
+            parts.append(of_codes.reshape(format.scales_shape(self.shape)))
+        numbers = values.view(torch.float32)
+        if floats:
+            shape = () if format.tensor_scale else format.scales_shape(self.shape)
+            parts.append(numbers[:floats].reshape(shape))
+        found = decode(tuple(parts), format)
+        if self.replaced:
+            where = places.view(torch.int32).to(torch.int64)
+            found.view(-1).index_copy_(0, where, numbers[floats:])
+        return found
+
+
+def packed(
+    x: Tensor, format: Format, rounding: str, overflow: str | None
+) -> tuple[Packing, Tensor] | None:
+    """Returns how bytes hold a tensor, and these; None if they can't."""
+    if not isinstance(format, Block | Scaled) or format.element.bits > 8 or x.numel() >= 1 << 31:
+        return None
+    codes, *scales = encode(x, format, rounding, overflow)
+    floats = scales[-1:] if scales[-1].dtype is torch.float32 else []
+    parts = [*floats, *scales[: len(scales) - len(floats)]]
+    parts.insert(len(floats), in_bytes(codes.flatten(), 4 if format.element.bits <= 4 else 8))
+    parts = [each.flatten().view(torch.uint8) for each in parts]
+    packing, found = Packing(format, tuple(x.shape)), _cat(parts)
+    if isinstance(x, FakeTensor) or x.is_meta:
+        return packing, found
+    values = packing.values(found)
+    if isinstance(format, Scaled) and format.tensor_scale:
+        amax = format.amax(values)
+        if format.scale(amax) != floats[0]:
+            places = (values.abs() == amax).flatten().nonzero().flatten()
+            numbers = format.amax(x).copysign(values.flatten()[places])
+            parts[1:1] = [numbers.view(torch.uint8), places.to(torch.int32).view(torch.uint8)]
+            packing, found = replace(packing, replaced=len(places)), _cat(parts)
+            values = packing.values(found)
+    rounded, expected = (quantize(each, format, rounding, overflow) for each in (values, x))
+    is_same = torch.equal(rounded.view(torch.int32), expected.view(torch.int32))
+    return (packing, found) if is_same else None
+
+
+def in_bytes(codes: Tensor, bits: int, multiple: int = 1) -> Tensor:
+    """Returns codes of 4 or 8 bits in bytes, the first ones low; rows are filled up to a multiple of bytes."""
+    codes = PAD(codes, (0, -codes.shape[-1] % (multiple * 8 // bits)))
+    return codes if bits == 8 else OR(codes[..., ::2], LEFT(codes[..., 1::2], 4))
+
+
+def out_of_bytes(held: Tensor, bits: int) -> Tensor:
+    """Returns the codes that `in_bytes` holds, with those that fill up rows."""
+    if bits == 8:
+        return held
+    pairs = held.to(torch.int16)
+    return AND(OR(pairs, LEFT(pairs, 4)), 0x0F0F).view(torch.uint8)
