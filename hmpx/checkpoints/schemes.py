@@ -172,9 +172,11 @@ def scheme_of(formats: Formats) -> Scheme | None:
 # --- tensors -------------------------------------------------------------------------------------
 
 
-def parts_of_weight(weight: Tensor, formats: Formats, scheme: Scheme) -> dict[str, Tensor]:
-    """Returns the tensors of a layer with a weight, by their names in it."""
-    found = encode(weight, formats.weights, formats.rounding, formats.overflow)
+def parts_of_weight(
+    weight: Tensor, formats: Formats, scheme: Scheme, encoded: tuple[Tensor, ...] | None
+) -> dict[str, Tensor]:
+    """Returns the tensors of a layer with a weight, by their names in it; its codes may be known."""
+    found = encoded or encode(weight, formats.weights, formats.rounding, formats.overflow)
     codes, scale, *of_tensor = found if isinstance(found, tuple) else (found, torch.ones(1))
     bits, dtypes = scheme.weights["num_bits"], LAYOUTS[scheme.layout].parts
     parts = {"weight_scale": scale.reshape(1) if scheme.weights["strategy"] == "tensor" else scale}

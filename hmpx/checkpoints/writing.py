@@ -35,12 +35,14 @@ _REMEDY: Final = "leave it in another type by a section, or exclude it, before h
 def save(
     model: nn.Module,
     formats: Mapping[str, Formats],
+    encoded: Mapping[str, tuple[Tensor, ...]],
     reasons: Mapping[str, str],
     directory: str | os.PathLike[str],
 ) -> None:
     """Writes the weights of ``model``, those in ``formats`` quantized; an earlier checkpoint stays if that fails.
 
-    ``reasons`` tell for each weight why it is stored as it is.
+    ``encoded`` are the codes and scales that the model has already. ``reasons`` tell for each weight why it is
+    stored as it is.
 
     Raises:
         FreezeError: compressed-tensors can't hold a tensor, or no linear layer has a number format.
@@ -60,7 +62,7 @@ def save(
         state = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
         _refuse_tensors(model, state)
         tensors, schemes, scales = _stored(
-            state, {n: formats.get(inside(n, "weight")) for n in linear}
+            state, {n: formats.get(inside(n, "weight")) for n in linear}, encoded
         )
     whole = {name: reasons.get(inside(name, "weight"), "") for name in linear}
     whole = {n: why for n, why in whole.items() if formats.get(inside(n, "weight")) is None}
@@ -152,7 +154,9 @@ def inside(layer: str, name: str) -> str:
 
 
 def _stored(
-    state: Mapping[str, Tensor], layers: Mapping[str, Formats | None]
+    state: Mapping[str, Tensor],
+    layers: Mapping[str, Formats | None],
+    encoded: Mapping[str, tuple[Tensor, ...]],
 ) -> tuple[dict[str, Tensor], dict[str, Scheme], dict[str, str]]:
     """Returns the tensors to store, the schemes of layers, and the scales of whole tensors; tied ones are there once."""
     tensors: dict[str, Tensor] = {}
@@ -168,7 +172,8 @@ def _stored(
             continue
         schemes[layer] = scheme
         seen.add(_place(weight))
-        parts = parts_of_weight(weight, formats, scheme)
+        known = encoded.get(inside(layer, "weight"))
+        parts = parts_of_weight(weight, formats, scheme, known)
         if not bool(values_of_parts(parts, scheme).isfinite().all()):
             raise FreezeError(f"{inside(layer, 'weight')!r} holds infinities or NaN; {_REMEDY}")
         if isinstance(formats.weights, Scaled) and formats.weights.tensor_scale:

@@ -169,18 +169,18 @@ def _frozen(
     others = {f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows}
     undo = Undo(model, Originals(slots, others if keep_fp32 else None))
     formats = {w.name: said for w, said, _ in weights if said is not None}
-    name = printable(type(model).__name__)
-    frozen = Frozen(tuple([each.weight for each in weights]), undo, name, formats)
+    packings = {name: packing for name, (packing, _) in packed.items()}
     in_bytes: dict[nn.Module, dict[str, number_formats.Packing]] = defaultdict(dict)
     for slot in slots:
-        if slot.name in packed:
-            in_bytes[slot.module][slot.attribute] = packed[slot.name][0]
+        if slot.name in packings:
+            in_bytes[slot.module][slot.attribute] = packings[slot.name]
+    every, name = tuple([each.weight for each in weights]), printable(type(model).__name__)
+    frozen = Frozen(every, undo, name, formats, packings)
     try:
         if outputs == "fp32":
             model.register_forward_hook(Widens(undo.key))
         if lows or in_force is None:
             sealed = {slot.name: dtypes[lows[id(slot.tensor)].name] for slot in slots}
-            packings = {name: packing for name, (packing, _) in packed.items()}
             seal(model, slots, sealed, packings, in_force, undo)
         for module in () if in_force else model.modules():
             upcast_parameters(module)
@@ -332,9 +332,10 @@ class Frozen:
         undo: Undo,
         name: str,
         formats: Mapping[str, compute.Formats],
+        packings: Mapping[str, number_formats.Packing],
     ) -> None:
         self.weights = weights
-        self._formats = formats  # of ops, by weight
+        self._formats, self._packings = formats, packings  # by name
         self._name = name
         self._undo = undo
         undo.owner = weakref.ref(self)
@@ -371,7 +372,13 @@ class Frozen:
         if model is None or self._undo.is_done:
             raise FreezeError(f"{self._name} is not frozen any more; call save() before undo()")
         reasons = {each.name: each.reason for each in self.weights}
-        checkpoints.save(model, self._formats, reasons, directory)
+        held = dict(model.named_parameters(remove_duplicate=False))
+        encoded = {
+            name: packing.parts(held[name].detach())
+            for name, packing in self._packings.items()
+            if name in held and packing.holds(held[name])
+        }
+        checkpoints.save(model, self._formats, encoded, reasons, directory)
 
     @session.restoring
     def undo(self, *, strict: bool = True) -> None:

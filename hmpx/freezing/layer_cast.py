@@ -8,7 +8,7 @@ what reading the attributes gives.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -58,7 +58,7 @@ def _decoding(
         _, _, *state = own.__reduce_ex__(module, protocol)
         return _empty, (own, packings), *state
 
-    read = {name: property(functools.partial(_decode, name, each)) for name, each in packings}
+    read = {name: property(functools.partial(_decode, name, *_decoder(each))) for name, each in packings}
     return _derived(own, {"__reduce_ex__": reduced, **read})
 
 
@@ -68,14 +68,22 @@ def _empty(own: type[nn.Module], packings: frozenset[tuple[str, Packing]]) -> nn
     return made.__new__(made)
 
 
-def _decode(name: str, packing: Packing, module: nn.Module) -> Any:
+@functools.cache
+def _decoder(packing: Packing) -> tuple[Packing, Callable[[Tensor], Tensor]]:
+    # Torch's functions are patched, so that Dynamo does not know their originals.
+    return packing, torch.compiler.allow_in_graph(lambda packed: packing.values(packed))
+
+
+def _decode(
+    name: str, packing: Packing, decode: Callable[[Tensor], Tensor], module: nn.Module
+) -> Any:
     found = _stored(name, module)
     if not isinstance(found, Tensor) or not packing.holds(found):
         return found
-    values = packing.values(found.detach())
+    if torch.compiler.is_compiling():
+        return decode(found)
     # Ops without names for them know weights by their class.
-    is_traced = torch.compiler.is_compiling()
-    return values if is_traced else nn.Parameter(values, requires_grad=False)
+    return nn.Parameter(packing.values(found.detach()), requires_grad=False)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +24,8 @@ _cat: Callable[..., Tensor]
 class Packing:
     """How bytes hold a tensor: scales in float32, replaced values and where these are, codes, scales of one byte.
 
-    Values are rounded again where they are used. Some of the largest would then give the tensor another scale, so they
-    are replaced by the magnitude that gave it.
+    Values are rounded again where they are used. The largest could then give the tensor another scale, so they are
+    replaced by the magnitude that gave it.
     """
 
     format: Block | Scaled
@@ -54,25 +53,32 @@ class Packing:
         """Whether a tensor may be a packed one."""
         return tensor.dtype is torch.uint8 and tuple(tensor.shape) == (self.nbytes,)
 
-    def values(self, packed: Tensor) -> Tensor:
-        """Returns values in float32 that round to those of the packed tensor."""
-        format, (floats, codes, scales) = self.format, self._counts
-        values, places, held, of_codes = packed.split(
+    def _split(self, packed: Tensor) -> tuple[Tensor, ...]:
+        floats, codes, scales = self._counts
+        numbers, places, *others = packed.split(
             [4 * (floats + self.replaced), 4 * self.replaced, codes, scales]
         )
-        elements = out_of_bytes(held, self._bits)[: math.prod(self.shape)]
-        parts: list[Any] = [elements.reshape(self.shape)]
-        if scales:
-            parts.append(of_codes.reshape(format.scales_shape(self.shape)))
-        numbers = values.view(torch.float32)
+        return numbers.view(torch.float32), places.view(torch.int32), *others
+
+    def parts(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """Returns codes and scales, as `encode` does."""
+        format, floats = self.format, self._counts[0]
+        numbers, _, codes, scales = self._split(packed)
+        codes = out_of_bytes(codes, self._bits)[: math.prod(self.shape)].reshape(self.shape)
+        of_groups = format.scales_shape(self.shape)
+        parts = [codes, *([scales.reshape(of_groups)] if self._counts[2] else [])]
         if floats:
-            shape = () if format.tensor_scale else format.scales_shape(self.shape)
-            parts.append(numbers[:floats].reshape(shape))
-        found = decode(tuple(parts), format)
+            parts.append(numbers[:floats].reshape(() if format.tensor_scale else of_groups))
+        return tuple(parts)
+
+    def values(self, packed: Tensor) -> Tensor:
+        """Returns values in float32 that round to those of the packed tensor."""
+        values = decode(self.parts(packed), self.format)
         if self.replaced:
-            where = places.view(torch.int32).to(torch.int64)
-            found.view(-1).index_copy_(0, where, numbers[floats:])
-        return found
+            numbers, places, *_ = self._split(packed)
+            places = places.to(torch.int64)
+            values.view(-1).index_copy_(0, places, numbers[self._counts[0] :])
+        return values
 
 
 def packed(
@@ -91,13 +97,11 @@ def packed(
         return packing, found
     values = packing.values(found)
     if isinstance(format, Scaled) and format.tensor_scale:
-        amax = format.amax(values)
-        if format.scale(amax) != floats[0]:
-            places = (values.abs() == amax).flatten().nonzero().flatten()
-            numbers = format.amax(x).copysign(values.flatten()[places])
-            parts[1:1] = [numbers.view(torch.uint8), places.to(torch.int32).view(torch.uint8)]
-            packing, found = replace(packing, replaced=len(places)), _cat(parts)
-            values = packing.values(found)
+        places = (values.abs() == format.amax(values)).flatten().nonzero().flatten()
+        numbers = format.amax(x).copysign(values.flatten()[places])
+        parts[1:1] = [numbers.view(torch.uint8), places.to(torch.int32).view(torch.uint8)]
+        packing, found = replace(packing, replaced=len(places)), _cat(parts)
+        values = packing.values(found)
     rounded, expected = (quantize(each, format, rounding, overflow) for each in (values, x))
     is_same = torch.equal(rounded.view(torch.int32), expected.view(torch.int32))
     return (packing, found) if is_same else None

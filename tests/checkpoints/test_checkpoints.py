@@ -146,18 +146,23 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     assert config_of(tmp_path)["quantization_config"]["ignore"] == ["head"]
 
 
-def test_codes_of_a_frozen_model_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    ["linear float8_e4m3fn overflow=saturate output=bfloat16", "linear nvfp4 output=bfloat16", "linear int4_block128 output=bfloat16"],
+)
+def test_a_model_with_codes_gives_the_same_checkpoint(line: str, tmp_path: Path) -> None:
     model, x = mlp(), torch.randn(3, 256)
-    options: dict[str, Any] = {"low_precision_type": "float8_e4m3fn", "overflow": "saturate"}
-    with (
-        hmpx.convert(**options, device_types={"cpu"}),
-        hmpx.freeze(model, x, store="codes") as frozen,
-    ):
-        codes = model[0].weight.clone()
-        assert codes.dtype is torch.uint8
-        frozen.save(tmp_path)
-    found = safetensors.load_file(tmp_path / "model.safetensors")
-    assert torch.equal(found["0.weight"].view(torch.uint8), codes)
+    policy = {"lists": "none", "low": [line]}
+    for store in ("codes", "dtype"):
+        with (
+            hmpx.convert(policy=policy, device_types={"cpu"}),
+            hmpx.freeze(model, x, store=store) as frozen,
+        ):
+            assert frozen.weights[0].is_low == (store == "codes")
+            frozen.save(tmp_path / store)
+    for name in ("model.safetensors", "config.json"):
+        codes, values = ((tmp_path / store / name).read_bytes() for store in ("codes", "dtype"))
+        assert codes == values
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -317,7 +322,6 @@ def test_compressed_tensors_restores_the_rounded_weights(
         hmpx.freeze(model, x) as frozen,
     ):
         frozen.save(tmp_path)
-        formats = {each.name: each.formats for each in frozen.weights}
     config = quantization.QuantizationConfig.model_validate(
         config_of(tmp_path)["quantization_config"]
     )
@@ -330,10 +334,11 @@ def test_compressed_tensors_restores_the_rounded_weights(
             n[2:]: t for n, t in tensors.items() if n.startswith(f"{layer}.") and "bias" not in n
         }
         values = compressor.decompress(parts, scheme)["weight"].float()
-        used = formats[f"{layer}.weight"]
-        assert used is not None
+        _, format, *options = line.split()
+        said = {"weights": format, "rounding": "nearest", "overflow": None}
+        said |= dict(option.split("=") for option in options)
         expected = quantize(
-            model.get_submodule(layer).weight.detach(), used.weights, used.rounding, used.overflow
+            model.get_submodule(layer).weight.detach(), said["weights"], said["rounding"], said["overflow"]
         )  # type: ignore[arg-type]
         if (
             layout == "nvfp4-pack-quantized"

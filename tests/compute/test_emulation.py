@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -514,12 +515,87 @@ def test_compiled_models_read_codes() -> None:
             same_or_nan(compiled(normal(5, 8)), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"store": "codes"}])
+#: Format -> bytes of a weight of 64 x 48.
+SHARED = {
+    "mxfp8_e4m3": 3072 + 128,
+    "mxfp4_e2m1": 1536 + 128,
+    "mxint8": 3072 + 128,
+    "nvfp4": 1536 + 192 + 4,
+    "int8": 3072 + 4,
+    "int8_row": 3072 + 4 * 64,
+    "int4_block128": 1536 + 4 * 64,
+    "float8_e4m3fn_tensor": 3072 + 4,
+    "float8_e4m3fn_row": 3072 + 4 * 64,
+    "float8_e4m3fn_block128x128": 3072 + 4,
+    "nf4": 1536 + 4 * 64,
+}
+
+
+class Shared(nn.Module):
+    """A weight that two layers share, one whose rows are not reduced, and one that is read in a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 64), nn.Linear(48, 64, bias=False)
+        self.second.weight = self.first.weight
+        self.across = nn.Parameter(normal(64, 48))
+
+    def forward(self, value: Tensor) -> Tensor:
+        assert self.first.weight.shape == (64, 48) and self.first.weight.dtype is torch.float32
+        result: Tensor = self.second(torch.relu(self.first(value)) @ self.across)
+        return result
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("line", ["{} output=bfloat16", "bfloat16 weights={}"])
+@pytest.mark.parametrize("format", SHARED)
+def test_weights_with_shared_scales_are_frozen_to_codes(format: str, line: str) -> None:
+    """The same bits, also of copies and of what state dicts hold; `undo` gives the weights back."""
+    torch.manual_seed(0)
+    model, x = Shared().eval(), normal(5, 48)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    low = [f"linear {line.format(format)}", f"matmul {line.format(format)}"]
+    with torch.no_grad(), hmpx.convert(policy={"lists": "none", "low": low}):
+        expected = model(x)
+        frozen = hmpx.freeze(model, x, store="codes")
+        sizes = {weight.name: weight.stored_bytes for weight in frozen.weights if weight.is_low}
+        assert sizes.pop("across") < 0.6 * 4 * 64 * 48
+        largest = 8 if format == "nvfp4" else 0  # a value that gives back the tensor's scale
+        assert sizes == {"first.weight": SHARED[format] + largest, "second.weight": 0}
+        held = dict(model.named_parameters(remove_duplicate=False))
+        assert held["first.weight"].nbytes == sizes["first.weight"]
+        assert held["first.weight"] is held["second.weight"]
+        with io.BytesIO() as file:
+            torch.save(model, file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=False)
+        fresh = Shared().eval()
+        fresh.load_state_dict(model.state_dict())
+        for each in (model, copy.deepcopy(model), loaded, fresh):
+            assert torch.equal(each(x), expected)
+        with pytest.raises(hmpx.FreezeError, match="can't load weights"):
+            model.load_state_dict(before)
+        frozen.undo()
+    same_or_nan(dict(model.state_dict()), before)
+    assert type(model.first) is nn.Linear and model.first.weight.requires_grad
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "float8_e4m3fn_row"])
+def test_graphs_decode_weights_with_shared_scales(format: str) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), normal(5, 8)
+    policy = {"lists": "none", "low": [f"linear {format} output=bfloat16"]}
+    with hmpx.convert(policy=policy), torch.no_grad():
+        expected = model(x)
+        with hmpx.freeze(model, x, store="codes") as frozen:
+            assert frozen.weights[0].is_low
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            assert torch.equal(compiled(x), expected)
+            assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+
+
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "float32"])
-def test_formats_without_codes_of_their_own_leave_the_weights(
-    format: str, options: dict[str, str]
-) -> None:
-    """Blocks share scales; and nothing is stored as codes without being asked."""
+def test_nothing_is_stored_as_codes_without_being_asked(format: str) -> None:
+    options: dict[str, Any] = {"store": "codes"} if format == "float32" else {}  # that is exact
     model = nn.Linear(8, 8).eval()
     with hmpx.convert(low_precision_type=format):
         frozen = hmpx.freeze(model, normal(5, 8), **options)
