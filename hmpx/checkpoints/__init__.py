@@ -8,14 +8,18 @@ from ..later import shown_later
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, CheckpointLayer
-    from .reading import is_checkpoint, load_frozen, read_checkpoint, read_config
+    from .checking import read_checkpoint
+    from .loading import load_frozen
+    from .reading import is_checkpoint, read_config
     from .writing import save
 else:  # only needed for number formats
     __getattr__ = shown_later(
         __name__,
         {
             "checkpoint": "Checkpoint CheckpointLayer",
-            "reading": "is_checkpoint load_frozen read_checkpoint read_config",
+            "checking": "read_checkpoint",
+            "loading": "load_frozen",
+            "reading": "is_checkpoint read_config",
             "writing": "save",
         },
     )

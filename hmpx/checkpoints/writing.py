@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,16 +16,31 @@ from torch import Tensor, nn
 
 from .. import arguments, files, torch_state
 from ..compute import Formats
-from ..errors import FreezeError, OptionError, gathered, printable, raised_here, to_the_end, warn
+from ..errors import (
+    CheckpointError,
+    FreezeError,
+    OptionError,
+    gathered,
+    printable,
+    raised_here,
+    shown,
+    to_the_end,
+    warn,
+)
 from ..files import make_directory, unfinished_folder, unwritable, write
 from ..later import imported
 from ..number_formats import Scaled
 from .schemes import Scheme, parts_of_weight, scheme_of, values_of_parts
 
 WEIGHTS: Final = "model.safetensors"
+INDEX: Final = f"{WEIGHTS}.index.json"
 CONFIG: Final = "config.json"
 
-#: Key of hmpx's own metadata in the header of safetensors: layer -> the scale of its tensor, as hexadecimal digits.
+#: Units of sizes, as in Hugging Face's libraries.
+_UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+#: Key of hmpx's own metadata in indices, and in the header of safetensors: layer -> the scale of its tensor, as
+#: hexadecimal digits.
 METADATA: Final = "hmpx"
 
 _PARALLEL: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -38,6 +54,7 @@ def save(
     encoded: Mapping[str, tuple[Tensor, ...]],
     reasons: Mapping[str, str],
     directory: str | os.PathLike[str],
+    max_shard_size: int | str,
 ) -> None:
     """Writes the weights of ``model``, those in ``formats`` quantized; an earlier checkpoint stays if that fails.
 
@@ -51,6 +68,7 @@ def save(
     given = arguments.path("directory", directory)
     if not given:
         raise OptionError("directory is empty; give the path of a directory")
+    most = _size(max_shard_size)
     try:
         target = Path(os.path.realpath(given))
     except raised_here(ValueError) as error:
@@ -91,18 +109,55 @@ def save(
     if odd:
         warn(f"these weights are not stored as codes: {', '.join(gathered(odd, len(odd)))}")
     config = _config(model, schemes, whole)
-    metadata = {"format": "pt"} | ({METADATA: json.dumps(scales)} if scales else {})
-    _refuse_others(target)
+    earlier = _earlier(target)
     make_directory(target.parent)
     # Inside the directory, if it is there: it may be a mount.
-    with unfinished_folder(target / CONFIG if target.is_dir() else target) as folder:
+    inner = target / CONFIG if target.is_dir() else target
+    if left := sorted(inner.parent.glob(".hmpx-*.part/")):
+        warn(f"{printable(str(left[0]))} is of a write that was killed; delete it unless another one is running")
+    with unfinished_folder(inner) as folder:
         try:
-            safetensors.save_file(tensors, folder / WEIGHTS, metadata)
+            files_of = _sharded(tensors, most)
+            for name, shard in files_of.items():
+                metadata = {"format": "pt"} | ({METADATA: json.dumps(scales)} if scales else {})
+                safetensors.save_file(shard, folder / name, metadata)
+                scales = {}
+            if len(files_of) > 1:
+                total = sum(each.nbytes for each in tensors.values())
+                placed = {n: name for name, shard in files_of.items() for n in shard}
+                index = {"metadata": {"total_size": total, METADATA: 1}, "weight_map": placed}
+                write(json.dumps(index, indent=2).encode(), folder / INDEX)
             write(json.dumps(config, indent=2, default=str).encode(), folder / CONFIG)
-            (folder / WEIGHTS).chmod(stat.S_IMODE((folder / CONFIG).stat().st_mode))
-            to_the_end(functools.partial(_put, folder, target))
+            for name in files_of:
+                (folder / name).chmod(stat.S_IMODE((folder / CONFIG).stat().st_mode))
+            names = [*files_of, *[INDEX] * (len(files_of) > 1), CONFIG]
+            to_the_end(functools.partial(_put, folder, target, names, earlier))
         except raised_here(OSError, refused) as error:
             raise unwritable(target, error) from error
+
+
+def _size(given: int | str) -> int:
+    """Returns a number of bytes, which may be given like ``"5GB"``."""
+    found = re.fullmatch(r"\s*([0-9]{1,9})\s*([KMGT]B)\s*", given.upper()) if isinstance(given, str) else None
+    size = int(found[1]) * _UNITS[found[2]] if found else given
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise OptionError(f"max_shard_size must be a number of bytes, or like '5GB', not {shown(given)}")
+    return size
+
+
+def _sharded(tensors: Mapping[str, Tensor], most: int) -> dict[str, dict[str, Tensor]]:
+    """Returns the tensors of each file by its name; a file is larger only if one tensor is."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > most:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": each for i, each in enumerate(shards, 1)}
 
 
 def _refuse_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -122,30 +177,52 @@ def _refuse_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             raise FreezeError(f"{name!r} is {kind}, which safetensors can't hold")
 
 
-def _refuse_others(target: Path) -> None:
-    """Raises OptionError if a directory holds other weights than those of an earlier `save`."""
+def index_of(folder: Path) -> dict[str, Any]:
+    """Returns the content of the index of a checkpoint in several files; one that lists nothing if it has none.
+
+    Raises:
+        CheckpointError: The index is damaged.
+    """
+    if not (folder / INDEX).exists():
+        return {"metadata": {}, "weight_map": {}}
+    text = files.read_text(folder / INDEX, files.CHECKPOINT)
+    found = files.parsed(text, INDEX, files.CHECKPOINT)
+    return found if isinstance(found, dict) else {}
+
+
+def _earlier(target: Path) -> set[str]:
+    """Returns the files of an earlier `save`; raises OptionError if a directory holds other weights."""
     if (target / CONFIG).is_dir():
         raise OptionError(f"{target / CONFIG} is a directory; give another directory")
     config = (
         files.read_text(target / CONFIG, files.CHECKPOINT) if (target / CONFIG).exists() else ""
     )
     known = {WEIGHTS} if '"compressed-tensors"' in config else set()
-    names = (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json"))
-    others = {each.name for each in names} - known
-    if others:
+    try:
+        index = index_of(target)
+        if METADATA in index["metadata"]:
+            known |= {INDEX, *index["weight_map"].values()}
+    except raised_here(CheckpointError, KeyError, TypeError, AttributeError):
+        pass  # another's
+    found = (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json"))
+    names = {each.name for each in found}
+    if names - known:
         raise OptionError(
-            f"{target} holds {min(others)}, which is not of an earlier Frozen.save; give another directory, or delete it"
+            f"{target} holds {min(names - known)}, which is not of an earlier Frozen.save; give another directory, or delete it"
         )
+    return names
 
 
-def _put(folder: Path, target: Path) -> None:
-    """Moves a folder's files into a directory."""
+def _put(folder: Path, target: Path, names: Sequence[str], earlier: set[str]) -> None:
+    """Moves a folder's files into a directory, and removes those of an earlier checkpoint."""
     if folder.exists() and not target.exists():
         folder.rename(target)
         return
-    for name in (WEIGHTS, CONFIG):
+    for name in names:
         if (folder / name).exists():  # it may be repeated
             (folder / name).replace(target / name)
+    for name in earlier.difference(names):
+        (target / name).unlink(missing_ok=True)
 
 
 def inside(layer: str, name: str) -> str:

@@ -344,7 +344,13 @@ class Frozen:
         """Returns a table: the bytes before and after, and for each weight its dtype and the reason."""
         return table(self._name, self.weights, is_undone=self._undo.is_done)
 
-    def save(self, directory: str | os.PathLike[str], format: str = "compressed-tensors") -> None:
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        format: str = "compressed-tensors",
+        *,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
         """Writes the weights as a checkpoint that servers load, such as vLLM and transformers.
 
         Weights of linear layers that are used in FP8, MXFP8, MXFP4, NVFP4, INT8 or INT4 are stored as codes and scales,
@@ -354,11 +360,13 @@ class Frozen:
             directory: Gets ``model.safetensors`` and ``config.json``. If it can't be written, an earlier checkpoint stays;
                 other weights there are refused.
             format: ``"compressed-tensors"``.
+            max_shard_size: Bytes, or text such as ``"5GB"``. Larger weights are split into files
+                ``model-00001-of-00002.safetensors``, with an index.
 
         Raises:
             FreezeError: No linear layer has such a format; or one has a format, a size or values that the checkpoint can't
                 hold; or the freezing was undone.
-            OptionError: The files can't be written, or safetensors is not installed.
+            OptionError: The files can't be written, safetensors is not installed, or ``max_shard_size`` is not a size.
 
         Example:
             >>> model = torch.nn.Linear(4, 2).eval()
@@ -378,7 +386,7 @@ class Frozen:
             for name, packing in self._packings.items()
             if name in held and packing.holds(held[name])
         }
-        checkpoints.save(model, self._formats, encoded, reasons, directory)
+        checkpoints.save(model, self._formats, encoded, reasons, directory, max_shard_size)
 
     @session.restoring
     def undo(self, *, strict: bool = True) -> None:

@@ -160,9 +160,13 @@ def test_a_model_with_codes_gives_the_same_checkpoint(line: str, tmp_path: Path)
         ):
             assert frozen.weights[0].is_low == (store == "codes")
             frozen.save(tmp_path / store)
-    for name in ("model.safetensors", "config.json"):
-        codes, values = ((tmp_path / store / name).read_bytes() for store in ("codes", "dtype"))
-        assert codes == values
+    codes, values = (
+        safetensors.load_file(tmp_path / store / "model.safetensors") for store in ("codes", "dtype")
+    )
+    assert codes.keys() == values.keys()
+    for name, tensor in codes.items():
+        assert torch.equal(tensor.view(torch.uint8), values[name].view(torch.uint8)), name
+    assert config_of(tmp_path / "codes") == config_of(tmp_path / "dtype")
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -232,6 +236,48 @@ def test_other_files_stay(tmp_path: Path) -> None:
     with pytest.raises(hmpx.OptionError, match="can't write"):
         saved(file)
     assert file.read_text() == "mine"
+
+
+def test_large_checkpoints_are_in_several_files(tmp_path: Path) -> None:
+    """Which replace those of an earlier one, and are read again; others' stay."""
+    model, again, x = mlp(), mlp(1), torch.randn(3, 256)
+    policy = {"low": ["linear nvfp4 output=bfloat16"]}
+    with hmpx.convert(policy=policy, device_types={"cpu"}), hmpx.freeze(model, x) as frozen:
+        expected = model(x)
+        frozen.save(tmp_path)
+        whole = safetensors.load_file(tmp_path / "model.safetensors")
+        frozen.save(tmp_path, max_shard_size="13KB")
+        names = sorted(each.name for each in tmp_path.glob("model*"))
+        shards = names[:-1]
+        assert names[-1] == "model.safetensors.index.json"
+        assert shards == [f"model-0000{i}-of-0000{len(shards)}.safetensors" for i in range(1, len(shards) + 1)]
+        found = {name: safetensors.load_file(tmp_path / name) for name in shards}
+        assert all(sum(t.nbytes for t in each.values()) <= max(13_000, 16_384) for each in found.values())
+        index = json.loads((tmp_path / names[-1]).read_text())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+        assert index["weight_map"] == {n: name for name, each in found.items() for n in each}
+        merged = {n: t for each in found.values() for n, t in each.items()}
+        assert merged.keys() == whole.keys()
+        assert all(torch.equal(t.view(torch.uint8), whole[n].view(torch.uint8)) for n, t in merged.items())
+        assert not read_checkpoint(tmp_path, model).faults
+        hmpx.load_frozen(tmp_path, again)
+        assert torch.equal(again(x).float(), expected)
+        frozen.save(tmp_path, max_shard_size=10**9)
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+        for size in ("5GiB", "many", 0, True, 1.5):
+            with pytest.raises(hmpx.OptionError, match="max_shard_size must be a number of bytes"):
+                frozen.save(tmp_path, max_shard_size=size)
+        (tmp_path / "model.safetensors").unlink()
+        (tmp_path / "model-00001-of-00001.safetensors").write_text("mine")
+        (tmp_path / "model.safetensors.index.json").write_text("{}")
+        with pytest.raises(hmpx.OptionError, match="holds model-00001-of-00001.safetensors, which is"):
+            frozen.save(tmp_path)
+
+
+def test_folders_of_killed_writes_are_named(tmp_path: Path) -> None:
+    (tmp_path / ".hmpx-0123456789abcdef.part").mkdir()
+    with pytest.warns(hmpx.HmpxWarning, match=r"\.part is of a write that was killed; delete it"):
+        saved(tmp_path / "served")
 
 
 @pytest.mark.parametrize(
