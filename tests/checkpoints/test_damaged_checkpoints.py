@@ -286,3 +286,24 @@ def test_the_command_prints_and_writes(
     assert "no tensors in safetensors" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["check", "no_such_directory", "--model", *target])
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["a/model.safetensors"], "is a file of a checkpoint; check its directory: hmpx check "),
+        (["a/config.json"], "is a file of a checkpoint; check its directory: hmpx check "),
+        (["a", "b"], "a is a checkpoint; check it alone: hmpx check "),
+        (["served"], "served: no such file or directory; give an op list, a policy file or the dir"),
+    ],
+)
+def test_paths_that_are_no_checkpoint_get_a_remedy(
+    files: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_text("")
+    with pytest.raises(SystemExit):
+        main(["check", *[str(tmp_path / each) for each in files]])
+    assert said in capsys.readouterr().err
