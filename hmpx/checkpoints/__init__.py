@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ..later import shown_later
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint, CheckpointLayer
     from .checking import read_checkpoint
+    from .checkpoint import Checkpoint, CheckpointLayer
     from .loading import load_frozen
     from .reading import is_checkpoint, read_config
     from .writing import save

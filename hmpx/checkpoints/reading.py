@@ -121,10 +121,13 @@ class Directory:
 
     def scheme(self, layer: str, classes: Sequence[str] = ()) -> Scheme | None:
         """Returns the scheme of a layer by its name, a pattern or its class; without classes, any one fits."""
-        ranked = {rank(target, layer, classes): each for target, each in [*self.schemes.items()][::-1]}
+        ranked = {
+            rank(target, layer, classes): each for target, each in [*self.schemes.items()][::-1]
+        }
         return next((ranked[each] for each in range(3) if each in ranked), None)
 
     def is_ignored(self, layer: str, classes: Sequence[str] = ()) -> bool:
+        """Whether config.json leaves a layer out."""
         return any(rank(each, layer, classes or [""]) < 3 for each in self.ignored)
 
     def read(
@@ -172,6 +175,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def classes_of(module: nn.Module | None) -> list[str]:
+    """Returns the names of a module's classes."""
     return [] if module is None else [each.__name__ for each in type(module).__mro__]
 
 

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from ..compute import Formats
-from ..number_formats import Block, Fixed, Float, Format, Scaled, decode, encode, in_bytes, out_of_bytes
+from ..number_formats import (
+    Block,
+    Fixed,
+    Float,
+    Format,
+    Scaled,
+    decode,
+    encode,
+    in_bytes,
+    out_of_bytes,
+)
 
 #: Elements by their type and bits.
 _ELEMENTS: Final[Mapping[tuple[str, int], Float | Fixed]] = {

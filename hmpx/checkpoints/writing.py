@@ -54,6 +54,7 @@ def save(
     encoded: Mapping[str, tuple[Tensor, ...]],
     reasons: Mapping[str, str],
     directory: str | os.PathLike[str],
+    *,
     max_shard_size: int | str,
 ) -> None:
     """Writes the weights of ``model``, those in ``formats`` quantized; an earlier checkpoint stays if that fails.
@@ -114,7 +115,9 @@ def save(
     # Inside the directory, if it is there: it may be a mount.
     inner = target / CONFIG if target.is_dir() else target
     if left := sorted(inner.parent.glob(".hmpx-*.part/")):
-        warn(f"{printable(str(left[0]))} is of a write that was killed; delete it unless another one is running")
+        warn(
+            f"{printable(str(left[0]))} is of a write that was killed; delete it unless another one is running"
+        )
     with unfinished_folder(inner) as folder:
         try:
             files_of = _sharded(tensors, most)
@@ -138,10 +141,16 @@ def save(
 
 def _size(given: int | str) -> int:
     """Returns a number of bytes, which may be given like ``"5GB"``."""
-    found = re.fullmatch(r"\s*([0-9]{1,9})\s*([KMGT]B)\s*", given.upper()) if isinstance(given, str) else None
+    found = (
+        re.fullmatch(r"\s*([0-9]{1,9})\s*([KMGT]B)\s*", given.upper())
+        if isinstance(given, str)
+        else None
+    )
     size = int(found[1]) * _UNITS[found[2]] if found else given
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise OptionError(f"max_shard_size must be a number of bytes, or like '5GB', not {shown(given)}")
+        raise OptionError(
+            f"max_shard_size must be a number of bytes, or like '5GB', not {shown(given)}"
+        )
     return size
 
 
@@ -157,7 +166,9 @@ def _sharded(tensors: Mapping[str, Tensor], most: int) -> dict[str, dict[str, Te
         size += tensor.nbytes
     if len(shards) == 1:
         return {WEIGHTS: shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": each for i, each in enumerate(shards, 1)}
+    return {
+        f"model-{i:05}-of-{len(shards):05}.safetensors": each for i, each in enumerate(shards, 1)
+    }
 
 
 def _refuse_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -66,17 +66,21 @@ def _check(options: argparse.Namespace) -> int:
         return _check_graphs(options, graphs)
     if len(options.files) == 1 and is_checkpoint(options.files[0]):
         return _check_checkpoint(options)
-    for path in map(Path, options.files):
-        name = short(str(path))
-        if not path.suffix and not path.exists():
+    for each in options.files:
+        given, name = Path(each), short(each)
+        if not given.suffix and not given.exists():
             options.parser.error(
                 f"{name}: no such file or directory; give an op list, a policy file or the directory of a checkpoint"
             )
-        if is_checkpoint(path):
+        if is_checkpoint(given):
             options.parser.error(f"{name} is a checkpoint; check it alone: hmpx check {name}")
-        if path.suffix == ".safetensors" or (path.name == "config.json" and is_checkpoint(path.parent)):
-            folder = short(str(path.parent))
-            options.parser.error(f"{name} is a file of a checkpoint; check its directory: hmpx check {folder}")
+        if given.suffix == ".safetensors" or (
+            given.name == "config.json" and is_checkpoint(given.parent)
+        ):
+            folder = short(str(given.parent))
+            options.parser.error(
+                f"{name} is a file of a checkpoint; check its directory: hmpx check {folder}"
+            )
     if options.html or options.json or options.csv or options.model:
         options.parser.error(
             "--html, --json and --csv are for one ONNX file or checkpoint, --model for one checkpoint"
@@ -156,7 +160,9 @@ def _files(path: str) -> list[str]:
     inside = sorted(Path(path).iterdir())
     found = [each for each in inside if each.name in names or each.suffix in suffixes]
     if not found:
-        raise OptionError(f"{short(path)} holds neither {', '.join(names)}, a policy file nor a checkpoint")
+        raise OptionError(
+            f"{short(path)} holds neither {', '.join(names)}, a policy file nor a checkpoint"
+        )
     return [str(each) for each in found]
 
 

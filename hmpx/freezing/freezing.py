@@ -12,7 +12,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, checkpoints, compute, number_formats, patches, renames, session, torch_state
+from .. import (
+    arguments,
+    checkpoints,
+    compute,
+    number_formats,
+    patches,
+    renames,
+    session,
+    torch_state,
+)
 from ..errors import FreezeError, OptionError, also, printable, warn
 from ..inputs import arguments_of
 from ..policy import LowType
@@ -115,7 +124,7 @@ def freeze(
                 Judged(_in_16_bits(f, _LAYER_CAST[store], firsts[id(f.tensor)]), None, None)
                 for f in found
             ]
-            frozen = _frozen(model, found, weights, None, outputs, keep_fp32)
+            frozen = _frozen(model, found, weights, None, outputs, keep_fp32=keep_fp32)
     else:
         in_force = _checked(model, has_example=has_example)
         found = slots_of(model)
@@ -126,7 +135,7 @@ def freeze(
             _check_free(model)  # another thread may have frozen it meanwhile
             gone |= replaced(model, found)
             weights = [*judged(found, watch, gone, in_force if store == "codes" else None)]
-            frozen = _frozen(model, found, weights, in_force, outputs, keep_fp32)
+            frozen = _frozen(model, found, weights, in_force, outputs, keep_fp32=keep_fp32)
     patches.forget_compiled()
     return frozen
 
@@ -137,6 +146,7 @@ def _frozen(
     weights: Sequence[Judged],
     in_force: session.Session | None,
     outputs: str,
+    *,
     keep_fp32: bool,
 ) -> Frozen:
     """Stores weights, to the end or not at all; without a conversion, modules upcast them where they read them."""
@@ -146,7 +156,7 @@ def _frozen(
     for f in found:
         if f.name in dtypes:
             lows.setdefault(id(f.tensor), f)
-    rounding = in_force and one_rounding(in_force)
+    rounding = None if in_force is None else one_rounding(in_force)
     stored = _low_copies(lows.values(), dtypes, rounding, packed)
     for f, (tensor, low) in zip(lows.values(), stored, strict=True):
         where, is_fake = f"{f.name!r} in {type(model).__name__}", isinstance(low, FakeTensor)
@@ -181,7 +191,7 @@ def _frozen(
             model.register_forward_hook(Widens(undo.key))
         if lows or in_force is None:
             sealed = {slot.name: dtypes[lows[id(slot.tensor)].name] for slot in slots}
-            seal(model, slots, sealed, packings, in_force, undo)
+            seal(model, slots, {**sealed, **packings}, in_force, undo)
         for module in () if in_force else model.modules():
             upcast_parameters(module)
         for module, several in in_bytes.items():
@@ -386,7 +396,9 @@ class Frozen:
             for name, packing in self._packings.items()
             if name in held and packing.holds(held[name])
         }
-        checkpoints.save(model, self._formats, encoded, reasons, directory, max_shard_size)
+        checkpoints.save(
+            model, self._formats, encoded, reasons, directory, max_shard_size=max_shard_size
+        )
 
     @session.restoring
     def undo(self, *, strict: bool = True) -> None:

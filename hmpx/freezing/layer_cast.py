@@ -37,7 +37,7 @@ def upcast_parameters(module: nn.Module) -> None:
 
 def decode_parameters(module: nn.Module, packings: Mapping[str, Packing]) -> None:
     """Decodes these parameters, which are held in bytes, where the module reads them."""
-    module.__class__ = _decoding(type(module), frozenset(packings.items()))
+    module.__class__ = _decoding(type(module), frozenset(packings.items()))  # type: ignore[arg-type]
 
 
 def restore_class(module: nn.Module) -> None:
@@ -51,27 +51,31 @@ def _derived(own: type[nn.Module], members: Mapping[str, Any]) -> type[nn.Module
 
 
 @functools.cache
-def _decoding(
-    own: type[nn.Module], packings: frozenset[tuple[str, Packing]]
-) -> type[nn.Module]:
+def _decoding(own: type[nn.Module], packings: frozenset[tuple[str, Packing]]) -> type[nn.Module]:
     def reduced(module: nn.Module, protocol: Any) -> Any:
-        _, _, *state = own.__reduce_ex__(module, protocol)
-        return _empty, (own, packings), *state
+        found: Any = own.__reduce_ex__(module, protocol)
+        return _empty, (own, packings), *found[2:]
 
-    read = {name: property(functools.partial(_decode, name, *_decoder(each))) for name, each in packings}
+    read = {
+        name: property(functools.partial(_decode, name, *_decoder(each))) for name, each in packings
+    }
     return _derived(own, {"__reduce_ex__": reduced, **read})
 
 
 def _empty(own: type[nn.Module], packings: frozenset[tuple[str, Packing]]) -> nn.Module:
     """Returns a module without state, for copies and pickles."""
-    made = _decoding(own, packings)
+    made = _decoding(own, packings)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
 @functools.cache
 def _decoder(packing: Packing) -> tuple[Packing, Callable[[Tensor], Tensor]]:
-    # Torch's functions are patched, so that Dynamo does not know their originals.
-    return packing, torch.compiler.allow_in_graph(lambda packed: packing.values(packed))
+    """Returns how to decode, also in graphs: torch is patched there, and Dynamo does not know its original functions."""
+
+    def decode(packed: Tensor) -> Tensor:
+        return packing.values(packed)
+
+    return packing, torch.compiler.allow_in_graph(decode)  # type: ignore[no-untyped-call]
 
 
 def _decode(

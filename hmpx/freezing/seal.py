@@ -32,8 +32,7 @@ REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model fr
 def seal(
     model: nn.Module,
     slots: Sequence[Slot],
-    dtypes: Mapping[str, LowType],
-    packings: Mapping[str, number_formats.Packing],
+    ways: Mapping[str, LowType | number_formats.Packing],
     in_force: session.Session | None,
     undo: Undo,
 ) -> None:
@@ -44,7 +43,7 @@ def seal(
     # The model, and each module in it that holds some of the slots, at any depth.
     paths = {"", *(p for s in slots for p in accumulate(s.path.split("."), "{}.{}".format))}
     holders = {path: each for path, each in model.named_modules() if path in paths}
-    coded = _coded(slots, {**dtypes, **packings})
+    coded = _coded(slots, ways)
     own: dict[int, dict[str, Slot]] = defaultdict(dict)
     for slot in reversed(slots):  # under its first name
         own[id(slot.module)][slot.attribute] = slot
@@ -59,7 +58,10 @@ def seal(
         checks = _ChecksCalls(name, in_force, holders, is_coded=bool(coded))
     attach(model.register_forward_pre_hook, checks, prepend=True)
     if in_force is not None:
-        stored = {name: long_name(dtype) for name, dtype in dtypes.items()}
+        stored = {
+            name: long_name(way.format if isinstance(way, number_formats.Packing) else way)
+            for name, way in ways.items()
+        }
         low_type = long_name(in_force.policy.low_precision_type)
         attach(model.register_state_dict_post_hook, _DescribesWeights(low_type, stored))
     for path, module in holders.items():
@@ -300,6 +302,8 @@ class _DecodesWeights(Hook):
                 values = state_dict[held[0]]
                 if not values.is_floating_point():  # else an inner module's hook ran before
                     values = values.detach()
-                    is_packed = isinstance(way, number_formats.Packing)
-                    values = way.values(values) if is_packed else number_formats.decode(values, way)
+                    if isinstance(way, number_formats.Packing):
+                        values = way.values(values)
+                    else:
+                        values = number_formats.decode(values, way)
                 state_dict.update(dict.fromkeys(held, values))

@@ -432,8 +432,10 @@ def judged(
 
     ``codes_for``: the conversion in force, if weights are to be stored as codes.
     """
-    rounding = codes_for and one_rounding(codes_for, of_weights=True)
-    is_plain = bool(codes_for and one_rounding(codes_for))
+    rounding, is_plain = None, False
+    if codes_for is not None:
+        rounding = one_rounding(codes_for, of_weights=True)
+        is_plain = one_rounding(codes_for) is not None
     firsts: dict[object, Slot] = {}
     packed: dict[MemorySpan, tuple[number_formats.Packing, Tensor] | None] = {}
     by_storage: dict[int, list[Slot]] = {}
@@ -464,10 +466,10 @@ def judged(
             )
         elif not nn.parameter.is_lazy(f.tensor):
             size_bytes = f.tensor.numel() * f.tensor.element_size()
-            stored_bytes = bytes_[1].nbytes if bytes_ else f.tensor.numel() * _stored(dtype).itemsize
-        weight = Weight(
-            f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason
-        )
+            stored_bytes = (
+                bytes_[1].nbytes if bytes_ else f.tensor.numel() * _stored(dtype).itemsize
+            )
+        weight = Weight(f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason)
         yield Judged(weight, next(iter(formats)) if len(formats) == 1 else None, bytes_)
 
 

@@ -55,9 +55,8 @@ class Packing:
 
     def _split(self, packed: Tensor) -> tuple[Tensor, ...]:
         floats, codes, scales = self._counts
-        numbers, places, *others = packed.split(
-            [4 * (floats + self.replaced), 4 * self.replaced, codes, scales]
-        )
+        sizes = [4 * (floats + self.replaced), 4 * self.replaced, codes, scales]
+        numbers, places, *others = packed.split(sizes)  # type: ignore[no-untyped-call]
         return numbers.view(torch.float32), places.view(torch.int32), *others
 
     def parts(self, packed: Tensor) -> tuple[Tensor, ...]:

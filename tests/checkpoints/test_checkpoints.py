@@ -148,7 +148,11 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["linear float8_e4m3fn overflow=saturate output=bfloat16", "linear nvfp4 output=bfloat16", "linear int4_block128 output=bfloat16"],
+    [
+        "linear float8_e4m3fn overflow=saturate output=bfloat16",
+        "linear nvfp4 output=bfloat16",
+        "linear int4_block128 output=bfloat16",
+    ],
 )
 def test_a_model_with_codes_gives_the_same_checkpoint(line: str, tmp_path: Path) -> None:
     model, x = mlp(), torch.randn(3, 256)
@@ -161,7 +165,8 @@ def test_a_model_with_codes_gives_the_same_checkpoint(line: str, tmp_path: Path)
             assert frozen.weights[0].is_low == (store == "codes")
             frozen.save(tmp_path / store)
     codes, values = (
-        safetensors.load_file(tmp_path / store / "model.safetensors") for store in ("codes", "dtype")
+        safetensors.load_file(tmp_path / store / "model.safetensors")
+        for store in ("codes", "dtype")
     )
     assert codes.keys() == values.keys()
     for name, tensor in codes.items():
@@ -250,27 +255,38 @@ def test_large_checkpoints_are_in_several_files(tmp_path: Path) -> None:
         names = sorted(each.name for each in tmp_path.glob("model*"))
         shards = names[:-1]
         assert names[-1] == "model.safetensors.index.json"
-        assert shards == [f"model-0000{i}-of-0000{len(shards)}.safetensors" for i in range(1, len(shards) + 1)]
+        assert shards == [
+            f"model-0000{i}-of-0000{len(shards)}.safetensors" for i in range(1, len(shards) + 1)
+        ]
         found = {name: safetensors.load_file(tmp_path / name) for name in shards}
-        assert all(sum(t.nbytes for t in each.values()) <= max(13_000, 16_384) for each in found.values())
+        assert all(
+            sum(t.nbytes for t in each.values()) <= max(13_000, 16_384) for each in found.values()
+        )
         index = json.loads((tmp_path / names[-1]).read_text())
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
         assert index["weight_map"] == {n: name for name, each in found.items() for n in each}
         merged = {n: t for each in found.values() for n, t in each.items()}
         assert merged.keys() == whole.keys()
-        assert all(torch.equal(t.view(torch.uint8), whole[n].view(torch.uint8)) for n, t in merged.items())
+        assert all(
+            torch.equal(t.view(torch.uint8), whole[n].view(torch.uint8)) for n, t in merged.items()
+        )
         assert not read_checkpoint(tmp_path, model).faults
         hmpx.load_frozen(tmp_path, again)
         assert torch.equal(again(x).float(), expected)
         frozen.save(tmp_path, max_shard_size=10**9)
-        assert sorted(each.name for each in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+        assert sorted(each.name for each in tmp_path.iterdir()) == [
+            "config.json",
+            "model.safetensors",
+        ]
         for size in ("5GiB", "many", 0, True, 1.5):
             with pytest.raises(hmpx.OptionError, match="max_shard_size must be a number of bytes"):
                 frozen.save(tmp_path, max_shard_size=size)
         (tmp_path / "model.safetensors").unlink()
         (tmp_path / "model-00001-of-00001.safetensors").write_text("mine")
         (tmp_path / "model.safetensors.index.json").write_text("{}")
-        with pytest.raises(hmpx.OptionError, match="holds model-00001-of-00001.safetensors, which is"):
+        with pytest.raises(
+            hmpx.OptionError, match=r"holds model-00001-of-00001\.safetensors, which is"
+        ):
             frozen.save(tmp_path)
 
 
@@ -384,7 +400,10 @@ def test_compressed_tensors_restores_the_rounded_weights(
         said = {"weights": format, "rounding": "nearest", "overflow": None}
         said |= dict(option.split("=") for option in options)
         expected = quantize(
-            model.get_submodule(layer).weight.detach(), said["weights"], said["rounding"], said["overflow"]
+            model.get_submodule(layer).weight.detach(),
+            said["weights"],
+            said["rounding"],
+            said["overflow"],
         )  # type: ignore[arg-type]
         if (
             layout == "nvfp4-pack-quantized"

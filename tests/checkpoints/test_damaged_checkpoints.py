@@ -294,7 +294,10 @@ def test_the_command_prints_and_writes(
         (["a/model.safetensors"], "is a file of a checkpoint; check its directory: hmpx check "),
         (["a/config.json"], "is a file of a checkpoint; check its directory: hmpx check "),
         (["a", "b"], "a is a checkpoint; check it alone: hmpx check "),
-        (["served"], "served: no such file or directory; give an op list, a policy file or the dir"),
+        (
+            ["served"],
+            "served: no such file or directory; give an op list, a policy file or the dir",
+        ),
     ],
 )
 def test_paths_that_are_no_checkpoint_get_a_remedy(
