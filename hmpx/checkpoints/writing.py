@@ -233,7 +233,8 @@ def _put(folder: Path, target: Path, names: Sequence[str], earlier: set[str]) ->
         if (folder / name).exists():  # it may be repeated
             (folder / name).replace(target / name)
     for name in earlier.difference(names):
-        (target / name).unlink(missing_ok=True)
+        if (target / name).exists():
+            (target / name).replace(folder / name)  # which is removed
 
 
 def inside(layer: str, name: str) -> str:

@@ -74,7 +74,7 @@ def freeze(
         outputs: ``"fp32"`` upcasts low outputs of the model to float32; ``"keep"`` leaves them
             unchanged.
         store: ``"dtype"`` stores weights in the low type. ``"codes"`` stores weights used in a single
-            number format as its codes, in uint8, uint16 or int32, if the policy has one format and no
+            number format as its codes, with their scales, if weights have one format in the policy, which has no
             rules. ``"bfloat16"`` and ``"float16"`` are for ``compute="float32"``.
         compute: ``"float32"`` for LayerCast; None for the conversion in force.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.

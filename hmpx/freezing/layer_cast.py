@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from ..number_formats import Packing
 from ..tensors import CAST, LOW_DTYPES, stored_parameters
+
+if TYPE_CHECKING:
+    from ..number_formats import Packing
 
 #: In the classes made here: the class from which each was made.
 _MARK: Final = "_hmpx_layer_cast"

@@ -58,10 +58,7 @@ def seal(
         checks = _ChecksCalls(name, in_force, holders, is_coded=bool(coded))
     attach(model.register_forward_pre_hook, checks, prepend=True)
     if in_force is not None:
-        stored = {
-            name: long_name(way.format if isinstance(way, number_formats.Packing) else way)
-            for name, way in ways.items()
-        }
+        stored = {name: long_name(getattr(way, "format", way)) for name, way in ways.items()}
         low_type = long_name(in_force.policy.low_precision_type)
         attach(model.register_state_dict_post_hook, _DescribesWeights(low_type, stored))
     for path, module in holders.items():
@@ -262,7 +259,7 @@ class _DescribesWeights(Hook):
 
 
 #: How to decode a weight.
-_Codes: TypeAlias = number_formats.Format | number_formats.Packing
+_Codes: TypeAlias = "number_formats.Format | number_formats.Packing"
 
 
 def _coded(
