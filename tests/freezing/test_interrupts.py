@@ -133,6 +133,7 @@ FORMS: dict[str, tuple[Form, dict[str, Any] | None]] = {
     "dtype": (block(), {}),
     "undo": (undone, {}),
     "codes": (block(store="codes"), {"low_precision_type": "float8_e4m3fn"}),
+    "scales": (block(store="codes"), {"low_precision_type": "nvfp4"}),
     "bfloat16": (layer_cast, None),
 }
 
