@@ -58,7 +58,8 @@ def seal(
         checks = _ChecksCalls(name, in_force, holders, is_coded=bool(coded))
     attach(model.register_forward_pre_hook, checks, prepend=True)
     if in_force is not None:
-        stored = {name: long_name(getattr(way, "format", way)) for name, way in ways.items()}
+        held: Mapping[str, Any] = ways
+        stored = {name: long_name(getattr(way, "format", way)) for name, way in held.items()}
         low_type = long_name(in_force.policy.low_precision_type)
         attach(model.register_state_dict_post_hook, _DescribesWeights(low_type, stored))
     for path, module in holders.items():
