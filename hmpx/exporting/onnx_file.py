@@ -57,8 +57,9 @@ class OnnxNode:
         input_dtypes: Types of its inputs.
         output_dtypes: Types of its results.
         faults: Its faults, as text.
-        error: With ``verify=True``, the largest difference from torch's result for the same inputs, in units of
-            roundoff of the largest value; None: not compared.
+        error: The largest difference from torch's result for the same inputs, in ulps of the largest value; None:
+            not compared.
+        outputs: Names of its results.
     """
 
     name: str
@@ -72,6 +73,7 @@ class OnnxNode:
     output_dtypes: tuple[str, ...]
     faults: tuple[str, ...] = ()
     error: float | None = None
+    outputs: tuple[str, ...] = ()
 
     __repr__ = fielded
 
@@ -187,7 +189,7 @@ def _nodes(found: OnnxFile) -> ReportTable:
 def read_onnx(path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> OnnxFile:
     """Reads an ONNX file, its nodes' types, and its faults. Weights may be in a second file.
 
-    The bodies of functions that a file defines are not read.
+    Functions that a file defines are inlined.
 
     Raises:
         OptionError: It can't be read, or is not an ONNX model.
@@ -199,6 +201,8 @@ def read_onnx(path: str | os.PathLike[str], about: Mapping[str, str] | None = No
         model = onnx.load_from_string(content)
         if not model.HasField("graph"):
             raise ValueError("it holds no graph")
+        if model.functions:
+            model = onnx.inliner.inline_local_functions(model)
         model = onnx.shape_inference.infer_shapes(model)
         return _GraphReader(onnx, model, Path(name).parent).read(name, about or {})
     except raised_here(Exception) as error:
@@ -230,7 +234,6 @@ class _GraphReader:
     def __init__(self, onnx: ModuleType, model: Any, folder: Path) -> None:
         self._onnx, self._model, self._folder = onnx, model, str(folder)
         self._opsets = {each.domain: each.version for each in model.opset_import}
-        self._functions = {(each.domain, each.name) for each in model.functions}
         self._stored: dict[str, int] = {}
         self._weight_faults: list[str] = []
         self._nodes: list[OnnxNode] = []
@@ -312,12 +315,11 @@ class _GraphReader:
             input_dtypes=inputs,
             output_dtypes=outputs,
             faults=tuple(faults),
+            outputs=tuple(node.output),
         )
 
     def _mixed(self, node: Any, inputs: tuple[str, ...]) -> Iterator[str]:
         """Yields inputs that a node's schema, or an engine without implicit casts, rejects."""
-        if (node.domain, node.op_type) in self._functions:
-            return
         version = self._opsets.get(node.domain, 1)
         try:
             schema = self._onnx.defs.get_schema(node.op_type, version, node.domain)
