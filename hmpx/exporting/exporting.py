@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import inspect
+import math
 import os
 import re
 import stat
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import arguments
-from ..errors import HmpxError, OptionError, raised_here, said_by, short
+from ..errors import HmpxError, OptionError, passing_over, raised_here, said_by, short
 from ..files import unfinished_folder, unwritable
 from ..inputs import Steps, arguments_of
 from ..later import imported
@@ -36,7 +38,7 @@ from ..torch_internals import is_any_autocast_enabled
 from ..torch_state import unchanged
 from .onnx_file import BEYOND, DTYPE, LOCATION, OP, REASON, OnnxFile, module_of, read_onnx
 from .passes import keep_wide, name_weights, store_low, upcast_outputs
-from .values import check_against, eager, errors
+from .values import MOST_ULPS, check_inputs, eager, errors
 
 _OUTPUTS: Final = ("fp32", "keep")
 
@@ -88,7 +90,7 @@ def export(
         Gemm float16 {'float16': 20}
     """
     arguments.choice("outputs", outputs, _OUTPUTS)
-    if verify == "file":
+    if str(verify) == "file":
         raise OptionError(
             "verify='file' is gone: hmpx.exporting.verify(path, model, inputs) and `hmpx check FILE.onnx --model "
             "FILE.py:FUNCTION` compare a finished file"
@@ -141,8 +143,14 @@ def verify(
     """
     check_names(verify, conversion)
     found = read_onnx(path)
+    args, kwargs = arguments_of(inputs)
+    named: dict[str, Any] = {}
+    with passing_over(AttributeError, TypeError):  # not of a module, or as the call will say
+        named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    tensors = {name: each for name, each in named.items() if isinstance(each, Tensor)}
+    check_inputs(Path(found.path), tensors, are_all=False)
     with _traced("exporting.verify", model, inputs, conversion) as traced:
-        check_against(Path(found.path), traced.values)
+        check_inputs(Path(found.path), traced.values, are_all=True)
         return traced.compared(found)
 
 
@@ -163,11 +171,13 @@ class _Traced:
     def compared(self, found: OnnxFile) -> OnnxFile:
         """Returns a file with the errors of its nodes."""
         differences = errors(Path(found.path), self.values, self.wide)
-        nodes = [
-            dataclasses.replace(node, error=max(known, default=None))
-            for node in found.nodes
-            for known in [[differences[name] for name in node.outputs if name in differences]]
-        ]
+        nodes = []
+        for node in found.nodes:
+            known = [differences[name] for name in node.outputs if name in differences]
+            error = max(known, default=None)
+            is_beyond = error is not None and error > MOST_ULPS.get(node.output_dtypes[0], math.inf)
+            faults = (f"differs from torch by {error:.3g} ulps",) if is_beyond else ()
+            nodes.append(dataclasses.replace(node, error=error, faults=node.faults + faults))
         return dataclasses.replace(found, nodes=tuple(nodes), about=about_run())
 
 

@@ -121,18 +121,24 @@ class OnnxFile(Written):
 
     def __str__(self) -> str:
         lines = [*wrapped(_verdict(self)), *wrapped(_sums(self)), ""]
-        lines += self.faults[:_MOST_LINES] or _nodes(self).lines()[: _MOST_LINES + 1]
-        hidden = max(len(self.faults) or len(self.nodes), _MOST_LINES) - _MOST_LINES
-        return "\n".join([*lines, *([f"... and {hidden} more"] if hidden else [])])
+        lines += _cut(list(self.faults), _MOST_LINES)
+        is_compared = any(node.error is not None for node in self.nodes)
+        if is_compared and self.faults:
+            lines.append("")
+        if is_compared or not self.faults:
+            lines += _cut(_nodes(self).lines(), _MOST_LINES + 1)
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return f"<div>{paragraphs([_verdict(self), _sums(self)])}{_nodes(self).to_html()}</div>"
 
     def _data(self) -> Mapping[str, Any]:
-        return {"hmpx_onnx": SCHEMA, **asdict(self)}
+        nodes = [asdict(node) for node in _worst_first(self.nodes)]
+        return {"hmpx_onnx": SCHEMA, **asdict(self), "nodes": nodes}
 
     def _table(self) -> ReportTable:
-        return ReportTable.of_fields([each.name for each in fields(OnnxNode)], self.nodes)
+        names = [each.name for each in fields(OnnxNode)]
+        return ReportTable.of_fields(names, _worst_first(self.nodes))
 
     def _page(self) -> str:
         name = Path(self.path).name
@@ -144,15 +150,24 @@ class OnnxFile(Written):
         return page(f"hmpx: {name}", f"Types of {name}", "".join(parts), self.about, tables=tables)
 
 
+def _cut(lines: list[str], most: int) -> list[str]:
+    """Returns the first lines, and the number of others."""
+    return lines[:most] + [f"... and {len(lines) - most} more"] * (len(lines) > most)
+
+
+def _worst_first(nodes: tuple[OnnxNode, ...]) -> list[OnnxNode]:
+    """Returns nodes by their errors, the others after them in their order."""
+    return sorted(nodes, key=lambda node: math.inf if node.error is None else -node.error)
+
+
 def _verdict(found: OnnxFile) -> str:
     count = len(found.faults)
     said = "no faults" if not count else f"{count} fault{'s' * (count > 1)}"
-    compared = [node for node in found.nodes if node.error is not None]
+    compared = [node for node in _worst_first(found.nodes) if node.error is not None]
     if compared:
-        worst = max(compared, key=lambda node: node.error or 0.0)
-        said += (
-            f"; {len(compared)} compared with torch, largest error {worst.error:.3g} ({worst.name})"
-        )
+        worst = {node.output_dtypes[0]: node for node in reversed(compared)}
+        errors = [f"{node.error:.3g} ulps of {each} ({node.name})" for each, node in worst.items()]
+        said += f"; {len(compared)} compared with torch, largest errors {', '.join(sorted(errors))}"
     return f"{short(found.path)}: {len(found.nodes)} nodes, {said}"
 
 
@@ -167,8 +182,10 @@ def _sums(found: OnnxFile) -> str:
 
 
 def _nodes(found: OnnxFile) -> ReportTable:
+    nodes = _worst_first(found.nodes)
+
     def column(name: str, cut: Callable[[str, int], str] = without_end) -> Column:
-        values = [getattr(node, name) for node in found.nodes]
+        values = [getattr(node, name) for node in nodes]
         show = "; ".join if name == "faults" else str
         return Column(name, values, show, is_number=False, cut=cut, is_dtype=name == "dtype")
 
@@ -179,7 +196,7 @@ def _nodes(found: OnnxFile) -> ReportTable:
     if any(node.faults for node in found.nodes):
         columns.append(column("faults"))
     if any(node.error is not None for node in found.nodes):
-        columns.append(Column("error", [node.error for node in found.nodes], "{:.2g}".format))
+        columns.append(Column("error in ulps", [node.error for node in nodes], "{:.2g}".format))
     return ReportTable(columns)
 
 
@@ -202,7 +219,7 @@ def read_onnx(path: str | os.PathLike[str], about: Mapping[str, str] | None = No
         if not model.HasField("graph"):
             raise ValueError("it holds no graph")
         if model.functions:
-            model = onnx.inliner.inline_local_functions(model)
+            model = imported("onnx.inliner", "reading functions").inline_local_functions(model)
         model = onnx.shape_inference.infer_shapes(model)
         return _GraphReader(onnx, model, Path(name).parent).read(name, about or {})
     except raised_here(Exception) as error:
