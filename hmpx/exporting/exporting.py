@@ -72,8 +72,7 @@ def export(
         outputs: ``"fp32"`` casts low outputs to float32; ``"keep"`` leaves them unchanged.
         dynamic_shapes: As for `torch.onnx.export`.
         opset_version: ONNX's opset; None: torch's default, or 22 with bfloat16.
-        verify: Whether each node is also computed from torch's values, for its ``error``: the largest difference, in
-            ulps of the largest value.
+        verify: Whether each node is also computed from torch's values, for its ``error``, in ulps ([ONNX](freeze.md#onnx)).
         **conversion: Arguments of `convert`. None given: the conversion in force, else the default.
 
     Returns:
@@ -174,8 +173,9 @@ class _Traced:
         nodes = []
         for node in found.nodes:
             known = [differences[name] for name in node.outputs if name in differences]
-            error = max(known, default=None)
-            is_beyond = error is not None and error > MOST_ULPS.get(node.output_dtypes[0], math.inf)
+            error, made_of = max(known, default=(None, 0))
+            most = MOST_ULPS.get((*node.output_dtypes, "")[0], math.inf) * made_of
+            is_beyond = error is not None and error > most
             faults = (f"differs from torch by {error:.3g} ulps",) if is_beyond else ()
             nodes.append(dataclasses.replace(node, error=error, faults=node.faults + faults))
         return dataclasses.replace(found, nodes=tuple(nodes), about=about_run())

@@ -85,7 +85,7 @@ class OnnxFile(Written):
     Attributes:
         path: The file.
         nodes: A row per node: its ``op_type`` in ONNX, ``op``, ``module``, ``location``, ``reason``, ``dtype``,
-            ``input_dtypes``, ``output_dtypes``, ``faults``, and with ``verify=True`` its ``error``.
+            ``input_dtypes``, ``output_dtypes``, ``faults``, ``outputs``, and with ``verify=True`` its ``error`` in ulps.
         stored: Type of the initializers -> their bytes.
         weight_faults: Infinities in float16, values that can't be read.
         about: See [results](#results).
@@ -104,7 +104,7 @@ class OnnxFile(Written):
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """A line for each mixed input, type off the policy, needless cast, and faulty weight."""
+        """A line for each mixed input, type off the policy, needless cast, too large error, and faulty weight."""
         found = [
             f"{node.name} ({', '.join(filter(None, (node.op_type, node.module, node.location)))}): {fault}"
             for node in self.nodes

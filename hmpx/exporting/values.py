@@ -19,8 +19,8 @@ from ..later import imported
 _TYPES: Final = frozenset({"to", "dtype", "output_dtype"})
 
 
-#: Type -> the largest error without a fault: adjacent low values, and `torch.testing.assert_close`'s 1.3e-6, since
-#: kernels sum in float32 in other orders.
+#: Type -> the error per node without a fault: an ulp, as each node rounds once; in float32 1.3e-6, as in
+#: `torch.testing.assert_close`, since kernels sum in other orders.
 MOST_ULPS: Final = {"float16": 1.0, "bfloat16": 1.0, "float32": 11.0}
 
 
@@ -73,8 +73,8 @@ def check_inputs(path: Path, given: Mapping[str, Tensor], *, are_all: bool) -> N
 
 def errors(
     path: Path, expected: Mapping[str, Tensor], skipped: Collection[str]
-) -> dict[str, float]:
-    """Returns the name of a value of a file -> its error, for the floating-point results that torch has.
+) -> dict[str, tuple[float, int]]:
+    """Returns the name of a value of a file -> its error and its nodes, for the floating-point results that torch has.
 
     Each node is computed in float32, from torch's values where it has them, and its results are rounded to their
     types. Values in ``skipped``, and those between torch's that are made with them, are not compared.
@@ -97,19 +97,23 @@ def errors(
         with passing_over(Exception):  # the file's faults say that it can't be read
             array = onnx.numpy_helper.to_array(each, str(path.parent))
             values[name] = array.astype("f4") if _is_low(onnx, each.data_type) else array
-    found: dict[str, float] = {}
+    found: dict[str, tuple[float, int]] = {}
     changed = {lows.get(name, name) for name in skipped}
-    between = set[str]()
+    between, made_of = (
+        set[str](),
+        dict[str, int](),
+    )  # values that torch does not have -> their nodes
     for node in graph.node:
+        nodes = 1 + sum(made_of.get(name, 0) for name in {*node.input})
         is_changed = not (between.isdisjoint(node.input) and changed.isdisjoint(node.output))
         for name, result in _results(onnx, model, node, values):
             got = _rounded(onnx, result, types.get(name))
             want = wanted.get(name)
             if want is None:
-                values[name] = got
+                values[name], made_of[name] = got, nodes
                 between |= {name} if is_changed else set()
             elif want.is_floating_point() and want.numel() and not is_changed:
-                found[name] = _error(torch.from_numpy(got), want)
+                found[name] = _error(torch.from_numpy(got), want), nodes
     return found
 
 
