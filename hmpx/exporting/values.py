@@ -99,21 +99,19 @@ def errors(
             values[name] = array.astype("f4") if _is_low(onnx, each.data_type) else array
     found: dict[str, tuple[float, int]] = {}
     changed = {lows.get(name, name) for name in skipped}
-    between, made_of = (
-        set[str](),
-        dict[str, int](),
-    )  # values that torch does not have -> their nodes
+    between = set[str]()
+    made_of: dict[str, int] = {}  # value between torch's -> its nodes
     for node in graph.node:
         nodes = 1 + sum(made_of.get(name, 0) for name in {*node.input})
         is_changed = not (between.isdisjoint(node.input) and changed.isdisjoint(node.output))
         for name, result in _results(onnx, model, node, values):
             got = _rounded(onnx, result, types.get(name))
-            want = wanted.get(name)
+            want = None if isinstance(got, list) else wanted.get(name)
             if want is None:
                 values[name], made_of[name] = got, nodes
                 between |= {name} if is_changed else set()
             elif want.is_floating_point() and want.numel() and not is_changed:
-                found[name] = _error(torch.from_numpy(got), want), nodes
+                found[name] = _error(torch.tensor(got), want), nodes
     return found
 
 
@@ -132,7 +130,7 @@ def _rounded(onnx: ModuleType, value: Any, code: int | None) -> Any:
     if not _is_low(onnx, code) or getattr(value, "dtype", "") != "float32":
         return value
     dtype = torch.float16 if code == onnx.TensorProto.FLOAT16 else torch.bfloat16
-    return torch.from_numpy(value).to(dtype).float().numpy()
+    return torch.tensor(value).to(dtype).float().numpy()
 
 
 def _results(
