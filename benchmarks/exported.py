@@ -58,15 +58,21 @@ def exported(entry: Entry, modelopt: str | None) -> dict[str, Any]:
             found = hmpx.export(model, batch, path, low_precision_type="float16", verify=True)
         except hmpx.OptionError as error:
             return {"error": str(error), "alone": refused(model, batch)}
-        errors = [node.error for node in found.nodes if node.error is not None]
+        errors = [(node.output_dtypes[0], node.error) for node in found.nodes]
         figures = counted(found) | {
             "faults": [*found.faults],
-            "compared": len(errors),
-            "largest_error": max(errors),
+            "compared": sum(error is not None for _, error in errors),
+            "largest_error": largest("float16", errors),
+            "largest_fp32_error": largest("float32", errors),
         }
         if modelopt:
             figures |= compared(model, batch, path, found, modelopt)
     return figures
+
+
+def largest(dtype: str, errors: list[tuple[str, float | None]]) -> float:
+    """Returns the largest error of nodes with results of a type, in ulps of it."""
+    return max((error or 0.0 for each, error in errors if each == dtype), default=0.0)
 
 
 def counted(found: OnnxFile) -> dict[str, Any]:
@@ -165,7 +171,9 @@ def summed(models: dict[str, Any]) -> dict[str, Any]:
         "refused": sum(not each.get("alone", True) for each in models.values()),
         "nodes": sum(each["nodes"] for each in done),
         "faults": sum(len(each["faults"]) for each in done),
+        "compared": sum(each["compared"] for each in done),
         "largest_error": max(each["largest_error"] for each in done),
+        "largest_fp32_error": max(each["largest_fp32_error"] for each in done),
     }
     kinds = ("lean", "autocast_inputs", "autocast_noise", "autocast_same")
     runs = [[each, *[each.get(kind, {}) for kind in kinds]] for each in done]

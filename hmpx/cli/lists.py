@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from .. import checking, formats, policy, session
 from ..checkpoints import is_checkpoint
@@ -15,20 +15,24 @@ from ..errors import OptionError, short
 from ..files import make_directory, write
 from ..reports import ReportTable
 from . import functions, output
-from .options import Command, list_options
+from .options import DEVICE_TYPES, LIST_SETTINGS, Command, device_options, list_options
+
+#: Options that name op lists.
+_KINDS: Final = ("bf16", "fp16", "fp32")
 
 _CHECK: Final = f"""\
 find the faults of op lists, policy files, contracts, ONNX files and checkpoints
 ---
 hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILE_OR_DIR...]
        hmpx check MODEL.onnx...
+       hmpx check MODEL.onnx --model FILE.py:FUNCTION [--inputs FUNCTION] [list options]
        hmpx check CHECKPOINT_DIR [--model FILE.py:FUNCTION]
        hmpx check --state BEFORE AFTER
 ---
 Prints every fault of op lists, policy files and contracts as FILE:LINE: MESSAGE: names
 that torch does not know, repeated lines, ops that are in two lists, unknown keys. Of ONNX files, what
 strongly typed engines refuse: mixed inputs, types that an operator does not take; nodes off the policy in
-files of hmpx export; needless casts. Of a checkpoint of compressed-tensors: wrong, missing or doubled tensors,
+files of hmpx export; needless casts; with --model, each node's error against torch in ulps. Of a checkpoint of compressed-tensors: wrong, missing or doubled tensors,
 scales and groups; with --model, also weights that are not the model's. With --state, the tensors of two checkpoints whose shape, dtype or
 precision differs.
 ---
@@ -39,11 +43,17 @@ files FILE_OR_DIR*  a policy file (.yaml, .yml, .json); a directory of op lists;
 --fp16 FILE  an op list for fp16, whatever its name; may be repeated
 --fp32 FILE  an op list for fp32, whatever its name; may be repeated
 --state FILE FILE  two files of tensors, .safetensors or of torch.save
---model FILE.py:FUNCTION  the function that returns the checkpoint's model in float32
+--model FILE.py:FUNCTION  the function that returns the model, in float32, of one ONNX file or checkpoint
+--inputs FUNCTION  function that returns the inputs of an ONNX file's model; default: inputs
 --html FILE  write a page about one ONNX file or checkpoint
 --json FILE  write its nodes or layers
 --csv FILE  write a table of them
+{LIST_SETTINGS}
+{DEVICE_TYPES}
 ---
+List options are those of the export, for --model with an ONNX file.
+{functions.ABOUT_PROGRAM}
+
 exit status:
   0 no fault; 1 faults; 2 wrong arguments
 
@@ -52,6 +62,7 @@ examples:
   hmpx check lists
   hmpx check policy.yaml gaudi_config.json contract.yaml
   hmpx check model.onnx
+  hmpx check model.onnx --model train.py:build_model --inputs make_batch --low-precision-type float16
   hmpx check served --model train.py:build_model
   hmpx check --state trained.safetensors served.safetensors"""
 
@@ -62,6 +73,14 @@ def _check(options: argparse.Namespace) -> int:
         found = checking.differences(*map(checking.read_state, options.state))
         return output.show(found or ["no differences"], status=1 if found else 0)
     graphs = [each for each in options.files if each.lower().endswith(".onnx")]
+    if graphs and options.model:
+        return _check_values(options)
+    for kind in _KINDS:
+        setattr(options, f"{kind}_file_path", "")
+    if list_options(options) or options.device_types or options.inputs:
+        options.parser.error(
+            "--inputs, --device-types and list options are for one ONNX file, with --model"
+        )
     if graphs:
         return _check_graphs(options, graphs)
     if len(options.files) == 1 and is_checkpoint(options.files[0]):
@@ -83,7 +102,7 @@ def _check(options: argparse.Namespace) -> int:
             )
     if options.html or options.json or options.csv or options.model:
         options.parser.error(
-            "--html, --json and --csv are for one ONNX file or checkpoint, --model for one checkpoint"
+            "--html, --json, --csv and --model are for one ONNX file or checkpoint"
         )
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
     kept = [each for each in options.files if checking.is_contract(each)]
@@ -129,6 +148,31 @@ def _check_graphs(options: argparse.Namespace, paths: list[str]) -> int:
     return output.show([*lines[:-1], *written], status=1 if any(e.faults for e in found) else 0)
 
 
+def _check_values(options: argparse.Namespace) -> int:
+    """Checks an ONNX file, and compares its nodes with a model's ops."""
+    if len(options.files) > 1:
+        options.parser.error("--model is for one ONNX file")
+    for kind in _KINDS:
+        given = getattr(options, kind)
+        if len(given) > 1:
+            options.parser.error(f"--{kind} may be given once with --model")
+        setattr(options, f"{kind}_file_path", next(iter(given), ""))
+    options.inputs = options.inputs or "inputs"
+    return _compare_values(options)
+
+
+@functions.on_program
+def _compare_values(options: argparse.Namespace, given: dict[str, Any]) -> int:
+    from ..exporting import verify  # slow to import
+
+    model, inputs = given["model"](), given["inputs"]()
+    found = verify(
+        options.files[0], model, inputs, **list_options(options), **device_options(options)
+    )
+    lines = [*str(found).splitlines(), *output.written(options, found)]
+    return output.show(lines, status=1 if found.faults else 0)
+
+
 def _check_checkpoint(options: argparse.Namespace) -> int:
     from ..checkpoints import read_checkpoint  # slow to import
 
@@ -145,7 +189,7 @@ def _check_checkpoint(options: argparse.Namespace) -> int:
 CHECK: Final = Command(
     _CHECK,
     _check,
-    {kind: {"action": "append", "default": []} for kind in ("bf16", "fp16", "fp32")},
+    {kind: {"action": "append", "default": []} for kind in _KINDS},
     writes=("html", "json", "csv"),
 )
 

@@ -121,8 +121,8 @@ With --checkpoint, freezes the model and writes its weights as codes and scales,
 --checkpoint DIR  write a checkpoint of compressed-tensors instead
 --outputs fp32|keep  cast low outputs to float32, the default, or leave them
 --opset N  ONNX's opset; default: torch's, or 22 with bfloat16
---verify  compare each node's values with torch's, by onnxruntime or ONNX's reference
---verify-file  compare those of the file --onnx, from an earlier export, instead of writing it
+--verify  compare each node's values with torch's, as hmpx check --model does with a finished file
+--verify-file
 {DEVICE_TYPES}
 --html FILE  write a page that needs no network
 --json FILE  write the nodes as JSON
@@ -142,9 +142,9 @@ examples:
 
 @functions.on_program
 def _export(options: argparse.Namespace, given: dict[str, Any]) -> int:
-    if options.checkpoint and (
-        options.verify or options.verify_file or options.opset or options.outputs
-    ):
+    if options.verify_file:
+        options.parser.error("--verify-file is now hmpx check FILE.onnx --model FILE.py:FUNCTION")
+    if options.checkpoint and (options.verify or options.opset or options.outputs):
         options.parser.error(
             "--outputs, --opset and --verify are for ONNX files, not for --checkpoint"
         )
@@ -158,7 +158,7 @@ def _export(options: argparse.Namespace, given: dict[str, Any]) -> int:
         options.onnx,
         outputs=options.outputs or "fp32",
         opset_version=options.opset,
-        verify="file" if options.verify_file else options.verify,
+        verify=options.verify,
         **list_options(options),
         **device_options(options),
     )
@@ -178,7 +178,12 @@ def _checkpoint(options: argparse.Namespace, model: Any, inputs: Any) -> int:
     return output.show(lines, status=1 if found.faults else 0)
 
 
-EXPORT: Final = Command(_EXPORT, _export, writes=("onnx", "html", "json", "csv"))
+EXPORT: Final = Command(
+    _EXPORT,
+    _export,
+    {"verify-file": {"help": argparse.SUPPRESS}},
+    writes=("onnx", "html", "json", "csv"),
+)
 
 _PLAN: Final = f"""\
 estimate a training step: dtypes, memory, casts

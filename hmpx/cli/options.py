@@ -102,11 +102,9 @@ def add_options(
         group.add_argument(*flags, **given | (settings or {}).get(flags[-1].lstrip("-"), {}))
 
 
-_LISTS: Final = f"""\
+#: List options other than the lists themselves.
+LIST_SETTINGS: Final = f"""\
 --policy FILE  a policy file, instead of all lists
---bf16 FILE  ops to run in the low type
---fp32 FILE  ops to run in float32
---fp16 FILE  ops to run in float16
 --lists NAME_OR_DIR  a set of lists: a shipped one, or a directory that holds {", ".join(policy.FILE_NAMES.values())}
 --exclude NAME[,NAME]  modules to keep in fp32, by names as in model.named_modules()
 --opt-level O1|O2  O1, the default, follows the lists; O2 runs GEMMs and convolutions in the low type, other
@@ -114,6 +112,11 @@ _LISTS: Final = f"""\
 --low-precision-type TYPE  bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops
   --formats)
 --strict  make an unknown name an error"""
+_LISTS: Final = f"""\
+--bf16 FILE  ops to run in the low type
+--fp32 FILE  ops to run in float32
+--fp16 FILE  ops to run in float16
+{LIST_SETTINGS}"""
 #: Arguments of `hmpx.convert` that these options give.
 _LIST_OPTIONS: Final = (
     *("bf16_file_path", "fp32_file_path", "fp16_file_path", "lists", "policy", "opt_level"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .exporting import export
+from .exporting import export, verify
 from .onnx_file import OnnxFile, OnnxNode, read_onnx
 
 __all__ = [
@@ -10,4 +10,5 @@ __all__ = [
     "OnnxNode",
     "export",
     "read_onnx",
+    "verify",
 ]

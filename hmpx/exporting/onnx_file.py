@@ -57,8 +57,9 @@ class OnnxNode:
         input_dtypes: Types of its inputs.
         output_dtypes: Types of its results.
         faults: Its faults, as text.
-        error: With ``verify=True``, the largest difference from torch's result for the same inputs, in units of
-            roundoff of the largest value; None: not compared.
+        error: The largest difference from torch's result for the same inputs, in ulps of the largest value; None:
+            not compared.
+        outputs: Names of its results.
     """
 
     name: str
@@ -72,6 +73,7 @@ class OnnxNode:
     output_dtypes: tuple[str, ...]
     faults: tuple[str, ...] = ()
     error: float | None = None
+    outputs: tuple[str, ...] = ()
 
     __repr__ = fielded
 
@@ -83,7 +85,7 @@ class OnnxFile(Written):
     Attributes:
         path: The file.
         nodes: A row per node: its ``op_type`` in ONNX, ``op``, ``module``, ``location``, ``reason``, ``dtype``,
-            ``input_dtypes``, ``output_dtypes``, ``faults``, and with ``verify=True`` its ``error``.
+            ``input_dtypes``, ``output_dtypes``, ``faults``, ``outputs``, and with ``verify=True`` its ``error`` in ulps.
         stored: Type of the initializers -> their bytes.
         weight_faults: Infinities in float16, values that can't be read.
         about: See [results](#results).
@@ -102,7 +104,7 @@ class OnnxFile(Written):
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """A line for each mixed input, type off the policy, needless cast, and faulty weight."""
+        """A line for each mixed input, type off the policy, needless cast, too large error, and faulty weight."""
         found = [
             f"{node.name} ({', '.join(filter(None, (node.op_type, node.module, node.location)))}): {fault}"
             for node in self.nodes
@@ -119,18 +121,24 @@ class OnnxFile(Written):
 
     def __str__(self) -> str:
         lines = [*wrapped(_verdict(self)), *wrapped(_sums(self)), ""]
-        lines += self.faults[:_MOST_LINES] or _nodes(self).lines()[: _MOST_LINES + 1]
-        hidden = max(len(self.faults) or len(self.nodes), _MOST_LINES) - _MOST_LINES
-        return "\n".join([*lines, *([f"... and {hidden} more"] if hidden else [])])
+        lines += _cut(list(self.faults), _MOST_LINES)
+        is_compared = any(node.error is not None for node in self.nodes)
+        if is_compared and self.faults:
+            lines.append("")
+        if is_compared or not self.faults:
+            lines += _cut(_nodes(self).lines(), _MOST_LINES + 1)
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return f"<div>{paragraphs([_verdict(self), _sums(self)])}{_nodes(self).to_html()}</div>"
 
     def _data(self) -> Mapping[str, Any]:
-        return {"hmpx_onnx": SCHEMA, **asdict(self)}
+        nodes = [asdict(node) for node in _worst_first(self.nodes)]
+        return {"hmpx_onnx": SCHEMA, **asdict(self), "nodes": nodes}
 
     def _table(self) -> ReportTable:
-        return ReportTable.of_fields([each.name for each in fields(OnnxNode)], self.nodes)
+        names = [each.name for each in fields(OnnxNode)]
+        return ReportTable.of_fields(names, _worst_first(self.nodes))
 
     def _page(self) -> str:
         name = Path(self.path).name
@@ -142,15 +150,24 @@ class OnnxFile(Written):
         return page(f"hmpx: {name}", f"Types of {name}", "".join(parts), self.about, tables=tables)
 
 
+def _cut(lines: list[str], most: int) -> list[str]:
+    """Returns the first lines, and the number of others."""
+    return lines[:most] + [f"... and {len(lines) - most} more"] * (len(lines) > most)
+
+
+def _worst_first(nodes: tuple[OnnxNode, ...]) -> list[OnnxNode]:
+    """Returns nodes by their errors, the others after them in their order."""
+    return sorted(nodes, key=lambda node: math.inf if node.error is None else -node.error)
+
+
 def _verdict(found: OnnxFile) -> str:
     count = len(found.faults)
     said = "no faults" if not count else f"{count} fault{'s' * (count > 1)}"
-    compared = [node for node in found.nodes if node.error is not None]
+    compared = [node for node in _worst_first(found.nodes) if node.error is not None]
     if compared:
-        worst = max(compared, key=lambda node: node.error or 0.0)
-        said += (
-            f"; {len(compared)} compared with torch, largest error {worst.error:.3g} ({worst.name})"
-        )
+        worst = {node.output_dtypes[0]: node for node in reversed(compared)}
+        errors = [f"{node.error:.3g} ulps of {each} ({node.name})" for each, node in worst.items()]
+        said += f"; {len(compared)} compared with torch, largest errors {', '.join(sorted(errors))}"
     return f"{short(found.path)}: {len(found.nodes)} nodes, {said}"
 
 
@@ -165,8 +182,10 @@ def _sums(found: OnnxFile) -> str:
 
 
 def _nodes(found: OnnxFile) -> ReportTable:
+    nodes = _worst_first(found.nodes)
+
     def column(name: str, cut: Callable[[str, int], str] = without_end) -> Column:
-        values = [getattr(node, name) for node in found.nodes]
+        values = [getattr(node, name) for node in nodes]
         show = "; ".join if name == "faults" else str
         return Column(name, values, show, is_number=False, cut=cut, is_dtype=name == "dtype")
 
@@ -177,7 +196,7 @@ def _nodes(found: OnnxFile) -> ReportTable:
     if any(node.faults for node in found.nodes):
         columns.append(column("faults"))
     if any(node.error is not None for node in found.nodes):
-        columns.append(Column("error", [node.error for node in found.nodes], "{:.2g}".format))
+        columns.append(Column("error in ulps", [node.error for node in nodes], "{:.2g}".format))
     return ReportTable(columns)
 
 
@@ -187,7 +206,7 @@ def _nodes(found: OnnxFile) -> ReportTable:
 def read_onnx(path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> OnnxFile:
     """Reads an ONNX file, its nodes' types, and its faults. Weights may be in a second file.
 
-    The bodies of functions that a file defines are not read.
+    Functions that a file defines are inlined.
 
     Raises:
         OptionError: It can't be read, or is not an ONNX model.
@@ -199,6 +218,8 @@ def read_onnx(path: str | os.PathLike[str], about: Mapping[str, str] | None = No
         model = onnx.load_from_string(content)
         if not model.HasField("graph"):
             raise ValueError("it holds no graph")
+        if model.functions:
+            model = imported("onnx.inliner", "reading functions").inline_local_functions(model)
         model = onnx.shape_inference.infer_shapes(model)
         return _GraphReader(onnx, model, Path(name).parent).read(name, about or {})
     except raised_here(Exception) as error:
@@ -230,7 +251,6 @@ class _GraphReader:
     def __init__(self, onnx: ModuleType, model: Any, folder: Path) -> None:
         self._onnx, self._model, self._folder = onnx, model, str(folder)
         self._opsets = {each.domain: each.version for each in model.opset_import}
-        self._functions = {(each.domain, each.name) for each in model.functions}
         self._stored: dict[str, int] = {}
         self._weight_faults: list[str] = []
         self._nodes: list[OnnxNode] = []
@@ -312,12 +332,11 @@ class _GraphReader:
             input_dtypes=inputs,
             output_dtypes=outputs,
             faults=tuple(faults),
+            outputs=tuple(node.output),
         )
 
     def _mixed(self, node: Any, inputs: tuple[str, ...]) -> Iterator[str]:
         """Yields inputs that a node's schema, or an engine without implicit casts, rejects."""
-        if (node.domain, node.op_type) in self._functions:
-            return
         version = self._opsets.get(node.domain, 1)
         try:
             schema = self._onnx.defs.get_schema(node.op_type, version, node.domain)

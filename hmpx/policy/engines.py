@@ -8,7 +8,7 @@ import functools
 import json
 import textwrap
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -28,6 +28,11 @@ from .sections import Section
 _Unsaid: TypeAlias = "collections.defaultdict[str, list[str]]"
 
 _WIDEST: Final = "WIDEST: types by inputs"
+
+#: The start of sections' headings.
+_WHERE: Final = "where "
+
+_MOST_NAMES: Final = 12
 
 #: Ops that torch and Gaudi's bridge promote unless a list names them.
 _PROMOTED: Final = frozenset({"addcdiv", "div", "mul"})
@@ -82,7 +87,10 @@ def exported(policy: Policy, engine: str) -> EngineSettings:
     said = {reason: tuple(sorted({*each})) for reason, each in sorted(unsaid.items()) if each}
     lines = [f"hmpx: {policy!r}"[:96], *(["Not said here:"] if said else [])]
     for reason, each in said.items():
-        lines += textwrap.wrap(f"{reason}: {', '.join(each)}", 96, subsequent_indent="  ")
+        names = ", ".join(name for name in each if not name.startswith(_WHERE))
+        entries = [f"{reason}: {names}".rstrip(), *(e for e in each if e.startswith(_WHERE))]
+        for entry in entries:
+            lines += textwrap.wrap(entry, 96, subsequent_indent="  ")
     comments = "".join(f"{mark} {line}\n" for line in lines)
     return EngineSettings(engine, comments + text, types.MappingProxyType(said))
 
@@ -103,8 +111,9 @@ def _types(
     unsaid: _Unsaid,
     where: str = "",
 ) -> dict[str, list[str]]:
-    """Returns type -> ATen's functions that run in it; collects everything else."""
+    """Returns type -> ATen's functions that run in it; collects everything else, by section."""
     found: dict[str, list[str]] = {}
+    rest: _Unsaid = collections.defaultdict(list)
     for op, decision in sorted(decisions.items()):
         covering, dtype = ops.covering(op), decision.dtype
         if covering is not None and decisions.get(covering) == decision:
@@ -124,12 +133,19 @@ def _types(
             if options := [word for word, _ in decision.options()]:
                 reason = ", ".join(options)
         if reason:
-            unsaid[reason].append(where + op)
+            rest[reason].append(op)
+    for reason, names_of in rest.items():
+        unsaid[reason] += [f"{where}{_listed(names_of)}"] if where else names_of
     return found
 
 
+def _listed(names: Collection[str]) -> str:
+    """Returns names, or their number if there are many, as in sections of excluded modules."""
+    return ", ".join(sorted(names)) if len(names) <= _MOST_NAMES else f"{len(names)} ops"
+
+
 def _leave(section: Section, unsaid: _Unsaid) -> None:
-    said = f"{section_heading(section)}: {', '.join(sorted(section.decisions))}"
+    said = f"{section_heading(section)}: {_listed(section.decisions)}"
     unsaid["sections with these conditions"].append(said)
 
 
