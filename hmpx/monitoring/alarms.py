@@ -1,0 +1,154 @@
+"""Alarms of `monitor`: figures beyond their limits, with a remedy that the measured values bear out."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from .. import arguments
+from ..errors import OptionError, fielded, shown
+from ..tensors import long_name
+from .figures import Counts, Type, limits
+
+#: The default alarms: pattern of a figure's name -> its limit.
+ALARMS: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "*/activation/near_max": 0.0,
+        "*/activation/saturated": 0.01,
+        "*/activation/error_of_spread": 0.25,
+        "*/input/near_max": 0.0,
+        "*/input/saturated": 0.01,
+        "*/input/overflow": 0.0,
+        "*/input/error_of_spread": 0.25,
+        "*/gradient/subnormal": 0.5,
+        "*/weight/unchanged": 0.9,
+        "*/weight/nonfinite": 0.0,
+        "*/state/nonfinite": 0.0,
+    }
+)
+
+
+class Place(NamedTuple):
+    """What a row is of.
+
+    Attributes:
+        module: Path of the module; ``""`` for the outermost one.
+        op: Name of the op; of a parameter its own name, of an optimizer's state ``"weight.exp_avg"``.
+        kind: ``"activation"``, ``"input"`` (that a call casts), ``"gradient"``, ``"weight"``, ``"state"``.
+        of: The type that the values have, or that a call casts them to.
+        is_cast: Whether it casts them.
+        trial: Name of the format that is only tried; ``""`` for the type in use.
+    """
+
+    module: str
+    op: str
+    kind: str
+    of: Type
+    is_cast: bool = False
+    trial: str = ""
+
+    def name(self, figure: str) -> str:
+        """Returns the name of a figure in logs."""
+        figure = f"{self.trial}.{figure}" if self.trial else figure
+        return "/".join(filter(None, ["hmpx", self.module, self.op, self.kind, figure]))
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A figure beyond its limit.
+
+    Attributes:
+        name: Name of the figure: ``"hmpx/fc1/linear/activation/near_max"``.
+        step: Number of the step.
+        value: The figure.
+        limit: Its limit.
+        module: Path of the module; ``""`` for the outermost one.
+        op: Name of the op, or of the parameter.
+        remedy: What helps, by the values of this step.
+    """
+
+    name: str
+    step: int
+    value: float
+    limit: float
+    module: str
+    op: str
+    remedy: str
+
+    __repr__ = fielded
+
+    def __str__(self) -> str:
+        found = f"{self.name} is {self.value:.3g} in step {self.step}, over {self.limit:g}"
+        return f"{found}; {self.remedy}" if self.remedy else found
+
+
+def checked_alarms(alarms: object) -> dict[str, float]:
+    """Returns the limits by pattern.
+
+    Raises:
+        OptionError: They are no mapping of patterns to numbers.
+    """
+    found = arguments.mapping("alarms", alarms, "a dict of pattern -> limit")
+    for pattern, limit in found.items():
+        arguments.text("a pattern of alarms", pattern)
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or math.isnan(limit):
+            raise OptionError(f"alarms[{pattern!r}] must be a number, not {shown(limit)}")
+    return found
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def limit_of(name: str, alarms: Mapping[str, float]) -> float:
+    """Returns the limit of a figure: that of the last pattern that matches; inf for none."""
+    found = math.inf
+    for pattern, limit in alarms.items():
+        if _matches(name, pattern):
+            found = limit
+    return found
+
+
+def remedy(place: Place, figure: str, counts: Counts) -> str:
+    """Returns what helps against a figure, as far as the values that were counted tell."""
+    if figure == "unchanged":
+        return (
+            "float32 weights and hmpx.convert(), or stochastic rounding, let small updates count"
+        )
+    if figure in ("nonfinite", "overflow") and counts.nonfinite:
+        return "hmpx.watch() names the op that made the first one"
+    ends = f"{counts.least:.2g} to {counts.amax:.2g}"
+    if figure in ("subnormal", "underflow") and place.kind == "gradient":
+        least, most = limits(place.of).least, limits(place.of).most / 4
+        low = math.ceil(math.log2(least / counts.least))
+        high = math.floor(math.log2(most / counts.amax))
+        if low <= high and low > 0:
+            return f"a loss scale of 2**{low} to 2**{high} makes all values normal ({ends})"
+    if figure in ("error", "error_of_spread"):
+        return _by_precision(place, figure, counts)
+    for wider in (torch.bfloat16, torch.float32):
+        limit = limits(wider)
+        if counts.amax <= limit.most / 4 and counts.least >= limit.least:
+            where = f"{place.op} in {place.module}" if place.module else place.op
+            return f"{long_name(wider)} for {where} holds all values ({ends})"
+    return ""
+
+
+def _by_precision(place: Place, figure: str, counts: Counts) -> str:
+    before: Any = math.sqrt(counts.rounding / (counts.spread or counts.norm or 1.0))
+    for finer in (torch.float16, torch.float32):
+        limit, now = limits(finer), limits(place.of).epsilon
+        holds = counts.amax <= limit.most / 4 and counts.least >= limit.least
+        if holds and limit.epsilon * 16 <= now or finer is torch.float32:
+            after = before * limit.epsilon / now if now else 0.0
+            where = f"{place.op} in {place.module}" if place.module else place.op
+            return f"{long_name(finer)} for {where} makes it about {after:.2g}"
+    return ""
