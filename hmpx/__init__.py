@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .comparing import Comparison, compare, contents
     from .exporting import OnnxFile, export
     from .freezing import Frozen, Weight, freeze
-    from .monitoring import Alarm, Monitor, MonitoredRun, monitor
+    from .monitoring import Alarm, Monitor, monitor
     from .planning import Bench, Plan, bench, plan
     from .policy import EngineSettings
     from .recording import Drawing, draw, record
@@ -53,7 +53,7 @@ else:  # not needed by a program's first op
             "checking": "Breach Finding Lint expect lint",
             "exporting": "OnnxFile export",
             "freezing": "Frozen Weight freeze",
-            "monitoring": "Alarm Monitor MonitoredRun monitor",
+            "monitoring": "Alarm Monitor monitor",
             "planning": "Bench Plan bench plan",
             "policy": "EngineSettings",
             "recording": "Drawing draw record",
@@ -71,10 +71,10 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "ALLOW",
-    "Alarm",
-    "AlarmError",
     "DENY",
     "FOLLOW",
+    "Alarm",
+    "AlarmError",
     "Attached",
     "Bench",
     "BenchError",
@@ -98,7 +98,6 @@ __all__ = [
     "Invariance",
     "Lint",
     "Monitor",
-    "MonitoredRun",
     "NonFiniteError",
     "Offence",
     "OnnxFile",

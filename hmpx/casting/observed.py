@@ -126,9 +126,9 @@ class _ObservedCalls:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Makes any call of the wrapper, and reports it unless it is a part of another one."""
         plan, is_traced, is_on = self._plan, is_dynamo_compiling(), True
-        if PAUSED and self._observers <= PAUSED:  # but compiled calls, which graphs keep
-            if not is_traced and tracing_context() is None:
-                return self._inner(*args, **kwargs)
+        is_paused = PAUSED and self._observers <= PAUSED
+        if is_paused and not is_traced and tracing_context() is None:  # graphs keep compiled calls
+            return self._inner(*args, **kwargs)
         if is_traced or open_regions:
             if (kind := unobserved_by()) is not None:
                 is_uncast = kind is without_casts and not has_torch_function(args)

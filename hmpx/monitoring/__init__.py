@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .alarms import ALARMS, Alarm
-from .monitor import Monitor, monitor
-from .runs import MonitoredRun, read_run
+from .monitoring import Monitor, monitor
+from .runs import MonitoredRun, page_of, read_run
 
-__all__ = ["ALARMS", "Alarm", "Monitor", "MonitoredRun", "monitor", "read_run"]
+__all__ = ["ALARMS", "Alarm", "Monitor", "MonitoredRun", "monitor", "page_of", "read_run"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -15,7 +15,7 @@ import torch
 from .. import arguments
 from ..errors import OptionError, fielded, shown
 from ..tensors import long_name
-from .figures import Counts, Type, limits
+from .figures import Counts, Type, figures, limits
 
 #: The default alarms: pattern of a figure's name -> its limit.
 ALARMS: Final[Mapping[str, float]] = MappingProxyType(
@@ -35,8 +35,8 @@ ALARMS: Final[Mapping[str, float]] = MappingProxyType(
 )
 
 
-class Place(NamedTuple):
-    """What a row is of.
+class MonitoredRow(NamedTuple):
+    """What figures are of.
 
     Attributes:
         module: Path of the module; ``""`` for the outermost one.
@@ -59,6 +59,10 @@ class Place(NamedTuple):
         figure = f"{self.trial}.{figure}" if self.trial else figure
         return "/".join(filter(None, ["hmpx", self.module, self.op, self.kind, figure]))
 
+    def figures(self, counts: Counts) -> Iterator[tuple[str, float]]:
+        """Yields the figures of its counts by name."""
+        return figures(counts, self.of, is_cast=self.is_cast, is_tried=bool(self.trial))
+
 
 @dataclass(frozen=True)
 class Alarm:
@@ -72,6 +76,13 @@ class Alarm:
         module: Path of the module; ``""`` for the outermost one.
         op: Name of the op, or of the parameter.
         remedy: What helps, by the values of this step.
+
+    Example:
+        >>> with hmpx.monitor(alarms={"*/amax": 9.0}, on_alarm="collect") as monitor:
+        ...     _ = torch.ones(2) * 10
+        ...     monitor.step()
+        >>> str(monitor.alarms[0])
+        'hmpx/mul/activation/amax is 10 in step 0, over 9'
     """
 
     name: str
@@ -93,7 +104,7 @@ def checked_alarms(alarms: object) -> dict[str, float]:
     """Returns the limits by pattern.
 
     Raises:
-        OptionError: They are no mapping of patterns to numbers.
+        OptionError: They are something else than a mapping of patterns to numbers.
     """
     found = arguments.mapping("alarms", alarms, "a dict of pattern -> limit")
     for pattern, limit in found.items():
@@ -117,12 +128,12 @@ def limit_of(name: str, alarms: Mapping[str, float]) -> float:
     return found
 
 
-def remedy(place: Place, figure: str, counts: Counts) -> str:
-    """Returns what helps against a figure, as far as the values that were counted tell."""
+def remedy(place: MonitoredRow, figure: str, counts: Counts) -> str:
+    """Returns a remedy against a figure, as far as the values that were counted tell; ``""`` for none."""
     if figure == "unchanged":
-        return (
-            "float32 weights and hmpx.convert(), or stochastic rounding, let small updates count"
-        )
+        return "float32 weights and hmpx.convert(), or stochastic rounding, let small updates count"
+    if figure in ("amax", "amax_exponent", "zeros"):
+        return ""
     if figure in ("nonfinite", "overflow") and counts.nonfinite:
         return "hmpx.watch() names the op that made the first one"
     ends = f"{counts.least:.2g} to {counts.amax:.2g}"
@@ -142,12 +153,12 @@ def remedy(place: Place, figure: str, counts: Counts) -> str:
     return ""
 
 
-def _by_precision(place: Place, figure: str, counts: Counts) -> str:
+def _by_precision(place: MonitoredRow, figure: str, counts: Counts) -> str:
     before: Any = math.sqrt(counts.rounding / (counts.spread or counts.norm or 1.0))
     for finer in (torch.float16, torch.float32):
         limit, now = limits(finer), limits(place.of).epsilon
         holds = counts.amax <= limit.most / 4 and counts.least >= limit.least
-        if holds and limit.epsilon * 16 <= now or finer is torch.float32:
+        if (holds and limit.epsilon * 16 <= now) or finer is torch.float32:
             after = before * limit.epsilon / now if now else 0.0
             where = f"{place.op} in {place.module}" if place.module else place.op
             return f"{long_name(finer)} for {where} makes it about {after:.2g}"

@@ -60,10 +60,11 @@ class Counts(NamedTuple):
     def plus(self, other: Counts) -> Counts:
         """Returns the counts of both."""
         sums = [a + b for a, b in zip(self[:-2], other[:-2], strict=True)]
-        return Counts(*sums, min(self.least, other.least), max(self.amax, other.amax))
+        ends = min(self.least, other.least), max(self.amax, other.amax)
+        return Counts._make([*sums, *ends])
 
 
-class Limits(NamedTuple):
+class TypeLimits(NamedTuple):
     """The largest number of a type, its smallest normal one, and its epsilon; inf, 0 and 0 where it has none."""
 
     most: float
@@ -72,12 +73,12 @@ class Limits(NamedTuple):
 
 
 @functools.cache
-def limits(of: Type) -> Limits:
+def limits(of: Type) -> TypeLimits:
     """Returns the limits of a type."""
     if isinstance(of, torch.dtype):
         found = torch.finfo(of)
-        return Limits(found.max, found.smallest_normal, found.eps)
-    return Limits(
+        return TypeLimits(found.max, found.smallest_normal, found.eps)
+    return TypeLimits(
         getattr(of, "max", math.inf),
         getattr(of, "smallest_normal", 0.0),
         getattr(of, "epsilon", 0.0),
@@ -90,7 +91,8 @@ def measured(tensor: Tensor, cast: Type | None = None) -> Tensor:
         row = tensor.shape[-1] if tensor.dim() and tensor.shape[-1] > 1 else tensor.numel()
         saturates = getattr(cast, "overflow", None) == "saturate"
         of = limits(cast or tensor.dtype)
-        return kernel(tensor.contiguous(), row, cast is not None, *of, saturates)  # type: ignore[no-any-return]
+        counted: Tensor = kernel(tensor.contiguous(), row, cast is not None, *of, saturates)
+        return counted
     wide = torch.float32 if tensor.device.type == "mps" else torch.float64
     x = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
     limit = limits(cast or tensor.dtype)
@@ -146,37 +148,42 @@ def measured_step(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _square(x: Tensor, wide: torch.dtype) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=wide).square()
+    found: Tensor = torch.linalg.vector_norm(x, dtype=wide)
+    return found.square()
 
 
-def figures(counts: Counts, of: Type, *, is_cast: bool) -> Iterator[tuple[str, float]]:
-    """Yields the figures of a row by name, those that say something: a share of zero values is none."""
+def figures(
+    counts: Counts, of: Type, *, is_cast: bool, is_tried: bool
+) -> Iterator[tuple[str, float]]:
+    """Yields the figures of a row by name: those that its values and its type have.
+
+    Of a format that is only tried those of rounding.
+    """
     c = counts
-    finite = c.values - c.nonfinite
-    if c.values:
-        yield "nonfinite", c.nonfinite / c.values
-    if finite:
-        yield "zeros", c.zeros / finite
-        yield "amax", c.amax
-        if c.amax:
-            yield "amax_exponent", float(math.frexp(c.amax)[1] - 1)
-    nonzero = finite - c.zeros
-    if nonzero:
-        limit = limits(of)
-        if of not in _WIDE and math.isfinite(limit.most):
-            yield "near_max", c.near / finite
-            if _bits(of) <= 8:
-                yield "saturated", c.most / finite
-        if of not in _WIDE and limit.least:
-            yield "subnormal", c.subnormal / nonzero
-        if is_cast:
-            yield "underflow", c.lost / nonzero
-            yield "overflow", c.overflown / finite
-            yield "error", math.sqrt(c.error / c.norm) if c.norm else 0.0
-        if c.rounding and c.spread > c.norm * _ROUNDING:
-            yield "error_of_spread", math.sqrt(c.rounding / c.spread)
+    finite, nonzero, limit = c.values - c.nonfinite, c.values - c.nonfinite - c.zeros, limits(of)
     if c.moving:
         yield "unchanged", c.unchanged / c.moving
+    if c.values and not is_tried:
+        yield "nonfinite", c.nonfinite / c.values
+    if finite and not is_tried:
+        yield "zeros", c.zeros / finite
+        yield "amax", c.amax
+    if not nonzero:
+        return
+    if not is_tried:
+        yield "amax_exponent", float(math.frexp(c.amax)[1] - 1)
+    if of not in _WIDE and math.isfinite(limit.most):
+        yield "near_max", c.near / finite
+        if _bits(of) <= 8:
+            yield "saturated", c.most / finite
+    if of not in _WIDE and limit.least:
+        yield "subnormal", c.subnormal / nonzero
+    if is_cast:
+        yield "underflow", c.lost / nonzero
+        yield "overflow", c.overflown / finite
+        yield "error", math.sqrt(c.error / c.norm)
+    if c.rounding and c.spread > c.norm * _ROUNDING:
+        yield "error_of_spread", math.sqrt(c.rounding / c.spread)
 
 
 #: Types whose range trainings don't leave.

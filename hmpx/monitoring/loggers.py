@@ -83,11 +83,11 @@ class _JsonLines:
         if os.path.exists(path):  # noqa: PTH110  # any text
             with opened(path, MONITORED) as file:
                 start = file.read(len(_START))
-                self._is_torn = bool(start) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n"
-            if start and start != _START:
-                raise OptionError(
-                    f"{short(path)} is not a file of hmpx.monitor; give another path"
+                self._is_torn = (
+                    bool(start) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n"
                 )
+            if start and start != _START:
+                raise OptionError(f"{short(path)} is not a file of hmpx.monitor; give another path")
 
     def __call__(self, figures: Mapping[str, float], step: int) -> None:
         lines = [{"step": step, "figures": dict(figures)}]

@@ -11,7 +11,6 @@ import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from ..errors import HmpxError, OptionError, raised_here, short, warn

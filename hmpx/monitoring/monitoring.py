@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +18,19 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .. import arguments, ops
+from .. import arguments
 from ..comparing import is_readable, may_read
 from ..errors import AlarmError, OptionError, to_the_end
 from ..number_formats import Format, get
 from ..observers import LOGGER, Attached, OpCall, Values
-from ..ops import names
+from ..ops import is_view, names
 from ..patches import SCALERS
-from ..session import about_run, current, observable, restoring
-from ..tensors import LOW_DTYPES, floating_in, long_name, node_of
+from ..session import about_run, observable, restoring
+from ..tensors import LOW_DTYPES, floating_in, node_of
 from ..torch_internals import unseen
-from ..torch_state import apart, named_tensors, place, spot
-from .alarms import ALARMS, Alarm, Place, checked_alarms, limit_of, remedy
-from .figures import Counts, Type, figures, measured, measured_step
+from ..torch_state import apart, named_tensors, spot
+from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, remedy
+from .figures import Counts, Type, measured, measured_step
 from .loggers import logging_to, safely
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class Monitor:
 
     _attached: Attached  # in the block
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # as `monitor`
         self,
         every: int,
         modules: Sequence[str],
@@ -69,10 +71,10 @@ class Monitor:
         self._every, self._modules, self._ops = every, modules, chosen_ops
         self._formats, self._limits, self._on_alarm = formats, alarms, on_alarm
         self._logs = [logging_to(each, about_run) for each in logs]
-        self._measured: list[tuple[Place, Tensor]] = []
-        self._roots: dict[int, tuple[nn.Module, str]] = {}
+        self._measured: list[tuple[MonitoredRow, Tensor]] = []
+        self._roots: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._cast_to: dict[int, tuple[Tensor, Type]] = {}  # parameters that calls cast
-        self._before: list[tuple[Place, Tensor, Tensor]] = []
+        self._before: list[tuple[MonitoredRow, Tensor, Tensor]] = []
         self._steps_by_hand = False
         self._made: Counter[int] = Counter()  # steps of optimizers
         self._raised = set[str]()  # names of figures beyond their limits
@@ -126,7 +128,7 @@ class Monitor:
         if not may_read() or call.phase == "backward" or (self._ops and call.op not in self._ops):
             return
         root, _ = spot()
-        is_evaluation = not torch.is_grad_enabled() and place().training is False
+        is_evaluation = not torch.is_grad_enabled() and root is not None and not root.training
         if is_evaluation and not self._steps_by_hand:
             return
         module = self._path_of(root, call.module)
@@ -138,14 +140,20 @@ class Monitor:
             self._measure_result(call, module, inputs, result)
 
     def _path_of(self, root: nn.Module | None, module: str) -> str:
-        """Returns the path of a module: behind the class of its model for all models but the first."""
+        """Returns the path of a module: behind the class of its model unless no other model is running."""
         if root is None:
             return module
-        if id(root) not in self._roots:
-            name = type(root).__name__ if self._roots else ""
-            taken = sum(known.partition(" ")[0] == name for _, known in self._roots.values())
-            self._roots[id(root)] = root, f"{name} {taken + 1}" if taken and name else name
-        return ".".join(filter(None, [self._roots[id(root)][1], module]))
+        known, own = id(root), type(root).__name__
+        if known not in self._roots:
+            taken = {name for _, name in self._roots.values()}
+            names = itertools.chain(["", own], (f"{own}{n}" for n in itertools.count(2)))
+
+            def forget(_: object) -> None:
+                self._roots.pop(known, None)
+
+            found = next(name for name in names if name not in taken)
+            self._roots[known] = weakref.ref(root, forget), found
+        return "/".join(filter(None, [self._roots[known][1], module]))
 
     def _is_chosen(self, module: str) -> bool:
         return not self._modules or any(fnmatch.fnmatchcase(module, each) for each in self._modules)
@@ -159,18 +167,17 @@ class Monitor:
                 if isinstance(tensor, nn.Parameter):
                     self._cast_to[id(tensor)] = tensor, to
                 else:
-                    self._measure(Place(module, call.op, "input", to, is_cast=True), tensor)
+                    self._measure(MonitoredRow(module, call.op, "input", to, is_cast=True), tensor)
 
-    def _measure_result(
-        self, call: OpCall, module: str, inputs: list[Tensor], result: Any
-    ) -> None:
-        is_new = call.phase == "forward" and not ops.is_view(call.op)
+    def _measure_result(self, call: OpCall, module: str, inputs: list[Tensor], result: Any) -> None:
+        if is_view(call.op):
+            return
         for tensor in inputs[:1] if result is None else floating_in([result]):
-            if is_new:
-                self._measure(Place(module, call.op, "activation", tensor.dtype), tensor)
-            node = node_of(tensor) if tensor.requires_grad and is_new | (call.phase != "forward") else None
-            if node is not None and tensor.grad_fn is node and not ops.is_view(call.op):
-                node.register_prehook(self._measure_gradient(module, call.op, tensor.output_nr))
+            if call.phase == "forward":
+                self._measure(MonitoredRow(module, call.op, "activation", tensor.dtype), tensor)
+            if tensor.requires_grad and not tensor.is_leaf:
+                hook = self._measure_gradient(module, call.op, tensor.output_nr)
+                node_of(tensor).register_prehook(hook)
 
     def _measure_gradient(
         self, module: str, op: str, output: int
@@ -182,11 +189,11 @@ class Monitor:
             gradient = gradients[output] if output < len(gradients) else None
             if gradient is not None and number == self.step_number and may_read():
                 with apart():
-                    self._measure(Place(module, op, "gradient", gradient.dtype), gradient)
+                    self._measure(MonitoredRow(module, op, "gradient", gradient.dtype), gradient)
 
         return hook
 
-    def _measure(self, place: Place, tensor: Tensor) -> None:
+    def _measure(self, place: MonitoredRow, tensor: Tensor) -> None:
         tensor = _local(tensor)
         if tensor.numel() and is_readable(tensor):
             cast = place.of if place.is_cast else None
@@ -202,12 +209,14 @@ class Monitor:
             with apart():
                 self._before = self._measure_optimizer(optimizer)
 
-    def _measure_optimizer(self, optimizer: Optimizer) -> list[tuple[Place, Tensor, Tensor]]:
+    def _measure_optimizer(self, optimizer: Optimizer) -> list[tuple[MonitoredRow, Tensor, Tensor]]:
         """Measures gradients, and returns the parameters in low precision with their values."""
         before, places = [], self._places()
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for count, parameter in enumerate(parameters):
-            place = places.get(id(parameter), Place("", f"parameter {count}", "weight", parameter.dtype))
+            place = places.get(
+                id(parameter), MonitoredRow("", f"parameter {count}", "weight", parameter.dtype)
+            )
             if parameter.grad is None or not self._is_chosen(place.module):
                 continue
             of = parameter.grad.dtype
@@ -220,20 +229,25 @@ class Monitor:
             self._measure_parameters()
         return before
 
-    def _places(self) -> dict[int, Place]:
-        found: dict[int, Place] = {}
-        for root, _ in self._roots.values():
+    def _models(self) -> list[nn.Module]:
+        return [model for known, _ in [*self._roots.values()] if (model := known()) is not None]
+
+    def _places(self) -> dict[int, MonitoredRow]:
+        found: dict[int, MonitoredRow] = {}
+        for root in self._models():
             for name, tensor in named_tensors(root):
                 if isinstance(tensor, nn.Parameter):
                     path, _, own = name.rpartition(".")
                     _, to = self._cast_to.get(id(tensor), (None, tensor.dtype))
                     is_cast = to != tensor.dtype
-                    found[id(tensor)] = Place(self._path_of(root, path), own, "weight", to, is_cast)
+                    found[id(tensor)] = MonitoredRow(
+                        self._path_of(root, path), own, "weight", to, is_cast
+                    )
         return found
 
     def _measure_parameters(self) -> None:
         places = self._places()
-        for root, _ in self._roots.values():
+        for root in self._models():
             for _, tensor in named_tensors(root):
                 place = places.get(id(tensor))
                 if place is not None and self._is_chosen(place.module):
@@ -255,14 +269,23 @@ class Monitor:
                 self._measured.append((place._replace(of=parameter.dtype, is_cast=False), found))
         self._before, places = [], self._places()
         for count, (parameter, state) in enumerate(optimizer.state.items()):
-            known = places.get(id(parameter), Place("", f"parameter {count}", "weight", torch.float32))
+            known = places.get(
+                id(parameter), MonitoredRow("", f"parameter {count}", "weight", torch.float32)
+            )
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.numel() > 1 and self._is_chosen(known.module):
-                    self._measure(Place(known.module, f"{known.op}.{key}", "state", value.dtype), value)
+                if (
+                    isinstance(value, Tensor)
+                    and value.numel() > 1
+                    and self._is_chosen(known.module)
+                ):
+                    self._measure(
+                        MonitoredRow(known.module, f"{known.op}.{key}", "state", value.dtype), value
+                    )
 
     def _end_step(self) -> None:
         if self._is_checked:
             rows = self._rows()
+            self._cast_to.clear()
             if rows:
                 self._report(rows)
         self.step_number += 1
@@ -270,17 +293,23 @@ class Monitor:
             self._attached.resume()
 
     @unseen
-    def _rows(self) -> dict[Place, Counts]:
+    def _rows(self) -> dict[MonitoredRow, Counts]:
         """Returns the counts of the step, over all processes of a distributed run; copies once from each device."""
         found, self._measured = self._measured, []
-        by_device: dict[torch.device, list[tuple[Place, Tensor]]] = {}
+        by_device: dict[torch.device, list[tuple[MonitoredRow, Tensor]]] = {}
         for place, vector in found:
             by_device.setdefault(vector.device, []).append((place, vector))
-        rows: dict[Place, Counts] = {}
+        rows: dict[MonitoredRow, Counts] = {}
         with apart():
             for measures in by_device.values():
                 numbers = torch.stack([vector for _, vector in measures]).tolist()
-                _add(rows, [(place, Counts(*each)) for (place, _), each in zip(measures, numbers, strict=True)])
+                _add(
+                    rows,
+                    [
+                        (place, Counts(*each))
+                        for (place, _), each in zip(measures, numbers, strict=True)
+                    ],
+                )
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             gathered: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(gathered, list(rows.items()))
@@ -289,18 +318,20 @@ class Monitor:
                 _add(rows, each)
         return rows
 
-    def _report(self, rows: Mapping[Place, Counts]) -> None:
+    def _report(self, rows: Mapping[MonitoredRow, Counts]) -> None:
         found = self._scaling()
         alarms, beyond = list[Alarm](), set[str]()
-        for place, counts in rows.items():
-            for figure, value in figures(counts, place.of, is_cast=place.is_cast):
-                name = place.name(figure)
+        for where, counts in rows.items():
+            for figure, value in where.figures(counts):
+                name = where.name(figure)
                 found[name] = max(value, found.get(name, value))  # of those in several types
                 limit = limit_of(name, self._limits)
-                if value > limit and not (place.kind == "gradient" and self._may_overflow(figure)):
+                if value > limit and not (where.kind == "gradient" and self._may_overflow(figure)):
                     beyond.add(name)
-                    said = remedy(place, figure, counts)
-                    alarms.append(Alarm(name, self.step_number, value, limit, place.module, place.op, said))
+                    said = remedy(where, figure, counts)
+                    alarms.append(
+                        Alarm(name, self.step_number, value, limit, where.module, where.op, said)
+                    )
         self.figures = found
         if _rank() == 0:
             number = self.step_number
@@ -340,9 +371,9 @@ def _rank() -> int:
     return torch.distributed.get_rank() if is_distributed else 0
 
 
-def _add(rows: dict[Place, Counts], more: Iterable[tuple[Place, Counts]]) -> None:
-    for place, counts in more:
-        rows[place] = rows[place].plus(counts) if place in rows else counts
+def _add(rows: dict[MonitoredRow, Counts], more: Iterable[tuple[MonitoredRow, Counts]]) -> None:
+    for where, counts in more:
+        rows[where] = rows[where].plus(counts) if where in rows else counts
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -355,15 +386,44 @@ def monitor(
     *,
     every: int = 50,
     modules: Iterable[str] = (),
-    ops: Iterable[str] = (),  # noqa: A002 RUF100
+    ops: Iterable[str] = (),
     formats: Iterable[str] = (),
-    log: Any = (),
+    log: object = (),
     alarms: Mapping[str, float] | None = None,
-    on_alarm: Any = "log",
+    on_alarm: str | Callable[[Alarm], object] = "log",
 ) -> Monitor:
-    """Measures a training over time: what low precision does to its activations, gradients, weights and states.
+    """Measures a training over time: activations, gradients, weights and optimizer states, one step in ``every``.
 
-    TODO
+    A step ends with `Optimizer.step`, or with the block's ``.step()`` once that is called. A checked step gives plain
+    numbers named ``hmpx/MODULE/OP/KIND/FIGURE``, such as ``hmpx/fc1/linear/activation/near_max``, which
+    [figures](reports.md#names-and-figures) explains. Works with and without a conversion, also over torch.autocast; no
+    result changes. In distributed runs all processes must enter the block; figures are of all of them together, and rank 0 logs.
+
+    Args:
+        every: Checks one step in ``every``, from the first on.
+        modules: Patterns of paths of modules, such as ``"layers.*"``; default: all.
+        ops: Names of ops; default: all.
+        formats: Number formats to try on each tensor besides: figures such as ``float8_e4m3fn.error``.
+        log: Gets the figures of each checked step: a function ``log(figures, step)``, a path that ends in ``.jsonl``, a
+            `SummaryWriter`, a run of W&B, ``mlflow`` or its client, a logger of Lightning; or a list of these. One that
+            fails gives a warning.
+        alarms: Pattern of a name -> limit, the last pattern that matches a name counting; None: `hmpx.monitoring.ALARMS`,
+            {} for none.
+        on_alarm: ``"log"``, ``"raise"``, ``"collect"``, or a function that gets the `Alarm`. A figure that stays beyond
+            its limit gives one alarm.
+
+    Raises:
+        OptionError: An argument has an invalid value.
+        AlarmError: A figure is beyond its limit, under ``"raise"``; at the end of the step.
+
+    Example:
+        >>> found = []
+        >>> linear = torch.nn.Linear(2, 2)
+        >>> with hmpx.monitor(log=lambda figures, step: found.append(step)) as monitor:
+        ...     _ = linear(torch.ones(1, 2))
+        ...     monitor.step()
+        >>> found
+        [0]
     """
     chosen = frozenset(arguments.texts("ops", ops))
     for each in chosen:
