@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -21,10 +21,10 @@ from .figures import Counts, Type, figures, limits
 ALARMS: Final[Mapping[str, float]] = MappingProxyType(
     {
         "*/activation/near_max": 0.0,
-        "*/activation/saturated": 0.01,
+        "*/activation/saturated": 0.02,
         "*/activation/error_of_spread": 0.25,
         "*/input/near_max": 0.0,
-        "*/input/saturated": 0.01,
+        "*/input/saturated": 0.02,
         "*/input/overflow": 0.0,
         "*/input/error_of_spread": 0.25,
         "*/gradient/subnormal": 0.5,
@@ -128,38 +128,35 @@ def limit_of(name: str, alarms: Mapping[str, float]) -> float:
     return found
 
 
-def remedy(place: MonitoredRow, figure: str, counts: Counts) -> str:
+def remedy(row: MonitoredRow, figure: str, counts: Counts) -> str:
     """Returns a remedy against a figure, as far as the values that were counted tell; ``""`` for none."""
     if figure == "unchanged":
         return "float32 weights and hmpx.convert(), or stochastic rounding, let small updates count"
-    if figure in ("amax", "amax_exponent", "zeros"):
-        return ""
-    if figure in ("nonfinite", "overflow") and counts.nonfinite:
+    if figure == "nonfinite":
         return "hmpx.watch() names the op that made the first one"
-    ends = f"{counts.least:.2g} to {counts.amax:.2g}"
-    if figure in ("subnormal", "underflow") and place.kind == "gradient":
-        least, most = limits(place.of).least, limits(place.of).most / 4
-        low = math.ceil(math.log2(least / counts.least))
-        high = math.floor(math.log2(most / counts.amax))
-        if low <= high and low > 0:
-            return f"a loss scale of 2**{low} to 2**{high} makes all values normal ({ends})"
+    where = f"{row.op} in {row.module}" if row.module else row.op
+    ends, limit = f"{counts.least:.2g} to {counts.amax:.2g}", limits(row.of)
+    if figure == "saturated":
+        return f"a larger scale before {where}, or bfloat16"
     if figure in ("error", "error_of_spread"):
-        return _by_precision(place, figure, counts)
-    for wider in (torch.bfloat16, torch.float32):
-        limit = limits(wider)
-        if counts.amax <= limit.most / 4 and counts.least >= limit.least:
-            where = f"{place.op} in {place.module}" if place.module else place.op
-            return f"{long_name(wider)} for {where} holds all values ({ends})"
+        root = math.sqrt(counts.rounding / (counts.norm if figure == "error" else counts.spread))
+        finer = [each for each in (torch.float16, torch.float32) if _holds(each, counts)]
+        for each, epsilon in [(each, limits(each).epsilon) for each in finer]:
+            if epsilon * 8 <= limit.epsilon:
+                after = root * epsilon / limit.epsilon
+                return f"{long_name(each)} for {where} makes it about {after:.2g}"
+    if figure in ("subnormal", "underflow") and row.kind == "gradient":
+        low = math.ceil(math.log2(limit.least / counts.least))
+        high = math.floor(math.log2(limit.most / 4 / counts.amax))
+        if 0 < low <= high:
+            return f"a loss scale of 2**{low} to 2**{high} makes all values normal ({ends})"
+    if figure in ("near_max", "overflow", "subnormal", "underflow"):
+        for each in (torch.bfloat16, torch.float32):
+            if _holds(each, counts):
+                return f"{long_name(each)} for {where} holds all values ({ends})"
     return ""
 
 
-def _by_precision(place: MonitoredRow, figure: str, counts: Counts) -> str:
-    before: Any = math.sqrt(counts.rounding / (counts.spread or counts.norm or 1.0))
-    for finer in (torch.float16, torch.float32):
-        limit, now = limits(finer), limits(place.of).epsilon
-        holds = counts.amax <= limit.most / 4 and counts.least >= limit.least
-        if (holds and limit.epsilon * 16 <= now) or finer is torch.float32:
-            after = before * limit.epsilon / now if now else 0.0
-            where = f"{place.op} in {place.module}" if place.module else place.op
-            return f"{long_name(finer)} for {where} makes it about {after:.2g}"
-    return ""
+def _holds(dtype: torch.dtype, counts: Counts) -> bool:
+    limit = limits(dtype)
+    return counts.amax <= limit.most / 4 and counts.least >= limit.least

@@ -173,9 +173,8 @@ def figures(
     if not is_tried:
         yield "amax_exponent", float(math.frexp(c.amax)[1] - 1)
     if of not in _WIDE and math.isfinite(limit.most):
-        yield "near_max", c.near / finite
-        if _bits(of) <= 8:
-            yield "saturated", c.most / finite
+        is_short = _bits(of) <= 8  # scales make use of all its range
+        yield ("saturated", c.most / finite) if is_short else ("near_max", c.near / finite)
     if of not in _WIDE and limit.least:
         yield "subnormal", c.subnormal / nonzero
     if is_cast:

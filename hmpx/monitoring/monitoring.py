@@ -170,7 +170,7 @@ class Monitor:
                     self._measure(MonitoredRow(module, call.op, "input", to, is_cast=True), tensor)
 
     def _measure_result(self, call: OpCall, module: str, inputs: list[Tensor], result: Any) -> None:
-        if is_view(call.op):
+        if is_view(call.op) and call.output_dtypes[:1] == call.input_dtypes[:1]:
             return
         for tensor in inputs[:1] if result is None else floating_in([result]):
             if call.phase == "forward":
