@@ -26,7 +26,7 @@ from ..observers import LOGGER, Attached, OpCall, Values
 from ..ops import is_view, names
 from ..patches import SCALERS
 from ..session import about_run, observable, restoring
-from ..tensors import LOW_DTYPES, floating_in, node_of
+from ..tensors import LOW_DTYPES, floating_in, is_leaf, node_of
 from ..torch_internals import unseen
 from ..torch_state import apart, named_tensors, spot
 from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, remedy
@@ -175,9 +175,10 @@ class Monitor:
         for tensor in inputs[:1] if result is None else floating_in([result]):
             if call.phase == "forward":
                 self._measure(MonitoredRow(module, call.op, "activation", tensor.dtype), tensor)
-            if tensor.requires_grad and not tensor.is_leaf:
+            node = None if is_leaf(tensor) else node_of(tensor)
+            if node is not None:
                 hook = self._measure_gradient(module, call.op, tensor.output_nr)
-                node_of(tensor).register_prehook(hook)
+                node.register_prehook(hook)
 
     def _measure_gradient(
         self, module: str, op: str, output: int

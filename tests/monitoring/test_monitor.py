@@ -207,6 +207,17 @@ def test_loss_scaling_is_a_figure() -> None:
     assert monitor.figures["hmpx/loss_scale"] == 512.0
 
 
+def test_a_view_whose_node_is_forbidden_is_measured() -> None:
+    base = torch.zeros(3, requires_grad=True) * 1.0
+    with torch.no_grad():
+        view = base[:2]
+    base.mul_(2.0)
+    with hmpx.monitor(every=1) as monitor, torch.no_grad():
+        view.add_(1.0)
+        monitor.step()
+    assert monitor.figures["hmpx/add/activation/amax"] == 1.0
+
+
 def test_models_that_are_gone_are_forgotten() -> None:
     with hmpx.monitor(every=1) as monitor:
         for _ in range(3):
