@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .casting import register_rule, unregister_rule
 from .errors import (
+    AlarmError,
     BenchError,
     CheckpointError,
     ContractError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .comparing import Comparison, compare, contents
     from .exporting import OnnxFile, export
     from .freezing import Frozen, Weight, freeze
+    from .monitoring import Alarm, Monitor, monitor
     from .planning import Bench, Plan, bench, plan
     from .policy import EngineSettings
     from .recording import Drawing, draw, record
@@ -51,6 +53,7 @@ else:  # not needed by a program's first op
             "checking": "Breach Finding Lint expect lint",
             "exporting": "OnnxFile export",
             "freezing": "Frozen Weight freeze",
+            "monitoring": "Alarm Monitor monitor",
             "planning": "Bench Plan bench plan",
             "policy": "EngineSettings",
             "recording": "Drawing draw record",
@@ -70,6 +73,8 @@ __all__ = [
     "ALLOW",
     "DENY",
     "FOLLOW",
+    "Alarm",
+    "AlarmError",
     "Attached",
     "Bench",
     "BenchError",
@@ -92,6 +97,7 @@ __all__ = [
     "HmpxWarning",
     "Invariance",
     "Lint",
+    "Monitor",
     "NonFiniteError",
     "Offence",
     "OnnxFile",
@@ -129,6 +135,7 @@ __all__ = [
     "lint",
     "load_frozen",
     "load_policy",
+    "monitor",
     "plan",
     "record",
     "register_rule",

@@ -93,6 +93,18 @@ class ContractError(HmpxError):
         self.breach = breach
 
 
+class AlarmError(HmpxError):
+    """A figure of a monitored training is beyond its limit.
+
+    Attributes:
+        alarm: The `Alarm`.
+    """
+
+    def __init__(self, alarm: Any) -> None:
+        super().__init__(str(alarm))
+        self.alarm = alarm
+
+
 #: Classes made by `also`.
 _ALSO: Final[dict[tuple[type, type], Any]] = {}
 

@@ -58,6 +58,9 @@ CHECKPOINT: Final = Kind(
     "a checkpoint's config.json", CheckpointError, most=1 << 28, remedy="Frozen.save writes one"
 )
 ONNX: Final = Kind("an ONNX file", most=1 << 31)
+MONITORED: Final = Kind(
+    "a file of hmpx.monitor", most=1 << 34, remedy='hmpx.monitor(log="run.jsonl") writes one'
+)
 JOURNAL: Final = Kind(
     "a journal of hmpx.tune", most=1 << 28, remedy="delete the lines from there on, or the file"
 )
@@ -225,6 +228,23 @@ def write(data: bytes, path: str | os.PathLike[str]) -> None:
             target.write_bytes(data)  # a device or a pipe has no earlier content to lose
         else:
             _replace(data, target)
+    except raised_here(OSError, ValueError) as error:
+        raise unwritable(path, error) from error
+
+
+def append(data: bytes, path: str | os.PathLike[str], size: int | None = None) -> None:
+    """Appends to a file, cut to ``size`` before if given, and flushes it to disk.
+
+    Raises:
+        OptionError: The file can't be written.
+    """
+    try:
+        with Path(path).open("ab") as file:
+            if size is not None:
+                file.truncate(size)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except raised_here(OSError, ValueError) as error:
         raise unwritable(path, error) from error
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import checking, checkpoints, exporting, files, reports
+from hmpx import checking, checkpoints, exporting, files, monitoring, reports
 from hmpx.errors import HmpxError
 from hmpx.files import Kind
 from hmpx.policy.files import read_options
@@ -146,6 +146,9 @@ def _read_onnx(path: str) -> None:
     str(found), found.to_html(), found.to_json(), found.to_csv(), found._repr_html_()
 
 
+_MONITORED = b'{"hmpx_monitor": 1, "about": {"torch": "2.13"}}\n{"step": 0, "figures": {"hmpx/zeros": 0.5}}\n'
+
+
 #: Kind, name of the file -> its good content, or a function that returns it, and its reader.
 GOOD: dict[tuple[Kind, str], tuple[Any, Callable[[str], object]]] = {
     (files.OP_LIST, ".txt"): (_LIST, lambda path: str(hmpx.load_policy(path))),
@@ -158,6 +161,7 @@ GOOD: dict[tuple[Kind, str], tuple[Any, Callable[[str], object]]] = {
     (files.REPORT, ".json"): (_report, _read_report),
     (files.TRACE, ".hmpx"): (_trace, _read_trace),
     (files.JOURNAL, ".jsonl"): (_journal, _read_journal),
+    (files.MONITORED, ".jsonl"): (_MONITORED, monitoring.read_run),
     (files.ONNX, ".onnx"): (_onnx, _read_onnx),
     (files.CHECKPOINT, ".json"): (_CHECKPOINT, checkpoints.read_config),
     (files.STATE, ".pt"): (_state(".pt"), checking.read_state),

@@ -73,18 +73,22 @@ def make_observed_wrapper(
 ) -> Function:
     """Returns a wrapper that runs calls like `make_wrapper`'s, and reports each call to observers."""
     made: list[Function] = []
+    observers, in_graphs = frozenset(attached), any(each.graphs for each in attached)
 
     @run_when_traced
     def make() -> None:  # few of torch's functions are called while it is observed
         if not made:
+            made.append(make_wrapper(original, plan) or original)
             made.append(_ObservedCalls(original, plan, attached).run)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if control.forward is not None:
             return control.forward(*args, **kwargs)
-        if is_dynamo_compiling() or not made:  # read once while it is traced, after it is made
+        if PAUSED and made and not in_graphs and observers <= PAUSED:
+            return made[0](*args, **kwargs)
+        if not made or is_dynamo_compiling():  # read once while it is traced, after it is made
             make()
-        return made[0](*args, **kwargs)
+        return made[1](*args, **kwargs)
 
     control = Control()
     return named_after(original, wrapper, plan.site.name, control)
@@ -122,10 +126,9 @@ class _ObservedCalls:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Makes any call of the wrapper, and reports it unless it is a part of another one."""
         plan, is_traced, is_on = self._plan, is_dynamo_compiling(), True
-        if PAUSED and self._observers <= PAUSED:
-            may_be_kept = self._in_graphs and (is_traced or tracing_context() is not None)
-            if not may_be_kept:
-                return self._inner(*args, **kwargs)
+        is_paused = PAUSED and self._observers <= PAUSED
+        if is_paused and not is_traced and tracing_context() is None:  # graphs keep compiled calls
+            return self._inner(*args, **kwargs)
         if is_traced or open_regions:
             if (kind := unobserved_by()) is not None:
                 is_uncast = kind is without_casts and not has_torch_function(args)

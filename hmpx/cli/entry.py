@@ -157,6 +157,7 @@ _COMMANDS: Final[Mapping[str, Command]] = {
     "export": models.EXPORT,
     "check": lists.CHECK,
     "lint": lint.LINT,
+    "monitor": results.MONITOR,
     "diff": results.DIFF,
     "diff-runs": results.DIFF_RUNS,
     "lists": lists.LISTS,

@@ -14,12 +14,46 @@ from typing import Any, Final, NamedTuple
 from .. import reports, tracing
 from ..checking import siblings
 from ..errors import OptionError, short
+from ..monitoring import page_of, read_run
 from ..places import located
 from ..policy import Decision, Policy, is_policy_file, load_policy
-from ..reports import Report, ReportTable, Row, read_json, short_dtype
+from ..reports import Report, ReportTable, Row, read_json, short_dtype, written
 from ..tensors import default_device_types, short_name
 from . import output
 from .options import Command
+
+_MONITOR: Final = """\
+show figures of a training over time, which hmpx.monitor wrote
+---
+hmpx monitor [--html OUT] [--csv OUT] RUN.jsonl [RUN.jsonl]
+---
+Prints the figures that leave the limits of the default alarms, and the first step of each. The page
+has lines and a map of modules and steps for each figure; two runs are above each other.
+---
+files RUN+  files that hmpx.monitor(log="run.jsonl") wrote
+--html OUT  write a page that needs no network
+--csv OUT  write the figures of the first run: step, name, value
+---
+exit status:
+  0; 2 if a file can't be read or written, or is none of hmpx.monitor's
+
+examples:
+  hmpx monitor run.jsonl
+  hmpx monitor run.jsonl --html run.html"""
+
+
+def _monitor(options: argparse.Namespace) -> int:
+    """Prints monitored runs, or writes them to the given paths."""
+    runs = [read_run(path) for path in options.files]
+    if options.html:
+        written(page_of(runs), options.html)
+    if options.csv:
+        runs[0].to_csv(options.csv)
+    paths = [each for each in (options.html, options.csv) if each]
+    return output.show([f"wrote {short(each)}" for each in paths] or map(str, runs))
+
+
+MONITOR: Final = Command(_MONITOR, _monitor, writes=("html", "csv"))
 
 _REPORT: Final = """\
 print reports of runs, or turn them into a page or a table

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate import Accelerator  # type: ignore[import-untyped]
 
 from ..errors import OptionError
+from ..monitoring import Monitor
 from .converted_run import ConvertedRun
 
 
@@ -16,6 +17,7 @@ def convert(
     *,
     record: str | os.PathLike[str] | None = None,
     watch: str | None = None,
+    monitor: Monitor | None = None,
     **options: Any,
 ) -> ConvertedRun:
     """Converts torch for an accelerator's device, until ``.end()`` or the end of a ``with`` block.
@@ -28,6 +30,7 @@ def convert(
         record: Path of a report written at the end of the run: ``.html``, ``.json`` or ``.csv``. Only the
             process of rank 0 writes it.
         watch: ``"raise"``, ``"log"`` or ``"collect"``: looks for the first NaN, see `hmpx.watch`.
+        monitor: What `hmpx.monitor` returns, for the length of the run.
         **options: Arguments of `hmpx.convert`. Without any, an existing conversion is kept.
 
     Returns:
@@ -45,7 +48,7 @@ def convert(
         ...     torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype
         torch.bfloat16
     """
-    run = ConvertedRun(options, record, watch)
+    run = ConvertedRun(options, record, watch, monitor)
     own, needs_scaling = accelerator.mixed_precision, run.computes_in_float16()
     if own != "no" and not (own == "fp16" and needs_scaling):
         raise OptionError(

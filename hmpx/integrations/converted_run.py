@@ -15,6 +15,7 @@ import yaml
 
 from .. import arguments
 from ..errors import HmpxWarning, NonFiniteError, OptionError, shown
+from ..monitoring import Monitor
 from ..policy import UNDECIDED, Policy, every_decision, load_policy
 from ..recording import record as Record  # a class, and the name of an argument here
 from ..session import checked_policy, convert, current
@@ -44,6 +45,7 @@ class ConvertedRun:
         options: Mapping[str, Any],
         record: str | os.PathLike[str] | None,
         watch: str | None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.policy = checked_policy(**options) if options else None
         self._options = dict(options)
@@ -54,7 +56,9 @@ class ConvertedRun:
             )
         if watch is not None:
             watching(watch)  # type: ignore[arg-type]  # it checks
-        self._mode = watch
+        if not isinstance(monitor, (Monitor, type(None))):
+            raise OptionError(f"monitor must be what hmpx.monitor() returns, not {shown(monitor)}")
+        self._mode, self._monitor = watch, monitor
         self.record: Record | None = None
         self.watch: Watch | None = None
         self.carried: Policy | None = None
@@ -88,6 +92,8 @@ class ConvertedRun:
                 self.record = stack.enter_context(Record())
             if self._mode is not None:
                 self.watch = stack.enter_context(watching(self._mode))  # type: ignore[arg-type]
+            if self._monitor is not None:
+                stack.enter_context(self._monitor)
             self._open = stack.pop_all()
 
     def end(self) -> None:

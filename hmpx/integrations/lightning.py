@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
+from ..monitoring import Monitor
 from ..tensors import default_device_types
 from .converted_run import ConvertedRun
 
@@ -26,6 +27,7 @@ class HmpxPrecision(MixedPrecision):
         record: Path of a report written at the end of the run: ``.html``, ``.json`` or ``.csv``. Only the
             process of rank 0 writes it.
         watch: ``"raise"``, ``"log"`` or ``"collect"``: looks for the first NaN, see `hmpx.watch`.
+        monitor: What `hmpx.monitor` returns, for the length of the run.
         **options: Arguments of `hmpx.convert`. Without any, an existing conversion is kept.
 
     Attributes:
@@ -46,9 +48,10 @@ class HmpxPrecision(MixedPrecision):
         scaler: torch.amp.GradScaler | None = None,
         record: str | os.PathLike[str] | None = None,
         watch: str | None = None,
+        monitor: Monitor | None = None,
         **options: Any,
     ) -> None:
-        self.run = ConvertedRun(options, record, watch)
+        self.run = ConvertedRun(options, record, watch, monitor)
         self._has_default_scaler = scaler is None
         (device_type,) = default_device_types()
         precision: Any = "16-mixed" if self.run.computes_in_float16() else "bf16-mixed"

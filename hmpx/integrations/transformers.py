@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from ..errors import OptionError
+from ..monitoring import Monitor
 from ..reports import written
 from .converted_run import ConvertedRun
 
@@ -29,6 +30,7 @@ class HmpxCallback(TrainerCallback, ExportableState):
         record: Path of a report written at the end of the run: ``.html``, ``.json`` or ``.csv``. Only the
             process of rank 0 writes it.
         watch: ``"raise"``, ``"log"`` or ``"collect"``: looks for the first NaN, see `hmpx.watch`.
+        monitor: What `hmpx.monitor` returns, for the length of the run.
         **options: Arguments of `hmpx.convert`. Without any, an existing conversion is kept.
 
     Attributes:
@@ -47,9 +49,10 @@ class HmpxCallback(TrainerCallback, ExportableState):
         *,
         record: str | os.PathLike[str] | None = None,
         watch: str | None = None,
+        monitor: Monitor | None = None,
         **options: Any,
     ) -> None:
-        self.run = ConvertedRun(options, record, watch)
+        self.run = ConvertedRun(options, record, watch, monitor)
 
     @contextlib.contextmanager
     def converted(self, device_type: str | None = None) -> Iterator[ConvertedRun]:

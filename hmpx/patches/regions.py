@@ -14,6 +14,7 @@ import sys
 import types
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -109,8 +110,9 @@ _SCALING: Final = tuple(
 )
 
 
-#: Live scalers that have scaled a loss under a conversion; readers clear it.
-SCALERS: Final[weakref.WeakSet[GradScaler]] = weakref.WeakSet()
+#: Live scalers that have scaled a loss under a conversion -> ``id`` of an optimizer -> its steps that they were
+#: asked for; readers clear it.
+SCALERS: Final[weakref.WeakKeyDictionary[GradScaler, Counter[int]]] = weakref.WeakKeyDictionary()
 
 
 def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
@@ -137,8 +139,21 @@ def _scaling_patches(scaler_class: type[GradScaler], draft: Draft) -> Iterator[P
     for name in _SCALING:
         method = draft.read(Patch(scaler_class, name, None))
         if isinstance(method, types.FunctionType):
-            wrapper = _scale_without_casts(method) if name == "scale" else _without_casts(method)
+            own = {"scale": _scale_without_casts, "step": _step_without_casts}
+            wrapper = own.get(name, _without_casts)(method)
             yield Patch(scaler_class, name, wrapper, stays_idle=True)
+
+
+def _step_without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``step`` with casts off, which counts its calls."""
+    uncast = _without_casts(step)
+
+    @functools.wraps(step)
+    def wrapper(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        SCALERS.setdefault(self, Counter())[id(optimizer)] += 1
+        return uncast(self, optimizer, *args, **kwargs)
+
+    return wrapper
 
 
 def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +161,7 @@ def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(scale)
     def wrapper(self: GradScaler, outputs: Any) -> Any:
-        SCALERS.add(self)
+        SCALERS.setdefault(self, Counter())
         if isinstance(outputs, Iterator):
             outputs = iter(torch_state.keeps_state(outputs.__next__), _NO_LOSS)
         with torch_state.without_casts():

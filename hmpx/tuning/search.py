@@ -11,11 +11,10 @@ import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from ..errors import HmpxError, OptionError, raised_here, short, warn
-from ..files import JOURNAL, damaged, parsed, read, shaped, unwritable
+from ..files import JOURNAL, append, damaged, parsed, read, shaped
 from ..observers import LOGGER
 from ..policy import CastPolicy, load_policy, set_names
 from ..session import about_run
@@ -75,7 +74,8 @@ class Journal:
                     f"the journal {short(path)} belongs to another search: {', '.join(differing)} "
                     f"differ{'s' if len(differing) == 1 else ''}; give another path, or delete the file"
                 )
-        self._write(b"" if lines else json.dumps(wanted).encode() + b"\n", len(content) - len(torn))
+        begin = b"" if lines else json.dumps(wanted).encode() + b"\n"
+        append(begin, path, len(content) - len(torn))
 
     def remembered(self, key: Any, compute: Callable[[], Any], kind: Any) -> Any:
         """Returns the value of a key, of a type that JSON has; computes and writes it if it is not known."""
@@ -85,7 +85,7 @@ class Journal:
             self._known[name] = self._path, json.loads(text)["value"]
             try:
                 if self._path:
-                    self._write(text.encode() + b"\n")
+                    append(text.encode() + b"\n", self._path)
             except raised_here(OptionError) as error:
                 self._path = ""  # a full disk ends the journal, not the search
                 warn(f"{error}; the search goes on without its journal")
@@ -105,18 +105,6 @@ class Journal:
         row = types.GenericAlias(tuple, (str, str, *kinds))
         known = self.remembered(key, rows, tuple[row, ...] | None)  # type: ignore[valid-type]
         return None if known is None else {(op, module): tuple(each) for op, module, *each in known}
-
-    def _write(self, data: bytes, size: int | None = None) -> None:
-        """Appends to the file, cut to ``size`` before if given, and flushes it to disk."""
-        try:
-            with Path(self._path).open("ab") as file:
-                if size is not None:
-                    file.truncate(size)
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except raised_here(OSError, ValueError) as error:
-            raise unwritable(self._path, error) from error
 
 
 #: Inputs of an evaluation: those of the search, or those that it has never seen.

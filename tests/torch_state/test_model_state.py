@@ -321,10 +321,10 @@ def test_tools_leave_a_model_as_it_was(tool: str, failing_call: int) -> None:
 #: ops, files, tensors, policies and rules, and classes of results.
 RUN_NO_MODEL = {
     "attach", "casts_enabled", "contents", "convert", "diff_runs", "disable_casts", "explain", "expect",
-    "is_converted", "lint", "load_frozen", "load_policy", "record", "register_rule", "revert", "trace", "unregister_rule",
+    "is_converted", "lint", "load_frozen", "load_policy", "monitor", "record", "register_rule", "revert", "trace", "unregister_rule",
     "watch",
-    "Attached", "Bench", "Breach", "Call", "CallTensors", "CastPolicy", "Comparison", "Decision", "Drawing",
-    "EngineSettings", "Explanation", "Explanations", "Finding", "Frozen", "Invariance", "Lint", "Offence", "OnnxFile", "OpCall",
+    "Alarm", "Attached", "Bench", "Breach", "Call", "CallTensors", "CastPolicy", "Comparison", "Decision", "Drawing",
+    "EngineSettings", "Explanation", "Explanations", "Finding", "Frozen", "Invariance", "Lint", "Monitor", "Offence", "OnnxFile", "OpCall",
     "Plan", "Policy", "RunDiff", "Session", "Tuned", "Variation", "Watch", "Weight",
 }  # fmt: skip
 

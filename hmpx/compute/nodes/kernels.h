@@ -3,6 +3,7 @@
 
 #include <ATen/CPUFunctions.h>
 #include <ATen/Context.h>
+#include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,6 +14,8 @@
 #include <array>
 #include <atomic>
 #include <bit>
+#include <cfloat>
+#include <cmath>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -221,6 +224,81 @@ void sketch(const Tensor& values, const Tensor& wide, const Tensor& weights, con
       }
     }
   });
+}
+
+// --- counts of a tensor: those of hmpx/monitoring/figures.py, in that order -------------------------
+
+float widened(float value) { return value; }
+float widened(c10::BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.x) << 16); }
+float widened(c10::Half value) { return c10::detail::fp16_ieee_to_fp32_value(value.x); }
+
+// A binary format that values are rounded to: its largest number, its smallest normal one, its epsilon, how many bits
+// of a float it drops, and whether larger values become the largest one.
+struct Rounding {
+  float most, least, epsilon;
+  uint32_t drop;
+  bool saturates;
+};
+
+// Adds a row; `rounds` is whether values are rounded first.
+template <typename T, bool rounds>
+void count_row(const T* values, int64_t n, const Rounding& to, double* found) {
+  const auto [most, least, epsilon, drop, saturates] = to;
+  const float quarter = most / 4, magic = least * epsilon * (3 << 22);  // its unit in the last place: the least number
+  const uint32_t half = (1u << drop >> 1) - 1, kept = ~((1u << drop) - 1);
+  int32_t nonfinite = 0, zeros = 0, near = 0, largest = 0, lost = 0, overflown = 0, subnormal = 0;
+  float amin = INFINITY, amax = 0;
+  double error = 0, sum = 0, square = 0;
+#pragma omp simd reduction(+ : nonfinite, zeros, near, largest, lost, overflown, subnormal, error, sum, square) \
+    reduction(min : amin) reduction(max : amax)
+  for (int64_t i = 0; i < n; i++) {
+    const float given = widened(values[i]);
+    const bool is_finite = std::abs(given) <= FLT_MAX;
+    const float value = is_finite ? given : 0, size = std::abs(value);
+    nonfinite += !is_finite, zeros += size == 0, near += size > quarter, largest += size >= most;
+    amin = size > 0 && size < amin ? size : amin, amax = size > amax ? size : amax;
+    sum += value, square += static_cast<double>(value) * value;
+    float after = size;
+    if constexpr (rounds) {
+      const auto bits = std::bit_cast<uint32_t>(size);
+      const float normal = std::bit_cast<float>((bits + half + (bits >> drop & 1)) & kept);
+      const float low = size < least ? (size + magic) - magic : normal;
+      const bool is_held = low <= most;
+      after = is_held ? low : saturates ? most : size;
+      overflown += !is_held & !saturates, lost += (after == 0) & (size > 0);
+      error += static_cast<double>(after - size) * (after - size);
+    }
+    subnormal += (after > 0) & (after < least);
+  }
+  const double counts[] = {static_cast<double>(n), static_cast<double>(nonfinite), static_cast<double>(zeros - nonfinite),
+                           static_cast<double>(near - largest), static_cast<double>(largest), static_cast<double>(lost),
+                           static_cast<double>(overflown), static_cast<double>(subnormal), error, error, square,
+                           std::max(0.0, square - sum * sum / static_cast<double>(n))};
+  for (size_t i = 0; i < std::size(counts); i++) {
+    found[i] += counts[i];
+  }
+  found[14] = std::min<double>(found[14], amin), found[15] = std::max<double>(found[15], amax);
+}
+
+// Of values in rows; without `rounds`, `to` is their own type.
+Tensor count(const Tensor& values, int64_t row, bool rounds, double most, double least, double epsilon, bool saturates) {
+  const Rounding to{static_cast<float>(most), static_cast<float>(least), static_cast<float>(epsilon),
+                    rounds ? static_cast<uint32_t>(23 + std::ilogb(epsilon)) : 0, saturates};
+  const Tensor result = at::zeros({16}, at::kDouble);
+  auto* found = data<double>(result);
+  found[14] = INFINITY;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, kBFloat16, values.scalar_type(), "count", [&] {
+    if constexpr (!std::is_same_v<scalar_t, double>) {
+      const auto* start = values.const_data_ptr<scalar_t>();
+      for (int64_t at = 0; at < values.numel(); at += row) {
+        rounds ? count_row<scalar_t, true>(start + at, row, to, found) : count_row<scalar_t, false>(start + at, row, to, found);
+      }
+    }
+  });
+  if (!rounds && values.element_size() < 4) {
+    found[9] = found[10] * epsilon * epsilon / 16;
+  }
+  return result;
 }
 
 #if defined(__x86_64__)

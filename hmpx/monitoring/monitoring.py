@@ -1,0 +1,438 @@
+"""`monitor`: a block that measures activations, gradients, weights and optimizer states of one step in many."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .. import arguments
+from ..comparing import is_readable, may_read
+from ..errors import AlarmError, OptionError, to_the_end
+from ..number_formats import Format, get
+from ..observers import LOGGER, Attached, OpCall, Values
+from ..ops import is_view, names
+from ..patches import SCALERS
+from ..session import about_run, observable, restoring
+from ..tensors import LOW_DTYPES, floating_in, is_leaf, node_of
+from ..torch_internals import unseen
+from ..torch_state import apart, named_tensors, spot
+from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, remedy
+from .figures import Counts, Type, measured, measured_step
+from .loggers import logging_to, safely
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Monitor:
+    """A context manager returned by `monitor`.
+
+    Attributes:
+        step_number: The number of the current step, from 0.
+        figures: The figures of the last checked step, by name.
+        alarms: The alarms so far, in order.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 4)
+        >>> with hmpx.monitor(every=1) as monitor:
+        ...     _ = model(torch.ones(2, 4))
+        ...     monitor.step()
+        >>> monitor.figures["hmpx/weight/weight/zeros"]
+        0.0
+    """
+
+    _attached: Attached  # in the block
+
+    def __init__(  # noqa: PLR0917  # as `monitor`
+        self,
+        every: int,
+        modules: Sequence[str],
+        chosen_ops: frozenset[str],
+        formats: Sequence[Format],
+        logs: Sequence[Any],
+        alarms: Mapping[str, float],
+        on_alarm: Any,
+    ) -> None:
+        """Is called by `monitor` only."""
+        self.step_number, self.figures, self.alarms = 0, dict[str, float](), list[Alarm]()
+        self._every, self._modules, self._ops = every, modules, chosen_ops
+        self._formats, self._limits, self._on_alarm = formats, alarms, on_alarm
+        self._logs = [logging_to(each, about_run) for each in logs]
+        self._measured: list[tuple[MonitoredRow, Tensor]] = []
+        self._roots: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._cast_to: dict[int, tuple[Tensor, Type]] = {}  # parameters that calls cast
+        self._before: list[tuple[MonitoredRow, Tensor, Tensor]] = []
+        self._steps_by_hand = False
+        self._made: Counter[int] = Counter()  # steps of optimizers
+        self._raised = set[str]()  # names of figures beyond their limits
+        self._block: contextlib.ExitStack | None = None
+
+    def __repr__(self) -> str:
+        return f"<hmpx.Monitor: step {self.step_number}, {len(self.figures)} figures, {len(self.alarms)} alarms>"
+
+    # --- the block -------------------------------------------------------------------------------
+
+    @restoring
+    def __enter__(self) -> Monitor:
+        if self._block is not None:
+            raise OptionError("this monitor was entered before; make a new one with hmpx.monitor()")
+        self._attached = Attached(self._measure_call, every_op=True, values=True)
+        SCALERS.clear()
+        with contextlib.ExitStack() as block:
+            block.enter_context(observable())
+            block.enter_context(self._attached)
+            block.enter_context(register_optimizer_step_pre_hook(self._before_step))
+            block.enter_context(register_optimizer_step_post_hook(self._after_step))
+            self._block = block.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._block is not None:
+            to_the_end(self._block.close)
+        self._measured, self._before = [], []
+        self._roots.clear()
+        self._cast_to.clear()
+
+    def step(self) -> None:
+        """Ends a step. From its first call on, only this ends one; steps of optimizers no longer do."""
+        self._steps_by_hand = True
+        if self._is_checked:
+            with apart():
+                self._measure_parameters()
+        self._end_step()
+
+    @property
+    def _is_checked(self) -> bool:
+        return self.step_number % self._every == 0
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def _measure_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
+        if not self._is_checked:
+            self._attached.pause()  # until the next one
+            return
+        inputs, _, _, result = values
+        if not may_read() or call.phase == "backward" or (self._ops and call.op not in self._ops):
+            return
+        root, _ = spot()
+        is_evaluation = not torch.is_grad_enabled() and root is not None and not root.training
+        if is_evaluation and not self._steps_by_hand:
+            return
+        module = self._path_of(root, call.module)
+        if not self._is_chosen(module):
+            return
+        with apart():
+            if call.phase == "forward":
+                self._measure_inputs(call, module, inputs)
+            self._measure_result(call, module, inputs, result)
+
+    def _path_of(self, root: nn.Module | None, module: str) -> str:
+        """Returns the path of a module: behind the class of its model unless no other model is running."""
+        if root is None:
+            return module
+        known, own = id(root), type(root).__name__
+        if known not in self._roots:
+            taken = {name for _, name in self._roots.values()}
+            names = itertools.chain(["", own], (f"{own}{n}" for n in itertools.count(2)))
+
+            def forget(_: object) -> None:
+                self._roots.pop(known, None)
+
+            found = next(name for name in names if name not in taken)
+            self._roots[known] = weakref.ref(root, forget), found
+        return "/".join(filter(None, [self._roots[known][1], module]))
+
+    def _is_chosen(self, module: str) -> bool:
+        return not self._modules or any(fnmatch.fnmatchcase(module, each) for each in self._modules)
+
+    def _measure_inputs(self, call: OpCall, module: str, inputs: list[Tensor]) -> None:
+        """Measures the inputs that a call casts, but for parameters, whose type it notes."""
+        for tensor, cast in zip(inputs, call.cast_dtypes, strict=False):
+            is_format = not isinstance(call.dtype, (torch.dtype, type(None)))
+            to: Any = call.dtype if is_format else cast
+            if is_format or (cast in LOW_DTYPES and cast != tensor.dtype):
+                if isinstance(tensor, nn.Parameter):
+                    self._cast_to[id(tensor)] = tensor, to
+                else:
+                    self._measure(MonitoredRow(module, call.op, "input", to, is_cast=True), tensor)
+
+    def _measure_result(self, call: OpCall, module: str, inputs: list[Tensor], result: Any) -> None:
+        if is_view(call.op) and call.output_dtypes[:1] == call.input_dtypes[:1]:
+            return
+        for tensor in inputs[:1] if result is None else floating_in([result]):
+            if call.phase == "forward":
+                self._measure(MonitoredRow(module, call.op, "activation", tensor.dtype), tensor)
+            node = None if is_leaf(tensor) else node_of(tensor)
+            if node is not None:
+                hook = self._measure_gradient(module, call.op, tensor.output_nr)
+                node.register_prehook(hook)
+
+    def _measure_gradient(
+        self, module: str, op: str, output: int
+    ) -> Callable[[tuple[Tensor | None, ...]], None]:
+        number = self.step_number
+
+        @unseen
+        def hook(gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[output] if output < len(gradients) else None
+            if gradient is not None and number == self.step_number and may_read():
+                with apart():
+                    self._measure(MonitoredRow(module, op, "gradient", gradient.dtype), gradient)
+
+        return hook
+
+    def _measure(self, place: MonitoredRow, tensor: Tensor) -> None:
+        tensor = _local(tensor)
+        if tensor.numel() and is_readable(tensor):
+            cast = place.of if place.is_cast else None
+            self._measured.append((place, measured(tensor, cast)))
+            for each in self._formats:
+                trial = place._replace(of=each, is_cast=True, trial=each.name)
+                self._measured.append((trial, measured(tensor, each)))
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_checked:
+            with apart():
+                self._before = self._measure_optimizer(optimizer)
+
+    def _measure_optimizer(self, optimizer: Optimizer) -> list[tuple[MonitoredRow, Tensor, Tensor]]:
+        """Measures gradients, and returns the parameters in low precision with their values."""
+        before, places = [], self._places()
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        for count, parameter in enumerate(parameters):
+            place = places.get(
+                id(parameter), MonitoredRow("", f"parameter {count}", "weight", parameter.dtype)
+            )
+            if parameter.grad is None or not self._is_chosen(place.module):
+                continue
+            of = parameter.grad.dtype
+            self._measure(place._replace(kind="gradient", of=of, is_cast=False), parameter.grad)
+            if id(parameter) not in places:
+                self._measure(place, parameter)
+            if parameter.dtype in LOW_DTYPES and is_readable(_local(parameter)):
+                before.append((place, parameter, _local(parameter).clone()))
+        if not self._steps_by_hand:
+            self._measure_parameters()
+        return before
+
+    def _models(self) -> list[nn.Module]:
+        return [model for known, _ in [*self._roots.values()] if (model := known()) is not None]
+
+    def _places(self) -> dict[int, MonitoredRow]:
+        found: dict[int, MonitoredRow] = {}
+        for root in self._models():
+            for name, tensor in named_tensors(root):
+                if isinstance(tensor, nn.Parameter):
+                    path, _, own = name.rpartition(".")
+                    _, to = self._cast_to.get(id(tensor), (None, tensor.dtype))
+                    is_cast = to != tensor.dtype
+                    found[id(tensor)] = MonitoredRow(
+                        self._path_of(root, path), own, "weight", to, is_cast
+                    )
+        return found
+
+    def _measure_parameters(self) -> None:
+        places = self._places()
+        for root in self._models():
+            for _, tensor in named_tensors(root):
+                place = places.get(id(tensor))
+                if place is not None and self._is_chosen(place.module):
+                    self._measure(place, tensor)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._made[id(optimizer)] += 1
+        if self._is_checked:
+            with apart():
+                self._measure_states(optimizer)
+        if not self._steps_by_hand:
+            self._end_step()
+
+    def _measure_states(self, optimizer: Optimizer) -> None:
+        for place, parameter, before in self._before:
+            gradient, after = parameter.grad, _local(parameter)
+            if gradient is not None and after.shape == before.shape:
+                found = measured_step(before, after, _local(gradient))
+                self._measured.append((place._replace(of=parameter.dtype, is_cast=False), found))
+        self._before, places = [], self._places()
+        for count, (parameter, state) in enumerate(optimizer.state.items()):
+            known = places.get(
+                id(parameter), MonitoredRow("", f"parameter {count}", "weight", torch.float32)
+            )
+            for key, value in state.items():
+                if (
+                    isinstance(value, Tensor)
+                    and value.numel() > 1
+                    and self._is_chosen(known.module)
+                ):
+                    self._measure(
+                        MonitoredRow(known.module, f"{known.op}.{key}", "state", value.dtype), value
+                    )
+
+    def _end_step(self) -> None:
+        if self._is_checked:
+            rows = self._rows()
+            self._cast_to.clear()
+            if rows:
+                self._report(rows)
+        self.step_number += 1
+        if self._is_checked:
+            self._attached.resume()
+
+    @unseen
+    def _rows(self) -> dict[MonitoredRow, Counts]:
+        """Returns the counts of the step, over all processes of a distributed run; copies once from each device."""
+        found, self._measured = self._measured, []
+        by_device: dict[torch.device, list[tuple[MonitoredRow, Tensor]]] = {}
+        for place, vector in found:
+            by_device.setdefault(vector.device, []).append((place, vector))
+        rows: dict[MonitoredRow, Counts] = {}
+        with apart():
+            for measures in by_device.values():
+                numbers = torch.stack([vector for _, vector in measures]).tolist()
+                _add(
+                    rows,
+                    [
+                        (place, Counts(*each))
+                        for (place, _), each in zip(measures, numbers, strict=True)
+                    ],
+                )
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            gathered: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(gathered, list(rows.items()))
+            rows = {}
+            for each in gathered:
+                _add(rows, each)
+        return rows
+
+    def _report(self, rows: Mapping[MonitoredRow, Counts]) -> None:
+        found = self._scaling()
+        alarms, beyond = list[Alarm](), set[str]()
+        for where, counts in rows.items():
+            for figure, value in where.figures(counts):
+                name = where.name(figure)
+                found[name] = max(value, found.get(name, value))  # of those in several types
+                limit = limit_of(name, self._limits)
+                if value > limit and not (where.kind == "gradient" and self._may_overflow(figure)):
+                    beyond.add(name)
+                    said = remedy(where, figure, counts)
+                    alarms.append(
+                        Alarm(name, self.step_number, value, limit, where.module, where.op, said)
+                    )
+        self.figures = found
+        if _rank() == 0:
+            number = self.step_number
+            self._logs = [each for each in self._logs if safely(each, found, number)]
+        new = [each for each in alarms if each.name not in self._raised]
+        self._raised = beyond
+        self.alarms += new
+        for alarm in new:
+            if callable(self._on_alarm):
+                self._on_alarm(alarm)
+            elif self._on_alarm == "log" and _rank() == 0:
+                LOGGER.warning("hmpx.monitor: %s", alarm)
+        if new and self._on_alarm == "raise":
+            raise AlarmError(new[0])
+
+    def _scaling(self) -> dict[str, float]:
+        scalers = [each for each in SCALERS if each.is_enabled()]
+        if not scalers:
+            return {}
+        skipped = [
+            asked - self._made[optimizer]
+            for each in scalers
+            for optimizer, asked in SCALERS[each].items()
+        ]
+        scale = float(scalers[0].get_scale())
+        return {"hmpx/loss_scale": scale, "hmpx/skipped_steps": float(sum(skipped))}
+
+    @staticmethod
+    def _may_overflow(figure: str) -> bool:
+        """Whether a loss scaler makes gradients so on purpose, to find the largest scale."""
+        is_range = figure in ("nonfinite", "near_max", "saturated")
+        return is_range and any(each.is_enabled() for each in SCALERS)
+
+
+def _rank() -> int:
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_distributed else 0
+
+
+def _add(rows: dict[MonitoredRow, Counts], more: Iterable[tuple[MonitoredRow, Counts]]) -> None:
+    for where, counts in more:
+        rows[where] = rows[where].plus(counts) if where in rows else counts
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Returns a tensor's own values: of a distributed one the part that is here."""
+    local: Any = getattr(tensor, "to_local", None)
+    return tensor.detach() if local is None else local().detach()
+
+
+def monitor(
+    *,
+    every: int = 50,
+    modules: Iterable[str] = (),
+    ops: Iterable[str] = (),
+    formats: Iterable[str] = (),
+    log: object = (),
+    alarms: Mapping[str, float] | None = None,
+    on_alarm: str | Callable[[Alarm], object] = "log",
+) -> Monitor:
+    """Measures a training over time: activations, gradients, weights and optimizer states, one step in ``every``.
+
+    A step ends with `Optimizer.step`, or with the block's ``.step()`` once that is called. A checked step gives plain
+    numbers named ``hmpx/MODULE/OP/KIND/FIGURE``, such as ``hmpx/fc1/linear/activation/near_max``, which
+    [figures](reports.md#names-and-figures) explains. Works with and without a conversion, also over torch.autocast; no
+    result changes. In distributed runs all processes must enter the block; figures are of all of them together, and rank 0 logs.
+
+    Args:
+        every: Checks one step in ``every``, from the first on.
+        modules: Patterns of paths of modules, such as ``"layers.*"``; default: all.
+        ops: Names of ops; default: all.
+        formats: Number formats to try on each tensor besides: figures such as ``float8_e4m3fn.error``.
+        log: Gets the figures of each checked step: a function ``log(figures, step)``, a path that ends in ``.jsonl``, a
+            `SummaryWriter`, a run of W&B, ``mlflow`` or its client, a logger of Lightning; or a list of these. One that
+            fails gives a warning.
+        alarms: Pattern of a name -> limit, the last pattern that matches a name counting; None: `hmpx.monitoring.ALARMS`,
+            {} for none.
+        on_alarm: ``"log"``, ``"raise"``, ``"collect"``, or a function that gets the `Alarm`. A figure that stays beyond
+            its limit gives one alarm.
+
+    Raises:
+        OptionError: An argument has an invalid value.
+        AlarmError: A figure is beyond its limit, under ``"raise"``; at the end of the step.
+
+    Example:
+        >>> found = []
+        >>> linear = torch.nn.Linear(2, 2)
+        >>> with hmpx.monitor(log=lambda figures, step: found.append(step)) as monitor:
+        ...     _ = linear(torch.ones(1, 2))
+        ...     monitor.step()
+        >>> found
+        [0]
+    """
+    chosen = frozenset(arguments.texts("ops", ops))
+    for each in chosen:
+        arguments.choice("an op", each, names())
+    if not callable(on_alarm):
+        arguments.choice("on_alarm", on_alarm, ("log", "raise", "collect"))
+    logs = list(log) if isinstance(log, (list, tuple)) else [log]
+    tried = [get(each) for each in arguments.texts("formats", formats)]
+    limits = ALARMS if alarms is None else checked_alarms(alarms)
+    paths = arguments.texts("modules", modules)
+    return Monitor(arguments.whole("every", every, 1), paths, chosen, tried, logs, limits, on_alarm)

@@ -1,0 +1,396 @@
+"""`hmpx.monitor`: its figures are those of an independent count, and the program does not change."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hmpx
+from hmpx.cli import main
+
+pytestmark = pytest.mark.native
+
+_NUMPY = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}
+_RANGES = {
+    torch.bfloat16: ml_dtypes.finfo(ml_dtypes.bfloat16),
+    torch.float16: np.finfo(np.float16),
+}
+
+
+class Net(nn.Module):
+    """Two layers with a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(torch.relu(self.norm(self.fc1(x))))
+
+
+def train(
+    net: nn.Module, steps: int, on_step: Callable[[int], object] | None = None, lr: float = 0.01
+) -> list[Tensor]:
+    """Trains a net and returns its parameters."""
+    torch.manual_seed(3)
+    dtype = next(net.parameters()).dtype
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+    for step in range(steps):
+        x = torch.randn(4, 8, dtype=dtype)
+        loss = (net(x).float() - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if on_step is not None:
+            on_step(step)
+    return [each.detach().clone() for each in net.parameters()]
+
+
+def counted(values: Tensor, of: torch.dtype, *, is_cast: bool) -> dict[str, float]:
+    """Returns the figures of values, counted by numpy in float64."""
+    x = values.detach().double().numpy()
+    x = x[np.isfinite(x)]
+    with np.errstate(over="ignore"):
+        rounded = x.astype(np.float32).astype(_NUMPY[of]).astype(np.float64) if is_cast else x
+    held, limit = np.isfinite(rounded), _RANGES[of]
+    nonzero = np.count_nonzero(x)
+    most, least = float(limit.max), float(limit.smallest_normal)
+    sizes = np.abs(np.where(held, rounded, x))
+    found = {
+        "zeros": np.mean(x == 0),
+        "amax": np.abs(x).max(),
+        "near_max": np.mean((np.abs(x) > most / 4) & (np.abs(x) < most)),
+        "subnormal": np.count_nonzero((sizes > 0) & (sizes < least)) / nonzero,
+    }
+    if is_cast:
+        errors = np.where(held, rounded - x, 0)
+        found |= {
+            "underflow": np.count_nonzero((rounded == 0) & (x != 0)) / nonzero,
+            "overflow": np.mean(~held),
+            "error": np.sqrt(np.sum(errors**2) / np.sum(x**2)),
+        }
+    return {name: float(value) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-38, 3e4])
+def test_figures_are_those_of_an_independent_count(low: torch.dtype, scale: float) -> None:
+    x = torch.randn(31, 8).mul(scale).mul(torch.randn(31, 8).exp())
+    x[0], x[1, 0], x[2] = 0, 2.0**-25, float(_RANGES[low].max)
+    linear = nn.Linear(8, 4)
+    with (
+        hmpx.convert(low_precision_type=low, device_types={"cpu"}),
+        hmpx.monitor(formats=["float16", "bfloat16"]) as monitor,
+    ):
+        y = linear(x)
+        _ = x.double() * 1.0  # which the compiled kernel doesn't read
+        monitor.step()
+    found = monitor.figures
+    expected = {
+        "linear/input/": counted(x, low, is_cast=True),
+        "linear/activation/": counted(y, low, is_cast=False),
+        "weight/weight/": counted(linear.weight, low, is_cast=True),
+        "mul/activation/float16.": _rounded(counted(x, torch.float16, is_cast=True)),
+        "mul/activation/bfloat16.": _rounded(counted(x, torch.bfloat16, is_cast=True)),
+        "linear/input/float16.": _rounded(counted(x, torch.float16, is_cast=True)),
+    }
+    for row, figures in expected.items():
+        for name, value in figures.items():
+            rel = 1e-5 if name == "error" else 1e-12
+            assert found[f"hmpx/{row}{name}"] == pytest.approx(value, rel=rel), (row, name)
+
+
+def _rounded(figures: dict[str, float]) -> dict[str, float]:
+    """Returns the figures that a format has that is only tried."""
+    return {name: value for name, value in figures.items() if name not in ("zeros", "amax")}
+
+
+def test_gradients_weights_states_and_steps() -> None:
+    net = Net().to(torch.bfloat16)
+    gradients: dict[str, Tensor] = {}
+    with hmpx.monitor(every=1) as monitor:
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-6, momentum=0.9)
+        x = torch.randn(4, 8, dtype=torch.bfloat16)
+        net(x).sum().backward()
+        gradients = {name: each.grad.clone() for name, each in net.named_parameters()}  # type: ignore[union-attr]
+        before = [each.detach().clone() for each in net.parameters()]
+        optimizer.step()
+    figures = monitor.figures
+    for (name, parameter), old in zip(net.named_parameters(), before, strict=True):
+        path = name.replace(".", "/")
+        gradient = gradients[name]
+        assert figures[f"hmpx/{path}/gradient/amax"] == gradient.abs().max().item()
+        moving = gradient != 0
+        unchanged = ((parameter == old) & moving).sum() / moving.sum()
+        assert figures[f"hmpx/{path}/weight/unchanged"] == pytest.approx(unchanged.item())
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        assert figures[f"hmpx/{path}.momentum_buffer/state/amax"] == momentum.abs().max().item()
+    assert figures["hmpx/fc2/linear/gradient/amax"] == 1.0  # of the results of a call
+    assert {each.name for each in monitor.alarms} >= {"hmpx/fc1/weight/weight/unchanged"}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("way", ["fp32", "convert", "autocast", "bfloat16"])
+def test_the_training_keeps_its_bits(way: str, every: int) -> None:
+    torch.manual_seed(0)
+    made = [Net(), Net()]
+    made[1].load_state_dict(made[0].state_dict())
+    if way == "bfloat16":
+        made = [each.bfloat16() for each in made]
+
+    def run(net: nn.Module) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            return train(net, 7)
+
+    if way == "convert":
+        hmpx.convert(device_types={"cpu"})
+    plain = run(made[0])
+    with hmpx.monitor(every=every, formats=["float8_e4m3fn"]):
+        monitored = run(made[1])
+    assert all(map(torch.equal, plain, monitored))
+
+
+def test_one_step_in_every_is_logged() -> None:
+    steps: list[int] = []
+    with hmpx.monitor(every=3, log=lambda figures, step: steps.append(step)) as monitor:
+        train(Net(), 8)
+    assert steps == [0, 3, 6]
+    assert monitor.step_number == 8
+
+
+def test_modules_and_ops_are_chosen() -> None:
+    with hmpx.monitor(every=1, modules=["fc*"], ops=["linear"]) as monitor:
+        train(Net(), 1)
+    rows = {name.rsplit("/", 2)[0] for name in monitor.figures}
+    assert {"hmpx/fc1/linear", "hmpx/fc2/linear", "hmpx/fc1/weight"} <= rows
+    assert not any("norm" in each or "relu" in each for each in rows)
+
+
+def test_evaluation_between_steps_is_left_out() -> None:
+    net = Net()
+
+    def evaluate(step: int) -> None:
+        net.eval()
+        with torch.no_grad():
+            net(torch.full((4, 8), 1e30))
+        net.train()
+
+    with hmpx.monitor(every=1) as monitor:
+        train(net, 3, evaluate)
+    assert max(v for n, v in monitor.figures.items() if n.endswith("activation/amax")) < 100
+
+
+def test_loss_scaling_is_a_figure() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hmpx.monitor(every=1) as monitor:
+        for step in range(4):
+            loss = net(torch.randn(4, 8)).mean()
+            scaler.scale(loss * math.inf if step == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert monitor.figures["hmpx/skipped_steps"] == 1.0
+    assert monitor.figures["hmpx/loss_scale"] == 512.0
+
+
+def test_a_view_whose_node_is_forbidden_is_measured() -> None:
+    base = torch.zeros(3, requires_grad=True) * 1.0
+    with torch.no_grad():
+        view = base[:2]
+    base.mul_(2.0)
+    with hmpx.monitor(every=1) as monitor, torch.no_grad():
+        view.add_(1.0)
+        monitor.step()
+    assert monitor.figures["hmpx/add/activation/amax"] == 1.0
+
+
+def test_models_that_are_gone_are_forgotten() -> None:
+    with hmpx.monitor(every=1) as monitor:
+        for _ in range(3):
+            net = Net()
+            gone = weakref.ref(net)
+            net(torch.ones(1, 8)).sum().backward()
+            monitor.step()
+            assert "hmpx/fc1/linear/activation/amax" in monitor.figures
+            del net
+            gc.collect()
+            assert gone() is None
+
+
+def test_two_models_have_two_names() -> None:
+    a, b = Net(), Net()
+    with hmpx.monitor(every=1) as monitor:
+        b(a(torch.ones(1, 8)))
+        monitor.step()
+    assert {"hmpx/fc1/linear/activation/amax", "hmpx/Net/fc1/linear/activation/amax"} <= {
+        *monitor.figures
+    }
+
+
+# --- alarms --------------------------------------------------------------------------------------
+
+
+def overflowing(scale: float, weight: Tensor = torch.ones(4, 4)) -> None:  # noqa: B008
+    torch.nn.functional.linear(torch.full((2, 4), scale), weight)
+
+
+def test_an_alarm_names_figure_limit_and_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    hmpx.convert(low_precision_type=torch.float16, device_types={"cpu"})
+    with caplog.at_level(logging.WARNING, "hmpx"), hmpx.monitor(every=1) as monitor:
+        for scale in (1.0, 6000.0, 6000.0, 1.0, 6000.0):
+            overflowing(scale)
+            monitor.step()
+    assert [each.step for each in monitor.alarms] == [1, 4]  # once while it lasts
+    first = monitor.alarms[0]
+    assert (first.name, first.op) == ("hmpx/linear/activation/near_max", "linear")
+    assert "bfloat16 for linear holds all values" in first.remedy
+    assert "hmpx/linear/activation/near_max is 1 in step 1, over 0" in caplog.text
+
+
+def test_an_alarm_is_raised_or_passed_on() -> None:
+    hmpx.convert(low_precision_type=torch.float16, device_types={"cpu"})
+    with hmpx.monitor(every=1, on_alarm="raise") as monitor:
+        overflowing(6000.0)
+        with pytest.raises(hmpx.AlarmError, match="near_max") as raised:
+            monitor.step()
+    assert raised.value.alarm is monitor.alarms[0]
+    found: list[hmpx.Alarm] = []
+    with hmpx.monitor(every=1, on_alarm=found.append) as monitor:
+        overflowing(6000.0)
+        monitor.step()
+    assert found == monitor.alarms
+
+
+def test_own_limits_replace_the_default_ones() -> None:
+    hmpx.convert(low_precision_type=torch.float16, device_types={"cpu"})
+    limits = {"*/amax": 100.0, "*/activation/amax": math.inf}
+    with hmpx.monitor(every=1, alarms=limits, on_alarm="collect") as monitor:
+        overflowing(6000.0)
+        monitor.step()
+    assert [each.name for each in monitor.alarms] == ["hmpx/linear/input/amax"]
+
+
+def test_a_loss_scale_that_helps_is_named() -> None:
+    net = nn.Linear(4, 4).half()
+    with hmpx.monitor(every=1, on_alarm="collect") as monitor:
+        (net(torch.ones(2, 4).half()) * 2.0**-18).sum().backward()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+    found = [each for each in monitor.alarms if each.name.endswith("weight/gradient/subnormal")]
+    assert "a loss scale of 2**" in found[0].remedy
+
+
+# --- logs ----------------------------------------------------------------------------------------
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+
+def _writer(found: _Recorder) -> object:
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            found.calls.append((name, value, step))
+
+    return Writer()
+
+
+def _metrics(found: _Recorder) -> object:
+    class Logger:
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            found.calls.extend((name, value, step) for name, value in metrics.items())
+
+    return Logger()
+
+
+def _run(found: _Recorder) -> object:
+    class Run:
+        def log(self, data: dict[str, float], step: int) -> None:
+            found.calls.extend((name, value, step) for name, value in data.items())
+
+    return Run()
+
+
+@pytest.mark.parametrize("made", [_writer, _metrics, _run])
+def test_known_loggers_get_each_figure(made: Callable[[_Recorder], object]) -> None:
+    found = _Recorder()
+    with hmpx.monitor(every=1, log=made(found)) as monitor:
+        train(Net(), 1)
+    assert found.calls == [(name, value, 0) for name, value in monitor.figures.items()]
+
+
+def test_a_log_that_fails_does_not_stop_the_training() -> None:
+    def fails(figures: object, step: int) -> None:
+        raise OSError("the network is down")
+
+    steps: list[int] = []
+    logs = [fails, lambda figures, step: steps.append(step)]
+    with pytest.warns(hmpx.HmpxWarning, match=r"failed in step 0.*the network is down"):  # noqa: SIM117
+        with hmpx.monitor(every=1, log=logs):
+            train(Net(), 3)
+    assert steps == [0, 1, 2]
+
+
+def test_a_run_is_written_read_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = tmp_path / "run.jsonl", tmp_path / "run.html"
+    with hmpx.monitor(every=2, log=path) as monitor:
+        train(Net().bfloat16(), 6, lr=1e-7)
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"step": 99, "fig')  # a kill
+    with hmpx.monitor(every=2, log=path):
+        train(Net().bfloat16(), 6)
+    header, *lines = map(json.loads, path.read_text("utf-8").splitlines()[:4])
+    assert header["about"]["torch"] == torch.__version__
+    assert [each["step"] for each in lines] == [0, 2, 4]
+    assert lines[-1]["figures"] == monitor.figures
+    assert main(["monitor", str(path), str(path), "--html", str(page)]) == 0
+    text = page.read_text("utf-8")
+    assert "unchanged of each weight" in text and "fc1/weight" in text
+    assert main(["monitor", str(path)]) == 0
+    assert "run.jsonl: 3 checked steps" in capsys.readouterr().out
+
+
+def test_a_file_of_something_else_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("{}\n", "utf-8")
+    with pytest.raises(hmpx.OptionError, match=r"not a file of hmpx\.monitor; give another path"):
+        hmpx.monitor(log=path)
+    assert path.read_text("utf-8") == "{}\n"
+    assert main(["monitor", str(path)]) == 2
+    assert "begins with a line about the run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": 0}, "every must be an int of at least 1, not 0"),
+        ({"ops": ["linaer"]}, "did you mean 'linear'?"),
+        ({"log": "run.csv"}, r"log must be .*jsonl.*, not 'run.csv'"),
+        ({"log": 3}, r"log must be .*, not 3"),
+        ({"alarms": {"*/amax": "high"}}, r"alarms\['\*/amax'\] must be a number, not 'high'"),
+        ({"alarms": 3}, "alarms must be a dict of pattern -> limit, not 3"),
+        ({"on_alarm": "stop"}, "on_alarm"),
+        ({"formats": ["float9"]}, "float9"),
+    ],
+)
+def test_bad_options_are_named_before_anything_runs(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(hmpx.OptionError, match=said):
+        hmpx.monitor(**options)
