@@ -17,6 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
 from hmpx.checking.lint_kernels import scatters_terms
+from tests.samples import sample_inputs
 from tests.upstream_bugs import BUGS, Bug, drawn
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -1080,7 +1081,7 @@ def low_calls_with_out() -> Iterator[tuple[str, Callable[[torch.Tensor], object]
     for op in op_db:
         if not op.supports_out or BF16 not in op.dtypes:
             continue
-        sample = next(iter(op.sample_inputs("cpu", BF16)))
+        sample = next(iter(sample_inputs(op, BF16)))
 
         def call(out: torch.Tensor | None, op: Any = op, sample: Any = sample) -> Any:
             torch.manual_seed(0)

@@ -105,6 +105,20 @@ def build(folder: Path, device_type: str = "cuda") -> Path:
     return library
 
 
+def build_once(folder: Path) -> Path:
+    """Compiles the device into a folder that processes share, or waits for the one that does."""
+    import fcntl
+
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        library = folder / "cuda_guard.so"
+        if not library.exists():
+            made = folder / "made"
+            made.mkdir(exist_ok=True)
+            build(made).rename(library)
+        return library
+
+
 #: Made by functions of the device itself, or views.
 _OWN = {
     *(

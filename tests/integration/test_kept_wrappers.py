@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import hmpx
 from hmpx import Policy, ops
 from tests.integration.test_opinfo_conformance import INFOS, assert_same, op_name, outcome, uncalled
-from tests.samples import drawn
+from tests.samples import drawn, sample_inputs
 from tests.values import uniform
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # as samples of torch cause them
@@ -55,7 +55,7 @@ def test_each_does_what_torchs_function_does(pytestconfig: pytest.Config) -> Non
         if not originals:
             continue
         torch.default_generator.manual_seed(0)
-        sample = next(iter(info.sample_inputs("cpu", torch.float32)))
+        sample = next(iter(sample_inputs(info)))
         call = sample.input, tuple(sample.args), sample.kwargs
         for original in originals:
             want = outcome(uncalled(original), call, backward=False)

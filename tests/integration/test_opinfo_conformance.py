@@ -448,7 +448,7 @@ PUBLIC = [
 def test_what_refuses_mixed_inputs_runs_under_every_shipped_set(info: OpInfo) -> None:
     """An op before it may be low there: a program that runs in float32 does not stop for that."""
     plain, patched = uncalled(info.op), current(info.op)
-    samples = itertools.islice(info.sample_inputs("cpu", torch.float32), 4)
+    samples = itertools.islice(sample_inputs(info), 4)
     calls = [(each.input, tuple(each.args), each.kwargs) for each in samples]
     refused = [
         mixed
