@@ -72,23 +72,29 @@ def make_observed_wrapper(
     original: Function, plan: CallPlan, attached: tuple[Attached, ...]
 ) -> Function:
     """Returns a wrapper that runs calls like `make_wrapper`'s, and reports each call to observers."""
-    made: list[Function] = []
+    made, paused = list[Function](), list[Function]()
     observers, in_graphs = frozenset(attached), any(each.graphs for each in attached)
 
     @run_when_traced
     def make() -> None:  # few of torch's functions are called while it is observed
         if not made:
-            made.append(make_wrapper(original, plan) or original)
             made.append(_ObservedCalls(original, plan, attached).run)
+
+    @run_when_traced
+    def make_paused() -> None:
+        if not paused:
+            paused.append(make_wrapper(original, plan) or original)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if control.forward is not None:
             return control.forward(*args, **kwargs)
-        if PAUSED and made and not in_graphs and observers <= PAUSED:
-            return made[0](*args, **kwargs)
+        if PAUSED and not in_graphs and observers <= PAUSED:
+            if not paused:
+                make_paused()
+            return paused[0](*args, **kwargs)
         if not made or is_dynamo_compiling():  # read once while it is traced, after it is made
             make()
-        return made[1](*args, **kwargs)
+        return made[0](*args, **kwargs)
 
     control = Control()
     return named_after(original, wrapper, plan.site.name, control)
