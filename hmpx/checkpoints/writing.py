@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from .. import arguments, files, torch_state
 from ..compute import Formats
 from ..errors import (
-    CheckpointError,
     FreezeError,
     OptionError,
     gathered,
@@ -122,7 +121,7 @@ def save(
         try:
             files_of = _sharded(tensors, most)
             for name, shard in files_of.items():
-                metadata = {"format": "pt"} | ({METADATA: json.dumps(scales)} if scales else {})
+                metadata = {"format": "pt", METADATA: json.dumps(scales)}
                 safetensors.save_file(shard, folder / name, metadata)
                 scales = {}
             if len(files_of) > 1:
@@ -205,23 +204,28 @@ def _earlier(target: Path) -> set[str]:
     """Returns the files of an earlier `save`; raises OptionError if a directory holds other weights."""
     if (target / CONFIG).is_dir():
         raise OptionError(f"{target / CONFIG} is a directory; give another directory")
-    config = (
-        files.read_text(target / CONFIG, files.CHECKPOINT) if (target / CONFIG).exists() else ""
-    )
-    known = {WEIGHTS} if '"compressed-tensors"' in config else set()
-    try:
-        index = index_of(target)
-        if METADATA in index["metadata"]:
-            known |= {INDEX, *index["weight_map"].values()}
-    except raised_here(CheckpointError, KeyError, TypeError, AttributeError):
-        pass  # another's
-    found = (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json"))
+    found = [*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")]
+    known = {each.name for each in found if _is_own(each)}
     names = {each.name for each in found}
-    if names - known:
+    others = sorted(names - known)
+    if (target / CONFIG).exists() and not known:
+        others.append(CONFIG)
+    if others:
         raise OptionError(
-            f"{target} holds {min(names - known)}, which is not of an earlier Frozen.save; give another directory, or delete it"
+            f"{target} holds {others[0]}, which is not of an earlier Frozen.save; give another directory, or delete it"
         )
     return names
+
+
+def _is_own(path: Path) -> bool:
+    """Whether `save` wrote a file of weights, or an index of these."""
+    try:
+        if path.suffix == ".json":
+            return METADATA in index_of(path.parent)["metadata"]
+        with imported("safetensors", "Frozen.save", "checkpoint").safe_open(path, "pt") as file:
+            return METADATA in (file.metadata() or {})
+    except raised_here(Exception):  # damaged, so another's
+        return False
 
 
 def _put(folder: Path, target: Path, names: Sequence[str], earlier: set[str]) -> None:

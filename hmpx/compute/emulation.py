@@ -17,8 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops, torch_internals
-from ..errors import OptionError, warn
-from ..number_formats import Custom, Format, Rounder, decode, rounder, straight_through
+from ..errors import FreezeError, OptionError, warn
+from ..number_formats import (
+    Block,
+    Custom,
+    Format,
+    Rounder,
+    Scaled,
+    decode,
+    rounder,
+    straight_through,
+)
 from ..patching import unpatched
 from ..tensors import CAST, ELIGIBLE, PLAIN_TENSORS, Args, Kwargs, map_tensors
 from ..torch_state import in_force, place, without_casts
@@ -344,8 +353,17 @@ class Emulation:
         kinds = (nn.Parameter, torch_internals.FunctionalTensor) if is_traced else nn.Parameter
 
         def value(given: Any) -> Any:  # no other parameters are integers
-            is_code = isinstance(given, Tensor) and given.dtype in _CODES
-            return decode(given, format) if is_code and isinstance(given, kinds) else given
+            if not (isinstance(given, kinds) and given.dtype in _CODES):
+                return given
+            if isinstance(
+                format, (Block, Scaled)
+            ):  # modules decode these where they read their attributes
+                raise FreezeError(
+                    f"a weight of {place().path or 'the model'} is frozen to codes of {format.name}, and "
+                    "read elsewhere than as an attribute of its module, so without its scales; exclude it from "
+                    'the lists, or freeze with store="dtype"'
+                )
+            return decode(given, format)
 
         new_args = (args[0], *map(value, args[1:])) if args else args
         return new_args, {name: value(given) for name, given in kwargs.items()}

@@ -14,7 +14,7 @@ from ..torch_internals import FakeTensor
 from .codes import decode, encode
 from .families import Block, Format, Scaled
 from .rounding import quantize
-from .unpatched import AND, LEFT, OR, PAD
+from .unpatched import AND, CLAMP, LEFT, OR, PAD
 
 _cat: Callable[..., Tensor]
 (_cat,) = unpatched(torch.cat)
@@ -22,15 +22,15 @@ _cat: Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Packing:
-    """How bytes hold a tensor: scales in float32, replaced values and where these are, codes, scales of one byte.
+    """How bytes hold a tensor: scales in float32, the largest value and its place, codes, scales of one byte.
 
-    Values are rounded again where they are used. The largest could then give the tensor another scale, so they are
-    replaced by the magnitude that gave it.
+    Values are rounded again where they are used. The largest could then give the tensor another scale, so they stay
+    within the magnitude that gave it, which one of them has.
     """
 
     format: Block | Scaled
     shape: tuple[int, ...]
-    replaced: int = 0
+    has_largest: bool = False
 
     @property
     def _bits(self) -> int:
@@ -47,7 +47,7 @@ class Packing:
     @property
     def nbytes(self) -> int:
         floats, codes, scales = self._counts
-        return 4 * floats + 8 * self.replaced + codes + scales
+        return 4 * floats + 16 * self.has_largest + codes + scales
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor may be a packed one."""
@@ -55,7 +55,7 @@ class Packing:
 
     def _split(self, packed: Tensor) -> tuple[Tensor, ...]:
         floats, codes, scales = self._counts
-        sizes = [4 * (floats + self.replaced), 4 * self.replaced, codes, scales]
+        sizes = [4 * floats + 12 * self.has_largest, 4 * self.has_largest, codes, scales]
         numbers, places, *others = packed.split(sizes)  # type: ignore[no-untyped-call]
         return numbers.view(torch.float32), places.view(torch.int32), *others
 
@@ -73,10 +73,11 @@ class Packing:
     def values(self, packed: Tensor) -> Tensor:
         """Returns values in float32 that round to those of the packed tensor."""
         values = decode(self.parts(packed), self.format)
-        if self.replaced:
-            numbers, places, *_ = self._split(packed)
-            places = places.to(torch.int64)
-            values.view(-1).index_copy_(0, places, numbers[self._counts[0] :])
+        if self.has_largest:
+            numbers, place, *_ = self._split(packed)
+            least, most, largest = numbers[self._counts[0] :].split(1)  # type: ignore[no-untyped-call]
+            values = CLAMP(values, least, most)
+            values.view(-1).index_copy_(0, place.to(torch.int64), largest)
         return values
 
 
@@ -96,10 +97,10 @@ def packed(
         return packing, found
     values = packing.values(found)
     if isinstance(format, Scaled) and format.tensor_scale:
-        places = (values.abs() == format.amax(values)).flatten().nonzero().flatten()
-        numbers = format.amax(x).copysign(values.flatten()[places])
-        parts[1:1] = [numbers.view(torch.uint8), places.to(torch.int32).view(torch.uint8)]
-        packing, found = replace(packing, replaced=len(places)), _cat(parts)
+        place, amax = x.abs().flatten().argmax().reshape(1), format.amax(x).reshape(1)
+        numbers = _cat([-amax, amax, x.flatten()[place]]).to(torch.float32)
+        parts[1:1] = [numbers.view(torch.uint8), place.to(torch.int32).view(torch.uint8)]
+        packing, found = replace(packing, has_largest=True), _cat(parts)
         values = packing.values(found)
     rounded, expected = (quantize(each, format, rounding, overflow) for each in (values, x))
     is_same = torch.equal(rounded.view(torch.int32), expected.view(torch.int32))

@@ -227,6 +227,20 @@ def test_other_weights_are_never_overwritten(name: str, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_checkpoints_of_other_tools_are_never_overwritten(
+    has_weights: bool, tmp_path: Path
+) -> None:
+    config = '{"quantization_config": {"quant_method": "compressed-tensors"}}'
+    (tmp_path / "config.json").write_text(config)
+    if has_weights:
+        safetensors.save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    with pytest.raises(hmpx.OptionError, match=r"not of an earlier Frozen\.save; give another"):
+        saved(tmp_path)
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+
+
 def test_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     saved(tmp_path)
