@@ -139,7 +139,8 @@ def remedy(row: MonitoredRow, figure: str, counts: Counts) -> str:
     if figure == "saturated":
         return f"a larger scale before {where}, or bfloat16"
     if figure in ("error", "error_of_spread"):
-        root = math.sqrt(counts.rounding / (counts.norm if figure == "error" else counts.spread))
+        size = counts.norm if figure == "error" else counts.spread
+        root = math.sqrt(counts.rounding / size) if size else 0.0
         finer = [each for each in (torch.float16, torch.float32) if _holds(each, counts)]
         for each, epsilon in [(each, limits(each).epsilon) for each in finer]:
             if epsilon * 8 <= limit.epsilon:

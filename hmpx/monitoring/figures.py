@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -136,6 +136,22 @@ def _kernel(tensor: Tensor, cast: Type | None) -> Any:
     return module.count if module and is_plain and tensor.dtype in _COUNTED else None
 
 
+Row = TypeVar("Row")
+
+
+def fold(vectors: Iterable[tuple[Row, Tensor]]) -> list[tuple[Row, Tensor]]:
+    """Returns one vector for all of a row that are on one device."""
+    alike: dict[tuple[Row, torch.device], list[Tensor]] = {}
+    for row, vector in vectors:
+        alike.setdefault((row, vector.device), []).append(vector)
+    folded = []
+    for (row, _), found in alike.items():
+        of = torch.stack(found)
+        parts = [of[:, :-2].sum(0), of[:, -2:-1].amin(0), of[:, -1:].amax(0)]
+        folded.append((row, torch.cat(parts)))
+    return folded
+
+
 def measured_step(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
     """Returns a vector like `measured`'s, which counts values of a parameter that a step has left unchanged."""
     moving = gradient != 0
@@ -180,7 +196,7 @@ def figures(
     if is_cast:
         yield "underflow", c.lost / nonzero
         yield "overflow", c.overflown / finite
-        yield "error", math.sqrt(c.error / c.norm)
+        yield "error", math.sqrt(c.error / c.norm) if c.norm else 0.0
     if c.rounding and c.spread > c.norm * _ROUNDING:
         yield "error_of_spread", math.sqrt(c.rounding / c.spread)
 

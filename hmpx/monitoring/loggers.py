@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from .. import arguments
@@ -68,7 +69,7 @@ def _mlflow_client(client: Any) -> Log:
 
 
 #: How files begin.
-_START: Final = b'{"hmpx_monitor"'
+START: Final = b'{"hmpx_monitor"'
 
 
 class _JsonLines:
@@ -80,13 +81,15 @@ class _JsonLines:
         if not path.endswith(".jsonl"):
             raise OptionError(f"log must be {_KINDS}, not {shown(path)}")
         self._path, self._header, self._is_begun = path, header, False
+        if not Path(path).absolute().parent.is_dir():
+            raise OptionError(f"log {short(path)}: there is no such directory; make it first")
         if os.path.exists(path):  # noqa: PTH110  # any text
             with opened(path, MONITORED) as file:
-                start = file.read(len(_START))
+                start = file.read(len(START))
                 self._is_torn = (
                     bool(start) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n"
                 )
-            if start and start != _START:
+            if start and start != START:
                 raise OptionError(f"{short(path)} is not a file of hmpx.monitor; give another path")
 
     def __call__(self, figures: Mapping[str, float], step: int) -> None:
@@ -99,11 +102,12 @@ class _JsonLines:
         self._is_torn = False
 
 
-def safely(log: Log, figures: Mapping[str, float], step: int) -> bool:
-    """Logs figures; a logger that fails gives a warning, and does not stop the training. Returns whether it has not."""
+def safely(log: Log, figures: Mapping[str, float], step: int, *, warns: bool) -> bool:
+    """Logs figures; returns whether that worked. A logger that fails gives a warning, and does not stop the training."""
     try:
         log(figures, step)
         return True
     except raised_here(Exception) as error:
-        warn(f"hmpx.monitor: a log failed in step {step}, and gets no more: {said_by(error)}")
+        if warns:
+            warn(f"hmpx.monitor: a log failed in step {step}: {said_by(error)}")
         return False

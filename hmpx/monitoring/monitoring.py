@@ -6,9 +6,8 @@ import contextlib
 import fnmatch
 import itertools
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +19,25 @@ from torch.optim.optimizer import (
 
 from .. import arguments
 from ..comparing import is_readable, may_read
-from ..errors import AlarmError, OptionError, to_the_end
+from ..errors import AlarmError, OptionError, shown, to_the_end
 from ..number_formats import Format, get
 from ..observers import LOGGER, Attached, OpCall, Values
 from ..ops import is_view, names
-from ..patches import SCALERS
+from ..patches import SCALERS, SKIPPED
 from ..session import about_run, observable, restoring
 from ..tensors import LOW_DTYPES, floating_in, is_leaf, node_of
 from ..torch_internals import unseen
-from ..torch_state import apart, named_tensors, spot
+from ..torch_state import apart, named_tensors, spot, unwrapped
 from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, remedy
-from .figures import Counts, Type, measured, measured_step
+from .figures import Counts, Type, fold, measured, measured_step
 from .loggers import logging_to, safely
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+#: Measured tensors that are kept before their counts are added up.
+_MOST_MEASURED: Final = 4096
 
 
 class Monitor:
@@ -59,24 +62,31 @@ class Monitor:
     def __init__(  # noqa: PLR0917  # as `monitor`
         self,
         every: int,
+        model: nn.Module | None,
         modules: Sequence[str],
         chosen_ops: frozenset[str],
         formats: Sequence[Format],
         logs: Sequence[Any],
         alarms: Mapping[str, float],
         on_alarm: Any,
+        step: int,
     ) -> None:
         """Is called by `monitor` only."""
-        self.step_number, self.figures, self.alarms = 0, dict[str, float](), list[Alarm]()
+        self.step_number, self.figures, self.alarms = step, dict[str, float](), list[Alarm]()
+        self._first, self._model = step, model
         self._every, self._modules, self._ops = every, modules, chosen_ops
         self._formats, self._limits, self._on_alarm = formats, alarms, on_alarm
         self._logs = [logging_to(each, about_run) for each in logs]
+        self._failed = set[int]()  # logs that have failed, by position
         self._measured: list[tuple[MonitoredRow, Tensor]] = []
         self._roots: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._cast_to: dict[int, tuple[Tensor, Type]] = {}  # parameters that calls cast
         self._before: list[tuple[MonitoredRow, Tensor, Tensor]] = []
         self._steps_by_hand = False
-        self._made: Counter[int] = Counter()  # steps of optimizers
+        self._unnamed: dict[int, int] = {}  # parameters of unknown models -> numbers
+        self._optimizers = set[int]()  # that have stepped
+        self._has_just_ended = False  # a step, and nothing has run since
+        self._skipped = 0  # steps that loss scalers had skipped before
         self._raised = set[str]()  # names of figures beyond their limits
         self._block: contextlib.ExitStack | None = None
 
@@ -90,7 +100,9 @@ class Monitor:
         if self._block is not None:
             raise OptionError("this monitor was entered before; make a new one with hmpx.monitor()")
         self._attached = Attached(self._measure_call, every_op=True, values=True)
-        SCALERS.clear()
+        self._skipped = sum(SKIPPED.values())
+        if self._model is not None:
+            self._path_of(unwrapped(self._model), "")
         with contextlib.ExitStack() as block:
             block.enter_context(observable())
             block.enter_context(self._attached)
@@ -102,13 +114,18 @@ class Monitor:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._block is not None:
             to_the_end(self._block.close)
+        if error is None and self.step_number == self._first and self._measured:
+            self._end_step()  # nothing has ended one
         self._measured, self._before = [], []
         self._roots.clear()
         self._cast_to.clear()
 
     def step(self) -> None:
         """Ends a step. From its first call on, only this ends one; steps of optimizers no longer do."""
+        was_ended = self._has_just_ended and not self._steps_by_hand  # by the optimizer
         self._steps_by_hand = True
+        if was_ended:
+            return
         if self._is_checked:
             with apart():
                 self._measure_parameters()
@@ -121,6 +138,7 @@ class Monitor:
     # --- calls -----------------------------------------------------------------------------------
 
     def _measure_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
+        self._has_just_ended = False
         if not self._is_checked:
             self._attached.pause()  # until the next one
             return
@@ -162,8 +180,9 @@ class Monitor:
         """Measures the inputs that a call casts, but for parameters, whose type it notes."""
         for tensor, cast in zip(inputs, call.cast_dtypes, strict=False):
             is_format = not isinstance(call.dtype, (torch.dtype, type(None)))
-            to: Any = call.dtype if is_format else cast
-            if is_format or (cast in LOW_DTYPES and cast != tensor.dtype):
+            is_autocast = call.cast_policy == "PASS" and call.dtype is not None
+            to: Any = call.dtype if is_format or is_autocast else cast
+            if to != tensor.dtype and (is_format or to in LOW_DTYPES):
                 if isinstance(tensor, nn.Parameter):
                     self._cast_to[id(tensor)] = tensor, to
                 else:
@@ -194,104 +213,111 @@ class Monitor:
 
         return hook
 
-    def _measure(self, place: MonitoredRow, tensor: Tensor) -> None:
+    def _measure(self, row: MonitoredRow, tensor: Tensor) -> None:
         tensor = _local(tensor)
         if tensor.numel() and is_readable(tensor):
-            cast = place.of if place.is_cast else None
-            self._measured.append((place, measured(tensor, cast)))
+            self._measured.append((row, measured(tensor, row.of if row.is_cast else None)))
             for each in self._formats:
-                trial = place._replace(of=each, is_cast=True, trial=each.name)
+                trial = row._replace(of=each, is_cast=True, trial=each.name)
                 self._measured.append((trial, measured(tensor, each)))
+        if len(self._measured) > _MOST_MEASURED:
+            self._measured = fold(self._measured)
 
     # --- steps -----------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_checked:
-            with apart():
-                self._before = self._measure_optimizer(optimizer)
+        if not self._is_checked:
+            return
+        with apart():
+            self._before = []
+            for row, parameter, group in self._parameters_of(optimizer):
+                gradient = parameter.grad
+                if gradient is not None:
+                    own = row._replace(kind="gradient", of=gradient.dtype, is_cast=False)
+                    self._measure(own, gradient)
+                    are_readable = all(map(is_readable, map(_local, (parameter, gradient))))
+                    if parameter.dtype in LOW_DTYPES and are_readable and group.get("lr") != 0:
+                        self._before.append((row, parameter, _local(parameter).clone()))
+                if id(parameter) in self._unnamed:
+                    self._measure(row, parameter)
+            if not self._steps_by_hand:
+                self._measure_parameters()
 
-    def _measure_optimizer(self, optimizer: Optimizer) -> list[tuple[MonitoredRow, Tensor, Tensor]]:
-        """Measures gradients, and returns the parameters in low precision with their values."""
-        before, places = [], self._places()
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        for count, parameter in enumerate(parameters):
-            place = places.get(
-                id(parameter), MonitoredRow("", f"parameter {count}", "weight", parameter.dtype)
-            )
-            if parameter.grad is None or not self._is_chosen(place.module):
-                continue
-            of = parameter.grad.dtype
-            self._measure(place._replace(kind="gradient", of=of, is_cast=False), parameter.grad)
-            if id(parameter) not in places:
-                self._measure(place, parameter)
-            if parameter.dtype in LOW_DTYPES and is_readable(_local(parameter)):
-                before.append((place, parameter, _local(parameter).clone()))
-        if not self._steps_by_hand:
-            self._measure_parameters()
-        return before
+    def _parameters_of(
+        self, optimizer: Optimizer
+    ) -> Iterator[tuple[MonitoredRow, Tensor, Mapping[str, Any]]]:
+        """Yields the chosen parameters of an optimizer, each with its row and its group."""
+        named = self._named_parameters()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in named:
+                    _, row = named[id(parameter)]
+                else:
+                    number = self._unnamed.setdefault(id(parameter), len(self._unnamed))
+                    row = MonitoredRow("", f"parameter {number}", "weight", parameter.dtype)
+                if self._is_chosen(row.module):
+                    yield row, parameter, group
 
-    def _models(self) -> list[nn.Module]:
-        return [model for known, _ in [*self._roots.values()] if (model := known()) is not None]
-
-    def _places(self) -> dict[int, MonitoredRow]:
-        found: dict[int, MonitoredRow] = {}
-        for root in self._models():
-            for name, tensor in named_tensors(root):
-                if isinstance(tensor, nn.Parameter):
+    def _named_parameters(self) -> dict[int, tuple[Tensor, MonitoredRow]]:
+        """Returns ``id`` of a parameter -> it and its row, by its name in the largest model that has it."""
+        found: dict[int, tuple[Tensor, MonitoredRow]] = {}
+        models = [model for known, _ in [*self._roots.values()] if (model := known()) is not None]
+        named = [(each, [*named_tensors(each)]) for each in models]
+        for root, tensors in sorted(named, key=lambda each: -len(each[1])):
+            for name, tensor in tensors:
+                if isinstance(tensor, nn.Parameter) and id(tensor) not in found:
                     path, _, own = name.rpartition(".")
                     _, to = self._cast_to.get(id(tensor), (None, tensor.dtype))
-                    is_cast = to != tensor.dtype
-                    found[id(tensor)] = MonitoredRow(
-                        self._path_of(root, path), own, "weight", to, is_cast
-                    )
+                    module, is_cast = self._path_of(root, path), to != tensor.dtype
+                    found[id(tensor)] = tensor, MonitoredRow(module, own, "weight", to, is_cast)
         return found
 
     def _measure_parameters(self) -> None:
-        places = self._places()
-        for root in self._models():
-            for _, tensor in named_tensors(root):
-                place = places.get(id(tensor))
-                if place is not None and self._is_chosen(place.module):
-                    self._measure(place, tensor)
+        for tensor, row in self._named_parameters().values():
+            if self._is_chosen(row.module):
+                self._measure(row, tensor)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._made[id(optimizer)] += 1
         if self._is_checked:
             with apart():
-                self._measure_states(optimizer)
-        if not self._steps_by_hand:
-            self._end_step()
+                self._measure_step(optimizer)
+        if self._steps_by_hand:
+            return
+        self._optimizers.add(id(optimizer))
+        if len(self._optimizers) == 2:
+            LOGGER.warning(
+                "hmpx.monitor: each step of one of several optimizers counts as a step; call the monitor's "
+                ".step() at the end of an iteration instead"
+            )
+        self._end_step()
+        self._has_just_ended = True
 
-    def _measure_states(self, optimizer: Optimizer) -> None:
-        for place, parameter, before in self._before:
+    def _measure_step(self, optimizer: Optimizer) -> None:
+        """Measures what a step has done: weights that it has not changed, and states."""
+        for row, parameter, before in self._before:
             gradient, after = parameter.grad, _local(parameter)
             if gradient is not None and after.shape == before.shape:
                 found = measured_step(before, after, _local(gradient))
-                self._measured.append((place._replace(of=parameter.dtype, is_cast=False), found))
-        self._before, places = [], self._places()
-        for count, (parameter, state) in enumerate(optimizer.state.items()):
-            known = places.get(
-                id(parameter), MonitoredRow("", f"parameter {count}", "weight", torch.float32)
-            )
-            for key, value in state.items():
-                if (
-                    isinstance(value, Tensor)
-                    and value.numel() > 1
-                    and self._is_chosen(known.module)
-                ):
-                    self._measure(
-                        MonitoredRow(known.module, f"{known.op}.{key}", "state", value.dtype), value
-                    )
+                self._measured.append((row._replace(of=parameter.dtype, is_cast=False), found))
+        self._before = []
+        for row, parameter, _ in self._parameters_of(optimizer):
+            state = optimizer.state.get(parameter)
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                if isinstance(value, Tensor) and value.numel() > 1:
+                    own = MonitoredRow(row.module, f"{row.op}.{key}", "state", value.dtype)
+                    self._measure(own, value)
 
     def _end_step(self) -> None:
-        if self._is_checked:
-            rows = self._rows()
-            self._cast_to.clear()
-            if rows:
-                self._report(rows)
-        self.step_number += 1
-        if self._is_checked:
-            self._attached.resume()
+        try:
+            if self._is_checked:
+                rows = self._rows()
+                self._cast_to.clear()
+                if rows:
+                    self._report(rows)
+        finally:
+            self.step_number += 1
+            if self._is_checked:
+                self._attached.resume()
 
     @unseen
     def _rows(self) -> dict[MonitoredRow, Counts]:
@@ -334,16 +360,16 @@ class Monitor:
                         Alarm(name, self.step_number, value, limit, where.module, where.op, said)
                     )
         self.figures = found
-        if _rank() == 0:
-            number = self.step_number
-            self._logs = [each for each in self._logs if safely(each, found, number)]
+        for position, log in enumerate(self._logs if _rank() == 0 else ()):
+            if not safely(log, found, self.step_number, warns=position not in self._failed):
+                self._failed.add(position)
         new = [each for each in alarms if each.name not in self._raised]
         self._raised = beyond
         self.alarms += new
-        for alarm in new:
+        for alarm in new if _rank() == 0 else ():
             if callable(self._on_alarm):
                 self._on_alarm(alarm)
-            elif self._on_alarm == "log" and _rank() == 0:
+            elif self._on_alarm == "log":
                 LOGGER.warning("hmpx.monitor: %s", alarm)
         if new and self._on_alarm == "raise":
             raise AlarmError(new[0])
@@ -352,13 +378,11 @@ class Monitor:
         scalers = [each for each in SCALERS if each.is_enabled()]
         if not scalers:
             return {}
-        skipped = [
-            asked - self._made[optimizer]
-            for each in scalers
-            for optimizer, asked in SCALERS[each].items()
-        ]
-        scale = float(scalers[0].get_scale())
-        return {"hmpx/loss_scale": scale, "hmpx/skipped_steps": float(sum(skipped))}
+        skipped = sum(SKIPPED.values()) - self._skipped
+        return {
+            "hmpx/loss_scale": float(scalers[0].get_scale()),
+            "hmpx/skipped_steps": float(skipped),
+        }
 
     @staticmethod
     def _may_overflow(figure: str) -> bool:
@@ -386,12 +410,14 @@ def _local(tensor: Tensor) -> Tensor:
 def monitor(
     *,
     every: int = 50,
+    model: nn.Module | None = None,
     modules: Iterable[str] = (),
     ops: Iterable[str] = (),
     formats: Iterable[str] = (),
     log: object = (),
     alarms: Mapping[str, float] | None = None,
     on_alarm: str | Callable[[Alarm], object] = "log",
+    step: int = 0,
 ) -> Monitor:
     """Measures a training over time: activations, gradients, weights and optimizer states, one step in ``every``.
 
@@ -402,6 +428,7 @@ def monitor(
 
     Args:
         every: Checks one step in ``every``, from the first on.
+        model: Names the parameters also where no module's call is seen, as under torch.compile.
         modules: Patterns of paths of modules, such as ``"layers.*"``; default: all.
         ops: Names of ops; default: all.
         formats: Number formats to try on each tensor besides: figures such as ``float8_e4m3fn.error``.
@@ -412,6 +439,7 @@ def monitor(
             {} for none.
         on_alarm: ``"log"``, ``"raise"``, ``"collect"``, or a function that gets the `Alarm`. A figure that stays beyond
             its limit gives one alarm.
+        step: The number of the first step, of a run that goes on.
 
     Raises:
         OptionError: An argument has an invalid value.
@@ -435,4 +463,7 @@ def monitor(
     tried = [get(each) for each in arguments.texts("formats", formats)]
     limits = ALARMS if alarms is None else checked_alarms(alarms)
     paths = arguments.texts("modules", modules)
-    return Monitor(arguments.whole("every", every, 1), paths, chosen, tried, logs, limits, on_alarm)
+    if not isinstance(model, (nn.Module, type(None))):
+        raise OptionError(f"model must be an nn.Module, not {shown(model)}")
+    every, first = arguments.whole("every", every, 1), arguments.whole("step", step, 0)
+    return Monitor(every, model, paths, chosen, tried, logs, limits, on_alarm, first)

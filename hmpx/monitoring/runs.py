@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import html
 import math
 import os
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import OptionError, raised_here, short
-from ..files import MONITORED, parsed, read, shaped
+from ..errors import HmpxError, OptionError, raised_here, short
+from ..files import MONITORED, damaged, parsed, read, shaped
 from ..reports import (
     CHART_WIDTH,
     ReportTable,
@@ -24,6 +25,7 @@ from ..reports import (
     svg_title,
 )
 from .alarms import ALARMS, limit_of
+from .loggers import START
 
 #: What a line of a file is: the header, or a step's figures.
 _Line = dict[str, Any]
@@ -91,23 +93,24 @@ def read_run(path: str | os.PathLike[str]) -> MonitoredRun:
     name, steps, about = short(os.fspath(path)), dict[int, dict[str, float]](), dict[str, str]()
     lines = read(path, MONITORED).split(b"\n")
     for number, line in enumerate(lines, 1):
-        if not line:
-            continue
         try:
-            found = shaped(parsed(line, name, MONITORED, number), dict[str, Any])
-        except raised_here(OptionError):
-            is_torn = number == len(lines) or lines[number].startswith(b'{"hmpx_monitor"')
+            found = shaped(parsed(line, name, MONITORED, number), dict[str, Any]) if line else {}
+            if "hmpx_monitor" in found:
+                if found["hmpx_monitor"] != 1:
+                    raise ValueError(" is of another version of hmpx")
+                about = about or shaped(found.get("about"), dict[str, str])
+            elif number == 1:
+                raise ValueError(" is not the line about the run")
+            elif found:
+                figures = shaped(found.get("figures"), dict[str, float])
+                step = shaped(found.get("step"), int)
+                steps[step] = {key: float(value) for key, value in figures.items()}
+        except raised_here(HmpxError, ValueError, TypeError, OverflowError) as error:
+            is_torn = number == len(lines) or lines[number].startswith(START)
             if number == 1 or not is_torn:
-                raise
-            continue
-        if "hmpx_monitor" in found:
-            about = about or shaped(found.get("about", {}), dict[str, str])
-        elif number == 1:
-            raise OptionError(
-                f"{name}: {MONITORED.name} begins with a line about the run; {MONITORED.remedy}"
-            )
-        else:
-            steps[shaped(found.get("step"), int)] = shaped(found.get("figures"), dict[str, float])
+                raise damaged(f"{name}:{number}", MONITORED, error) from None
+    if not steps:
+        raise OptionError(f"{name}: holds no checked step; {MONITORED.remedy}")
     return MonitoredRun(Path(name).name, dict(sorted(steps.items())), about)
 
 
@@ -116,12 +119,14 @@ def read_run(path: str | os.PathLike[str]) -> MonitoredRun:
 
 def page_of(runs: Sequence[MonitoredRun]) -> str:
     """Returns the page of a run, or of several above each other."""
-    kinds = [
-        *dict.fromkeys(_kind(name) for run in runs for of in run.steps.values() for name in of)
-    ]
+    series = [_by_kind(run) for run in runs]
     sections = [_beyond(runs)]
-    for kind in kinds:
-        charts = [part for run in runs for part in _charts(run, kind, several=len(runs) > 1)]
+    for kind in dict.fromkeys(kind for each in series for kind in each):
+        charts = [
+            part
+            for run, known in zip(runs, series, strict=True)
+            for part in _charts(run, kind, known.get(kind, {}), several=len(runs) > 1)
+        ]
         if charts:
             sections.append(section(re.sub(r"\W", "-", kind), _heading(kind), *charts))
     names = " and ".join(each.name for each in runs)
@@ -130,13 +135,16 @@ def page_of(runs: Sequence[MonitoredRun]) -> str:
     )
 
 
-def _kind(name: str) -> str:
-    """Returns ``"gradient/underflow"`` of a figure's name; ``"loss_scale"`` of one of the whole step."""
-    return "/".join(name.split("/")[1:][-2:])
-
-
-def _row(name: str) -> str:
-    return "/".join(name.split("/")[1:-2])
+def _by_kind(run: MonitoredRun) -> dict[str, dict[str, dict[int, float]]]:
+    """Returns ``"gradient/underflow"`` -> ``"fc1/linear"`` -> the figure by step; and those of whole steps."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    split = {name: name.split("/")[1:] for of in run.steps.values() for name in of}
+    for step, figures in run.steps.items():
+        for name, value in figures.items():
+            parts = split[name]
+            rows = found.setdefault("/".join(parts[-2:]), {})
+            rows.setdefault("/".join(parts[:-2]) or parts[-1], {})[step] = value
+    return found
 
 
 def _heading(kind: str) -> str:
@@ -160,9 +168,9 @@ def _beyond(runs: Sequence[MonitoredRun]) -> str:
     return section("beyond", "Beyond a limit", table.to_html())
 
 
-def _charts(run: MonitoredRun, kind: str, *, several: bool) -> Iterator[str]:
-    names = dict.fromkeys(name for of in run.steps.values() for name in of if _kind(name) == kind)
-    found = {_row(name) or kind: run.series(name) for name in names}
+def _charts(
+    run: MonitoredRun, kind: str, found: Mapping[str, dict[int, float]], *, several: bool
+) -> Iterator[str]:
     found = {name: values for name, values in found.items() if any(values.values())}
     if not found:
         return
@@ -186,7 +194,13 @@ def _columns(steps: Sequence[int]) -> list[range]:
 
 
 def _in_columns(values: Mapping[int, float], columns: Sequence[range]) -> list[float | None]:
-    return [max((v for s, v in values.items() if s in each), default=None) for each in columns]
+    """Returns the largest value of each column."""
+    found: list[float | None] = [None] * len(columns)
+    starts = [each.start for each in columns]
+    for step, value in values.items():
+        at = bisect.bisect_right(starts, step) - 1
+        found[at] = max(value, found[at] or value)
+    return found
 
 
 _LEFT: Final = 220

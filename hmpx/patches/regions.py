@@ -14,7 +14,6 @@ import sys
 import types
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -110,9 +109,10 @@ _SCALING: Final = tuple(
 )
 
 
-#: Live scalers that have scaled a loss under a conversion -> ``id`` of an optimizer -> its steps that they were
-#: asked for; readers clear it.
-SCALERS: Final[weakref.WeakKeyDictionary[GradScaler, Counter[int]]] = weakref.WeakKeyDictionary()
+#: Live scalers that have scaled a loss under a conversion; readers clear it.
+SCALERS: Final[weakref.WeakSet[GradScaler]] = weakref.WeakSet()
+#: Scaler -> how many steps of optimizers it has skipped.
+SKIPPED: Final[weakref.WeakKeyDictionary[GradScaler, int]] = weakref.WeakKeyDictionary()
 
 
 def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
@@ -145,13 +145,20 @@ def _scaling_patches(scaler_class: type[GradScaler], draft: Draft) -> Iterator[P
 
 
 def _step_without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``step`` with casts off, which counts its calls."""
+    """Returns ``step`` with casts off, which counts the steps that it skips."""
     uncast = _without_casts(step)
 
     @functools.wraps(step)
-    def wrapper(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        SCALERS.setdefault(self, Counter())[id(optimizer)] += 1
-        return uncast(self, optimizer, *args, **kwargs)
+    def wrapper(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(optimizer, Optimizer):
+            return uncast(self, optimizer, *args, **kwargs)
+        made: list[object] = []
+        hook = optimizer.register_step_post_hook(lambda *_: made.append(None))
+        try:
+            return uncast(self, optimizer, *args, **kwargs)
+        finally:
+            hook.remove()
+            SKIPPED[self] = SKIPPED.get(self, 0) + (not made)
 
     return wrapper
 
@@ -161,7 +168,7 @@ def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(scale)
     def wrapper(self: GradScaler, outputs: Any) -> Any:
-        SCALERS.setdefault(self, Counter())
+        SCALERS.add(self)
         if isinstance(outputs, Iterator):
             outputs = iter(torch_state.keeps_state(outputs.__next__), _NO_LOSS)
         with torch_state.without_casts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -241,6 +242,81 @@ def test_two_models_have_two_names() -> None:
     }
 
 
+def test_casts_of_autocast_are_measured() -> None:
+    x, linear = torch.randn(2, 3) * 1e5, nn.Linear(3, 3)
+    with torch.autocast("cpu", torch.float16), hmpx.monitor(on_alarm="collect") as monitor:
+        linear(x)
+        monitor.step()
+    expected = (x.half().isinf().double().mean() > 0).item()
+    assert (monitor.figures["hmpx/linear/input/overflow"] > 0) == expected
+    assert monitor.figures["hmpx/weight/weight/error"] > 0
+
+
+def test_odd_optimizers_do_not_stop() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    optimizer.state["global"] = 1  # type: ignore[index]
+    with hmpx.monitor(every=1) as monitor:
+        embedding(torch.tensor([1, 2])).float().sum().backward()
+        optimizer.step()
+    assert monitor.step_number == 1
+
+
+def test_steps_by_hand_of_two_optimizers(caplog: pytest.LogCaptureFixture) -> None:
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (a, b)]
+    logged: list[tuple[int, int]] = []
+    with hmpx.monitor(every=1, log=lambda figures, step: logged.append((step, len(figures)))) as m:
+        for _ in range(3):
+            b(a(torch.ones(1, 2))).sum().backward()
+            for each in optimizers:
+                each.step()
+            m.step()
+    assert [step for step, _ in logged][-2:] == [2, 3]
+    assert logged[-1][1] == logged[-2][1]  # of both
+    assert "call the monitor's .step()" in caplog.text
+    with hmpx.monitor(every=1, step=7) as m:
+        for _ in range(2):
+            a(torch.ones(1, 2)).sum().backward()
+            optimizers[0].step()
+            m.step()
+    assert m.step_number == 9
+
+
+def test_a_block_without_a_step_is_one_and_counts_do_not_pile_up() -> None:
+    net = Net()
+    with hmpx.monitor() as monitor:
+        for _ in range(600):
+            net(torch.ones(1, 8))
+        assert len(monitor._measured) < 5000
+    assert monitor.figures["hmpx/fc1/linear/activation/nonfinite"] == 0.0
+
+
+def test_a_part_called_alone_does_not_rename_parameters() -> None:
+    net = Net()
+    with hmpx.monitor(every=1) as monitor:
+        for _ in range(2):
+            train(net, 1)
+            net.fc1(torch.ones(1, 8))
+    assert "hmpx/fc1/weight/gradient/amax" in monitor.figures
+    assert not any(name.startswith("hmpx/Linear/weight") for name in monitor.figures)
+
+
+def test_a_learning_rate_of_zero_is_no_lost_update() -> None:
+    with hmpx.monitor(every=1, on_alarm="collect") as monitor:
+        train(Net().bfloat16(), 1, lr=0.0)
+    assert not any("unchanged" in name for name in monitor.figures)
+
+
+def test_parameters_of_a_compiled_model_have_their_names() -> None:
+    net = Net()
+    compiled = torch.compile(net, backend="aot_eager")
+    with hmpx.monitor(every=1, model=compiled) as monitor:
+        compiled(torch.ones(2, 8)).sum().backward()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+    assert "hmpx/fc1/weight/gradient/amax" in monitor.figures
+
+
 # --- alarms --------------------------------------------------------------------------------------
 
 
@@ -273,6 +349,17 @@ def test_an_alarm_is_raised_or_passed_on() -> None:
         overflowing(6000.0)
         monitor.step()
     assert found == monitor.alarms
+
+
+def test_an_alarm_that_is_caught_ends_its_step() -> None:
+    steps: list[int] = []
+    net = Net().bfloat16()
+    with hmpx.monitor(every=1, on_alarm="raise", log=lambda f, step: steps.append(step)) as monitor:
+        for _ in range(3):
+            with contextlib.suppress(hmpx.AlarmError):
+                train(net, 1, lr=1e-9)
+    assert monitor.alarms
+    assert (steps, monitor.step_number) == ([0, 1, 2], 3)
 
 
 def test_own_limits_replace_the_default_ones() -> None:
@@ -345,6 +432,25 @@ def test_a_log_that_fails_does_not_stop_the_training() -> None:
     assert steps == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"hmpx_monitor": 1, "about": {}}\n',
+        '{"hmpx_monitor": 2, "about": {}}\n{"step": 0, "figures": {}}\n',
+        "[1]\n",
+        '{"hmpx_monitor": 1, "about": {}}\n{"step": 0, "figures": {"a": null}}\n{"step": 1, "figures": {}}\n',
+        '{"hmpx_monitor": 1, "about": {}}\n{"step": 0, "figures": {"a": 1%s}}\n{"step": 1}\n'
+        % ("0" * 400),
+    ],
+)
+def test_odd_files_are_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "odd.jsonl"
+    path.write_text(text, "utf-8")
+    assert main(["monitor", str(path)]) == 2
+    assert "odd.jsonl" in capsys.readouterr().err
+
+
 def test_a_run_is_written_read_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,7 +481,7 @@ def test_a_file_of_something_else_is_kept(
         hmpx.monitor(log=path)
     assert path.read_text("utf-8") == "{}\n"
     assert main(["monitor", str(path)]) == 2
-    assert "begins with a line about the run" in capsys.readouterr().err
+    assert "mine.jsonl:1: not a file of hmpx.monitor" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -385,6 +491,9 @@ def test_a_file_of_something_else_is_kept(
         ({"ops": ["linaer"]}, "did you mean 'linear'?"),
         ({"log": "run.csv"}, r"log must be .*jsonl.*, not 'run.csv'"),
         ({"log": 3}, r"log must be .*, not 3"),
+        ({"log": "missing/run.jsonl"}, "there is no such directory; make it first"),
+        ({"model": 3}, "model must be an nn.Module, not 3"),
+        ({"step": -1}, "step must be an int of at least 0, not -1"),
         ({"alarms": {"*/amax": "high"}}, r"alarms\['\*/amax'\] must be a number, not 'high'"),
         ({"alarms": 3}, "alarms must be a dict of pattern -> limit, not 3"),
         ({"on_alarm": "stop"}, "on_alarm"),
