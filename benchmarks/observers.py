@@ -12,6 +12,8 @@ watch every 10  inside hmpx.watch(every=10)
 watch step      by hmpx.watch(step=closure): only results and gradients are looked at
 trace           inside hmpx.trace(os.devnull)
 lint            inside hmpx.lint(every=1)
+monitor         inside hmpx.monitor(every=1)
+monitor at 50   inside hmpx.monitor(), which checks one step in 50
 anomaly         inside torch.autograd.detect_anomaly()
 profiler        inside torch.profiler.profile()
 DebugMode       inside torch.utils._debug_mode.DebugMode, and "hashes" with a norm of each tensor
@@ -37,7 +39,7 @@ import torch
 import hmpx
 
 CANDIDATES = (
-    "hmpx", "record", "watch", "watch every 10", "watch step", "trace", "lint", "anomaly", "profiler", "DebugMode",
+    "hmpx", "record", "watch", "watch every 10", "watch step", "trace", "lint", "monitor", "monitor at 50", "anomaly", "profiler", "DebugMode",
     "hashes",
 )  # fmt: skip
 COLUMNS = ("ratio", "ratio_low", "ratio_high", "median_s", "rounds")
@@ -90,6 +92,8 @@ def _region(name: str) -> contextlib.AbstractContextManager[Any]:
         return hmpx.trace(os.devnull)
     if name == "lint":
         return hmpx.lint(every=1)
+    if name.startswith("monitor"):
+        return hmpx.monitor(every=50 if name.endswith("50") else 1, on_alarm="collect")
     if name == "anomaly":
         return torch.autograd.detect_anomaly()
     if name == "profiler":
@@ -116,7 +120,7 @@ def measure(
         for turn in range(rounds):
             order = names if turn % 2 else names[::-1]
             for name in order:
-                count = 10 if name == "watch every 10" else steps
+                count = {"watch every 10": 10, "monitor at 50": 50}.get(name, steps)
                 with candidate(name, training) as step:
                     step()  # warms up; the first step of every ten is watched
                     for _ in range(9 if name == "watch every 10" else 0):
