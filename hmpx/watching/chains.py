@@ -30,13 +30,13 @@ from .trials import (
     upcast,
 )
 
-(_detach,) = unpatched(Tensor.detach)
+_clone, _detach = unpatched(Tensor.clone, Tensor.detach)
 
 #: Tensors up to this many bytes are kept until the end of the step; larger ones serve if they still exist.
 _MOST_BYTES: Final = 1 << 13
 
 #: Most calls that are run again.
-_MOST_CALLS: Final = 400
+MOST_CALLS: Final = 400
 
 #: Most calls that are tried alone in float32, the last ones; then all calls of an op together, as lists do.
 _MOST_ALONE: Final = 100
@@ -61,6 +61,9 @@ class Held:
         self.reference = weakref.ref(tensor)
         if tensor.nbytes <= _MOST_BYTES:
             kept = _detach(tensor) if tensor.requires_grad else tensor  # without its graph
+            if self.is_written:  # and it will be again
+                kept = _clone(kept)
+                self.version = version_of(kept)
             self.reference = lambda: kept
 
     def tensor(self) -> Tensor | None:
@@ -96,7 +99,7 @@ class _Chain:
             maker = self._makers.get(id(given.cells[0])) if len(given.cells) == 1 else None
             if maker is not None and (draws(maker.call.op) or maker.call.op == "setitem"):
                 maker = None
-            if maker is not None and len(self.calls) < _MOST_CALLS and self._add(maker):
+            if maker is not None and len(self.calls) < MOST_CALLS and self._add(maker):
                 sources.append(id(given.cells[0]))
             elif (tensor := each.tensor()) is not None:
                 # What the call has written stands for what was there: likely as small, or as large.

@@ -22,7 +22,7 @@ from ..places import own_line
 from ..tensors import edges_of, is_captured, is_leaf, map_tensors, node_of, tensors_in, version_of
 from ..torch_internals import unseen
 from ..torch_state import named_tensors, spot
-from .chains import Held, traced_back
+from .chains import MOST_CALLS, Held, traced_back
 from .records import (
     CallRecord,
     Cell,
@@ -80,6 +80,7 @@ class Notes:
         self._owners: dict[int, Leaf] | None = None  # of gradients
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of parameters
         self._traced: Counter[str] = Counter()
+        self._carried: list[CallRecord] = []  # of earlier steps
         self._lock = new_lock()
 
     @property
@@ -94,21 +95,41 @@ class Notes:
         """
         with self._lock:
             records, self.records = self.records, []
-            extremes = self._slots.read()
+            carried = self._behind_state(records) if ends_step else []
+            extremes = self._slots.read(always=bool(carried))
             self._leaves, self._owners = {}, None
+            are_finite = extremes is None
             if ends_step:
-                self.has_gradients = False
-                if extremes is None:
-                    self._known.forget()
-                    return []
-            for record in records:
+                self.has_gradients, self._carried = False, carried
+                are_finite = are_finite or all(
+                    math.isfinite(low) and math.isfinite(high) for low, high in extremes.values()
+                )
+            for record in carried if ends_step and are_finite else records:
                 for cell in record.cells():
                     if cell.slot is not None:
                         cell.extremes = (0.0, 0.0) if extremes is None else extremes[cell.slot]
                         cell.slot = None
-            # Tensors that are not finite may be used in later steps.
-            self._known.forget(lambda cell: not ends_step or bool(cell.bits))
-            return records
+            # Values that are not finite, or that a program keeps, may be used in later steps.
+            kept = {cell for record in carried for cell in record.results}
+            self._known.forget(lambda cell: not ends_step or bool(cell.bits) or cell in kept)
+            return [] if ends_step and are_finite else records
+
+    def _behind_state(
+        self, records: Sequence[CallRecord | GradientRecord]
+    ) -> list[CallRecord]:
+        """Returns the calls that led to values that a program keeps without a graph, such as averages, the last first."""
+        calls = [each for each in records if isinstance(each, CallRecord) and each.given]
+        makers = {cell: each for each in (*self._carried, *calls) for cell in each.results}
+        living = [makers.get(cell) for cell in self._known.living() if not cell.is_hooked]
+        found = dict.fromkeys([each for each in living if each is not None])
+        pending = list(found)
+        while pending and len(found) < MOST_CALLS:
+            for given in pending.pop().inputs:
+                maker = makers.get(given.cells[0])
+                if maker is not None and maker not in found:
+                    found[maker] = None
+                    pending.append(maker)
+        return list(found)
 
     def is_named(self, record: CallRecord) -> bool:
         """Whether a call wrote to a parameter or buffer of a module."""
@@ -281,7 +302,7 @@ class Notes:
         if not is_new or not self._are_finite([c for each in record.inputs for c in each.cells]):
             return trial
         calls = [each for each in self.records if isinstance(each, CallRecord)]
-        return traced_back(record, calls, trial, gradients)
+        return traced_back(record, [*self._carried, *calls], trial, gradients)
 
     def _are_finite(self, cells: list[Cell]) -> bool:
         with self._lock:
