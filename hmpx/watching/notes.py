@@ -23,6 +23,7 @@ from ..tensors import edges_of, is_captured, is_leaf, map_tensors, node_of, tens
 from ..torch_internals import unseen
 from ..torch_state import named_tensors, spot
 from .chains import MOST_CALLS, Held, traced_back
+from .lost_gradients import lost_gradient
 from .records import (
     CallRecord,
     Cell,
@@ -36,7 +37,7 @@ from .records import (
     is_off_limits,
     storage_of,
 )
-from .slots import Slots
+from .slots import Extremes, Slots
 from .trials import Arguments, can_change, kept, tried, tried_forward
 
 if TYPE_CHECKING:
@@ -98,12 +99,11 @@ class Notes:
             carried = self._behind_state(records) if ends_step else []
             extremes = self._slots.read(always=bool(carried))
             self._leaves, self._owners = {}, None
-            are_finite = extremes is None
+            are_finite = extremes is None or all(
+                math.isfinite(low) and math.isfinite(high) for low, high in extremes.values()
+            )
             if ends_step:
                 self.has_gradients, self._carried = False, carried
-                are_finite = are_finite or all(
-                    math.isfinite(low) and math.isfinite(high) for low, high in extremes.values()
-                )
             for record in carried if ends_step and are_finite else records:
                 for cell in record.cells():
                     if cell.slot is not None:
@@ -114,9 +114,7 @@ class Notes:
             self._known.forget(lambda cell: not ends_step or bool(cell.bits) or cell in kept)
             return [] if ends_step and are_finite else records
 
-    def _behind_state(
-        self, records: Sequence[CallRecord | GradientRecord]
-    ) -> list[CallRecord]:
+    def _behind_state(self, records: Sequence[CallRecord | GradientRecord]) -> list[CallRecord]:
         """Returns the calls that led to values that a program keeps without a graph, such as averages, the last first."""
         calls = [each for each in records if isinstance(each, CallRecord) and each.given]
         makers = {cell: each for each in (*self._carried, *calls) for cell in each.results}
@@ -302,7 +300,14 @@ class Notes:
         if not is_new or not self._are_finite([c for each in record.inputs for c in each.cells]):
             return trial
         calls = [each for each in self.records if isinstance(each, CallRecord)]
-        return traced_back(record, [*self._carried, *calls], trial, gradients)
+        found = traced_back(record, [*self._carried, *calls], trial, gradients)
+        if gradients is None and self.has_gradients and (found is None or found.bits):
+            found = lost_gradient(record, self.records, self._extremes_of) or found
+        return found
+
+    def _extremes_of(self, cell: Cell) -> Extremes | None:
+        with self._lock:
+            return cell.extremes if cell.slot is None else self._slots.extremes(cell.slot)
 
     def _are_finite(self, cells: list[Cell]) -> bool:
         with self._lock:

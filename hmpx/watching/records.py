@@ -98,6 +98,10 @@ class Trial(NamedTuple):
     is_double: bool = False  # they ran in float64, since all were in float32 already
     stopped_at: OpCall | None = None  # an earlier call that could not be repeated
     is_cast: bool = False  # the gradient is finite, but not in its input's dtype
+    is_tried: bool = (
+        False  # with all calls that led to it in float32, as far as known, it fails, too
+    )
+    loser: OpCall | None = None  # the call whose backward made all of its gradients zero
 
 
 @dataclass(slots=True, eq=False)
