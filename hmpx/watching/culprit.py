@@ -53,7 +53,7 @@ class OriginSearch:
         self._positions: dict[int, int] = {}
         self._last: CallRecord | None = None
         self._has_gradients = self._has_bad_gradients = False
-        self._had_backward = self._trains = False  # in this step; so far
+        self._trains = False
         self._nans: list[tuple[Origin, CallRecord]] = []  # made by ops; some do not matter
         self._taken: set[Cell] = set()  # by a later call
 
@@ -75,11 +75,11 @@ class OriginSearch:
                 self._confirm_last()
             for origin, record in self._nans:
                 is_cleared = self._taken.issuperset(record.results)
-                is_outside = self._had_backward and origin.record.is_outside
-                is_metric = is_outside or self._is_metric(record)
+                is_outside = self._trains and origin.record.is_outside
+                is_metric = (is_outside or self._is_metric(record)) and not _is_lost(origin)
                 if not is_cleared and (not is_metric or self._is_named(record)):
                     self._report(origin)
-            self._nans, self._taken, self._had_backward = [], set(), False
+            self._nans, self._taken = [], set()
             self._last, self._has_gradients, self._has_bad_gradients = None, False, False
             self._calls, self._positions = [], {}
         return self.found
@@ -184,13 +184,13 @@ class OriginSearch:
                     self._report(origin)
 
     def _is_metric(self, record: CallRecord) -> bool:
-        """Whether a call gave a number from which nothing is learnt, in a program that trains."""
-        return self._trains and record.is_number
+        """Whether a call gave values from which nothing is learnt, in a program that trains."""
+        return self._trains and record.is_metric
 
     # --- gradients -------------------------------------------------------------------------------
 
     def _judge_gradients(self, record: GradientRecord) -> None:
-        call, self._had_backward, self._trains = record.record, True, True
+        call, self._trains = record.record, True
         if not self._has_gradients:
             self._has_gradients = True
             for cell in call.results:  # of the loss
@@ -228,6 +228,12 @@ class OriginSearch:
         if not origin.is_reported:
             origin.is_reported = True
             self.found.append(origin)
+
+
+def _is_lost(origin: Origin) -> bool:
+    """Whether an op has failed only because of low precision: it was tried in float32."""
+    trial = origin.record.trial
+    return origin.source == "op" and trial is not None and not (trial.bits or trial.is_double)
 
 
 def _is_rounded(record: CallRecord) -> bool:

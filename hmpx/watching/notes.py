@@ -20,7 +20,7 @@ from ..observers import OpCall, Values
 from ..ops import facts
 from ..places import own_line
 from ..tensors import edges_of, is_captured, is_leaf, map_tensors, node_of, tensors_in, version_of
-from ..torch_internals import unseen
+from ..torch_internals import running_node, unseen
 from ..torch_state import named_tensors, spot
 from .chains import MOST_CALLS, Held, traced_back
 from .lost_gradients import lost_gradient
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 #: Key of a node's metadata for the cells of its results.
 _CELLS: Final = "hmpx.watched"
+
+#: Likewise, for the name of the module that called a function.
+_MODULE: Final = "hmpx.module"
 
 #: Ops whose results are uninitialized memory.
 _UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
@@ -154,9 +157,13 @@ class Notes:
         is_same = call.op in _CONVERSIONS and any([result is each for each in inputs])  # noqa: C419
         if not results or is_same or is_captured(results[0]):
             return
-        record = CallRecord(call, self.step, own_line(call.location))
+        module = call.module
+        if call.phase == "backward" and (node := running_node()) is not None:
+            module = module or node.metadata.get(_MODULE, "")
+        record = CallRecord(call, self.step, own_line(call.location), module)
         record.is_outside = spot()[0] is None
-        record.is_number = results[0].numel() == 1 and node_of(results[0]) is None
+        is_number = results[0].numel() == 1
+        record.is_metric = (is_number or record.is_outside) and node_of(results[0]) is None
         record.is_intended = call.op in _UNSET or _has_non_finite(args)
         if kwargs and not record.is_intended:
             record.is_intended = _has_non_finite(kwargs.values())
@@ -204,7 +211,9 @@ class Notes:
             last = found[0][-1]
             if not last.is_hooked and (node := node_of(tensor)) is not None:
                 last.is_hooked = True  # like that of a torch.autograd.Function
-                _hook_function(self, record, node)
+                calls = (each for each in reversed(self.records) if isinstance(each, CallRecord))
+                source = next((each for each in calls if last in each.results), record)
+                _hook_function(self, record, node, source.module)
             return Input(*found)
         node = node_of(tensor)
         maker = None if node is None else _name_of(node)
@@ -214,7 +223,7 @@ class Notes:
         self._known.add(tensor, storage, version_of(tensor), cell)
         if node is not None:
             cell.sources = self._sources(record, node)
-            _hook_function(self, record, node)
+            _hook_function(self, record, node, record.module)
         return Input((cell,), False)
 
     def _leaf(self, record: CallRecord, tensor: Tensor) -> Leaf:
@@ -470,8 +479,9 @@ def _hook_call(
     _Hooks(notes, record, "", arguments).on_nodes({each: nodes[each] for each in entries}, exits)
 
 
-def _hook_function(notes: Notes, record: CallRecord, node: Any) -> None:
-    """Records gradients at the node of a function that is not an observed call."""
+def _hook_function(notes: Notes, record: CallRecord, node: Any, module: str) -> None:
+    """Records gradients at the node of a function that is not an observed call, made in a module."""
+    node.metadata[_MODULE] = module
     _Hooks(notes, record, _name_of(node), None).on_nodes(
         {node: {}}, {node: range(len(edges_of(node)))}
     )

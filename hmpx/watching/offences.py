@@ -166,7 +166,7 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
     call, trial = origin.record.call, _trial_of(origin)
     return Offence(
         op=origin.node or call.op,
-        module=call.module,
+        module=origin.record.module,
         site=call.site,
         location=origin.record.own_location,
         kind=kind or _kind_of(origin, trial),

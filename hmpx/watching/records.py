@@ -111,10 +111,11 @@ class CallRecord:
     call: OpCall
     step: int
     own_location: str  # of the user's own files, if the call's is in an installed package
+    module: str  # of the call; in the backward of the program's own function, of that one's forward
     inputs: list[Input] = field(default_factory=list)
     results: list[Cell] = field(default_factory=list)
     is_intended: bool = False  # takes NaN or infinity as a number, or leaves memory as it is
-    is_number: bool = False  # its result has one element and no gradient
+    is_metric: bool = False  # perhaps: its result is a number, or made outside of modules, without a gradient
     is_outside: bool = False  # of the forward of all modules
     is_unsure: bool = False  # some inputs are unknown
     writes: bool = False  # to an argument, as far as known
