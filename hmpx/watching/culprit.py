@@ -58,10 +58,10 @@ class OriginSearch:
         self._taken: set[Cell] = set()  # by a later call
 
     def judge(
-        self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool
+        self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool, trains: bool
     ) -> list[Origin]:
-        """Returns the offences in these records."""
-        self.found = []
+        """Returns the offences in these records, of a program that trains or not."""
+        self.found, self._trains = [], trains
         calls = [each for each in records if isinstance(each, CallRecord)]
         self._calls = [*self._calls[-_CONTEXT:], *calls]
         self._positions = {id(call): position for position, call in enumerate(self._calls)}
@@ -190,7 +190,7 @@ class OriginSearch:
     # --- gradients -------------------------------------------------------------------------------
 
     def _judge_gradients(self, record: GradientRecord) -> None:
-        call, self._trains = record.record, True
+        call = record.record
         if not self._has_gradients:
             self._has_gradients = True
             for cell in call.results:  # of the loss

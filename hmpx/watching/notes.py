@@ -76,6 +76,7 @@ class Notes:
         self.step = 0
         self.is_open = True  # calls and gradients are recorded
         self.has_gradients = False
+        self.trains = False  # there was a backward
         self.are_checked = False  # the program looks itself whether gradients are finite
         self.waits = False  # calls that fail on accelerators are tried at once, as on the CPU
         self._slots = Slots()
@@ -357,7 +358,7 @@ class Notes:
 
     def add(self, record: GradientRecord) -> None:
         """Adds gradients."""
-        self.has_gradients = True
+        self.has_gradients = self.trains = True
         with self._lock:
             self._owners = None
             self.records.append(record)

@@ -293,7 +293,7 @@ class Watch:
     def _judge_notes(self, *, ends_step: bool, may_raise: bool = True) -> bool:
         """Reads the measurements; returns whether anything was wrong."""
         records = self._notes.take(ends_step=ends_step)
-        origins = self._judge.judge(records, ends_step=ends_step)
+        origins = self._judge.judge(records, ends_step=ends_step, trains=self._notes.trains)
         reported = []
         for origin in origins:
             is_scaled = origin.gradients is not None and self._may_skip()
