@@ -26,9 +26,10 @@ from ..torch_state import state_of_random_numbers
 from .culprit import OriginSearch
 from .notes import Notes, sources_of
 from .offences import Offence, offence_of
-from .optimizers import OptimizerSteps, is_closure
+from .optimizers import OptimizerSteps
 from .records import is_measurable
 from .slots import Slots
+from .step_repeats import is_closure
 from .underflow import Underflow, UnderflowCounts
 
 if TYPE_CHECKING:
@@ -209,6 +210,8 @@ class Watch:
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Ends the step. If the optimizer gets a closure, that ends one, since it runs the step."""
+        if self._optimizers.is_inner(optimizer):
+            return None
         self._has_optimizer = self._has_optimizer or not self._steps_by_hand
         closures = [value for value in (*args[1:], *kwargs.values()) if is_closure(value)]
         number = self._number
@@ -229,6 +232,8 @@ class Watch:
     def _after_optimizer(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if self._optimizers.is_inner(optimizer):
+            return
         self._pause_or_resume()
         location, may_skip = own_line(user_location()), self._may_skip()
         found = self._optimizers.end(optimizer, args, kwargs, location, may_skip=may_skip)
