@@ -184,7 +184,7 @@ class OriginSearch:
                     self._report(origin)
 
     def _is_metric(self, record: CallRecord) -> bool:
-        """Whether a call gave values from which nothing is learnt, in a program that trains."""
+        """Whether a call gave a number, or a ratio outside of modules, from which nothing is learnt, in training."""
         return self._trains and record.is_metric
 
     # --- gradients -------------------------------------------------------------------------------

@@ -58,6 +58,11 @@ _CONVERSIONS: Final = facts("converting").keys()
 #: Ops by which programs look for non-finite gradients.
 _CHECKS: Final = frozenset({"isfinite", "isinf", "isnan"})
 
+#: Ops that are not finite where a metric counts nothing.
+_RATIOS: Final = frozenset(
+    {"truediv", "rtruediv", "div", "divide", "reciprocal", "mean", "var", "std"}
+)
+
 #: Most failures of one line that are traced back: a program may fail there on purpose.
 _MOST_TRACED: Final = 10
 
@@ -163,8 +168,9 @@ class Notes:
             module = module or node.metadata.get(_MODULE, "")
         record = CallRecord(call, self.step, own_line(call.location), module)
         record.is_outside = spot()[0] is None
-        is_number = results[0].numel() == 1
-        record.is_metric = (is_number or record.is_outside) and node_of(results[0]) is None
+        is_ratio = record.is_outside and call.op in _RATIOS
+        is_metric = is_ratio or results[0].numel() == 1
+        record.is_metric = is_metric and node_of(results[0]) is None
         record.is_intended = call.op in _UNSET or _has_non_finite(args)
         if kwargs and not record.is_intended:
             record.is_intended = _has_non_finite(kwargs.values())

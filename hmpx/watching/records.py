@@ -115,9 +115,7 @@ class CallRecord:
     inputs: list[Input] = field(default_factory=list)
     results: list[Cell] = field(default_factory=list)
     is_intended: bool = False  # takes NaN or infinity as a number, or leaves memory as it is
-    is_metric: bool = (
-        False  # perhaps: its result is a number, or made outside of modules, without a gradient
-    )
+    is_metric: bool = False  # perhaps: its result is a number, or a ratio made outside of modules, without a gradient
     is_outside: bool = False  # of the forward of all modules
     is_unsure: bool = False  # some inputs are unknown
     writes: bool = False  # to an argument, as far as known
