@@ -49,6 +49,9 @@ class OriginSearch:
         self._living = living  # the cells of memory that is in use
         self._is_named = is_named  # whether a result is a module's parameter or buffer
         self.found: list[Origin] = []
+        self.number: Origin | None = (
+            None  # that made a number of these records non-finite, such as a rate
+        )
         self._calls: list[CallRecord] = []
         self._positions: dict[int, int] = {}
         self._last: CallRecord | None = None
@@ -61,7 +64,7 @@ class OriginSearch:
         self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool, trains: bool
     ) -> list[Origin]:
         """Returns the offences in these records, of a program that trains or not."""
-        self.found, self._trains = [], trains
+        self.found, self._trains, self.number = [], trains, None
         calls = [each for each in records if isinstance(each, CallRecord)]
         self._calls = [*self._calls[-_CONTEXT:], *calls]
         self._positions = {id(call): position for position, call in enumerate(self._calls)}
@@ -103,6 +106,7 @@ class OriginSearch:
         elif not (had or is_unsure):
             origin = self._origin(record, "op", made)
             origin.may_matter = bool(made & NAN)
+            self.number = origin if record.is_metric else self.number
             if made & POSITIVE and _is_rounded(record):
                 self._report(origin)
         elif not had & NAN:
@@ -199,6 +203,10 @@ class OriginSearch:
             self._confirm_last()
         arrived, computed = _bits(record.before), _bits(record.after)
         if not (arrived or computed):
+            if record.trial is not None and record.trial.loser is not None:
+                origin = self._origin(call, "op", 0)
+                origin.gradients = record
+                self._report(origin)
             return
         is_new = not (arrived and self._has_bad_gradients)
         self._has_bad_gradients = True

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import Tensor
 
 from ..forks import new_lock
@@ -38,7 +39,7 @@ from .records import (
     storage_of,
 )
 from .slots import Extremes, Slots
-from .trials import Arguments, can_change, kept, tried, tried_forward
+from .trials import Arguments, can_change, has_gradient, kept, tried, tried_forward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -90,6 +91,8 @@ class Notes:
         self._owners: dict[int, Leaf] | None = None  # of gradients
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of parameters
         self._traced: Counter[str] = Counter()
+        self._lost: Counter[str] = Counter()  # likewise
+        self._has_lost = False  # in this step
         self._carried: list[CallRecord] = []  # of earlier steps
         self._lock = new_lock()
 
@@ -108,9 +111,10 @@ class Notes:
             carried = self._behind_state(records) if ends_step else []
             extremes = self._slots.read(always=bool(carried))
             self._leaves, self._owners = {}, None
-            are_finite = extremes is None or all(
-                math.isfinite(low) and math.isfinite(high) for low, high in extremes.values()
+            are_finite = not self._has_lost and (
+                extremes is None or all(math.isfinite(sum(each)) for each in extremes.values())
             )
+            self._has_lost = False
             if ends_step:
                 self.has_gradients, self._carried = False, carried
             for record in carried if ends_step and are_finite else records:
@@ -139,9 +143,11 @@ class Notes:
         return list(found)
 
     def is_named(self, record: CallRecord) -> bool:
-        """Whether a call wrote to a parameter or buffer of a module."""
-        written = [alive(reference) for reference, _ in record.alive]
-        return any(each is not None and self.name_of(each) for each in written)
+        """Whether a call wrote to a parameter or buffer of a module, or to a parameter's gradient."""
+        written = [each for reference, _ in record.alive if (each := alive(reference)) is not None]
+        named = [each for reference, _ in self._names.values() if (each := reference()) is not None]
+        gradients = {id(each.grad) for each in named if is_leaf(each)}
+        return any(id(each) in gradients or self.name_of(each) for each in written)
 
     def living(self) -> Iterator[Cell]:
         """Yields the cells of memory that is in use."""
@@ -361,6 +367,22 @@ class Notes:
                 record.trial = tried(record.record.call, arguments, gradients)
             if record.trial is None or record.trial.bits:
                 record.trial = self._trace_back(record.record, record.trial, gradients)
+        elif gradients and arguments is not None and record.after:
+            call = record.record.call
+            is_half = torch.float16 in (call.dtype, *call.cast_dtypes)
+            if is_half and not self._lost[call.location] and self._are_zero(record):
+                is_lost = has_gradient(call, arguments, gradients)
+                record.trial = Trial(0, is_underflow=True, loser=call) if is_lost else None
+                self._lost[call.location] += is_lost
+                self._has_lost |= is_lost
+
+    def _are_zero(self, record: GradientRecord) -> bool:
+        """Whether a call's gradients are zero, but not those that it got."""
+        before, after = (
+            [any(self._extremes_of(each) or ()) for each in cells]
+            for cells in (record.before, record.after)
+        )
+        return any(before) and not any(after)
 
     def add(self, record: GradientRecord) -> None:
         """Adds gradients."""

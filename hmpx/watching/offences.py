@@ -188,7 +188,7 @@ def _earlier(call: OpCall) -> EarlierCall:
 
 def _cause_of(call: OpCall, trial: Trial | None) -> EarlierCall | None:
     if trial is not None and trial.loser is not None:
-        return _earlier(trial.loser)
+        return None if trial.loser is call else _earlier(trial.loser)
     causes = () if trial is None else trial.causes
     return _earlier(causes[0]) if causes and causes[0] is not call else None
 
@@ -284,7 +284,10 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
         is_sure = "" if trial.is_known else " (tried on values that a call in place has left)"
         return _line_for(call, trial.causes) + is_sure
     if trial is not None and trial.is_cast:
-        return f"none: the gradient of {call.op} is cast to low precision, as its input is"
+        return (
+            f"none: the gradient of {call.op} is cast to low precision, as its input is; make the loss, or its "
+            "scale, smaller"
+        )
     if not is_low_call(call):
         where = f", where {trial.where}" if trial is not None and trial.where else ""
         remedy = f"none: {call.op} ran in float32 already{where}; its inputs have to change"

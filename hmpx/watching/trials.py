@@ -145,6 +145,17 @@ def tried_on_extremes(
     return None
 
 
+def has_gradient(call: OpCall, arguments: Arguments, gradients: Gradients) -> bool:
+    """Whether float32 has other gradients of a call than zero."""
+    inputs = floating_in(arguments.values())
+    if _versions(inputs) == arguments.versions:
+        with aside(arguments.values()):
+            given = {number: upcast(each) for number, each in gradients.items()}
+            found = outcome(call, arguments, [upcast(each.detach()) for each in inputs], given)
+            return any(bool(each.any()) for each in found)
+    return False
+
+
 def values_at(
     call: OpCall,
     arguments: Arguments,

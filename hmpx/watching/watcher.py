@@ -237,6 +237,9 @@ class Watch:
         self._pause_or_resume()
         location, may_skip = own_line(user_location()), self._may_skip()
         found = self._optimizers.end(optimizer, args, kwargs, location, may_skip=may_skip)
+        rates = [each for group in optimizer.param_groups for each in group.values()]
+        if found is not None and self._judge.number is not None and not all(map(_is_finite, rates)):
+            found = offence_of(self._judge.number)
         if found is not None:
             self._report([found], may_raise=True)
 
@@ -302,6 +305,8 @@ class Watch:
         reported = []
         for origin in origins:
             is_scaled = origin.gradients is not None and self._may_skip()
+            if is_scaled and not origin.bits:
+                continue  # another scale may do
             leaf = None if origin.parameter is None else origin.parameter.reference()
             if not self._optimizers.is_known(leaf) and (not is_scaled or self._scaling.is_lost()):
                 reported.append(offence_of(origin, "scale" if is_scaled else None))
@@ -327,6 +332,10 @@ class Watch:
 
 
 # --- steps -------------------------------------------------------------------------------------------
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class _StepRun:

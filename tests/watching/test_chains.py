@@ -272,6 +272,28 @@ def test_a_value_lost_in_a_backward(is_converted: bool) -> None:
         assert rest and first_found(step, tuple(line.split(", "))) is None
 
 
+def test_gradients_that_all_become_zero() -> None:
+    """Learning stops without a NaN; gradients that float32 makes zero, too, are not reported."""
+
+    def offences(scale: float, dtype: torch.dtype) -> list[hmpx.Offence]:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()).to(dtype)
+        torch.nn.init.constant_(net[0].bias, -9.0)  # zero gradients, for one sample alone
+        with hmpx.watch("collect") as w:
+            for value in (0.1, 9.0):
+                h = net[0](torch.full((512, 4), value, dtype=dtype))
+                (net[1](h).mean() * scale + (h * 0).sum()).backward()
+                w.step()
+        return w.offences
+
+    assert not offences(1.0, FP16)
+    assert not offences(1e-6, torch.float32)
+    [found] = offences(1e-5, FP16)
+    assert (found.op, found.kind, found.phase, found.source) == (
+        "mean", "underflow", "backward", "op",
+    )  # fmt: skip
+    assert "make the loss, or its scale, larger: the gradient of mean becomes zero" in found.remedy
+
+
 def test_no_op_in_float32_helps() -> None:
     """A setting was rounded before: the value, the op and the line that made it are named."""
     decay = torch.tensor(0.999, dtype=torch.bfloat16)

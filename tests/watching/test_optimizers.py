@@ -356,6 +356,36 @@ def test_chosen_infinities_and_arguments(by: float) -> None:
     assert [each.op for each in w.offences] == ["div"] * (by == 0)
 
 
+def test_a_gradient_that_is_clipped_by_a_norm_of_zero() -> None:
+    """0 times infinity, written to the gradient by the program: the division is named."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with hmpx.watch(mode="collect") as w:
+        (model(torch.ones(1, 2)) * 0).sum().backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        norm = torch.stack([each.norm() for each in gradients]).norm()
+        coefficient = torch.ones(()) / norm
+        for each in gradients:
+            each.mul_(coefficient)
+        optimizer.step()
+    assert w.first is not None and (w.first.op, w.first.step) == ("truediv", 0)
+    assert "input 1 is 0; input 1 was made by linalg_vector_norm" in w.first.remedy
+
+
+def test_a_learning_rate_that_an_op_made_infinite() -> None:
+    """The op is named, not the update that takes the rate."""
+    model = nn.Linear(2, 2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with hmpx.watch(mode="collect") as w:
+        for step in range(3):
+            optimizer.param_groups[0]["lr"] = float(torch.rsqrt(torch.tensor(2.0 - step)))
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert w.first is not None
+    assert (w.first.op, w.first.kind, w.first.step) == ("rsqrt", "inf", 2)
+
+
 LOG: list[float] = []
 COUNT = 0
 
