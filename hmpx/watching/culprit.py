@@ -59,6 +59,7 @@ class OriginSearch:
         self._trains = False
         self._nans: list[tuple[Origin, CallRecord]] = []  # made by ops; some do not matter
         self._taken: set[Cell] = set()  # by a later call
+        self._checked: set[Cell] = set()  # by the program itself
 
     def judge(
         self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool, trains: bool
@@ -82,7 +83,7 @@ class OriginSearch:
                 is_metric = (is_outside or self._is_metric(record)) and not _is_lost(origin)
                 if not is_cleared and (not is_metric or self._is_named(record)):
                     self._report(origin)
-            self._nans, self._taken = [], set()
+            self._nans, self._taken, self._checked = [], set(), set()
             self._last, self._has_gradients, self._has_bad_gradients = None, False, False
             self._calls, self._positions = [], {}
         return self.found
@@ -93,7 +94,11 @@ class OriginSearch:
         if record.call.phase == "forward" and record.results:
             self._has_gradients = False  # another forward, if there was a backward
             self._last = record
-        self._taken.update([cell for given in record.inputs for cell in given.cells])
+        cells = [cell for given in record.inputs for cell in given.cells]
+        if record.is_check:
+            self._checked.update(cells)
+            return
+        self._taken.update(cells)
         made = _bits(record.results)
         if not made:
             return
@@ -197,6 +202,7 @@ class OriginSearch:
         call = record.record
         if not self._has_gradients:
             self._has_gradients = True
+            self._taken |= self._checked  # the program has left it out, and went on
             for cell in call.results:  # of the loss
                 if cell.bits and cell.origin is not None:
                     self._report(cell.origin)

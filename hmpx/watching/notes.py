@@ -166,6 +166,11 @@ class Notes:
         else:
             results = [each for each in tensors_in([written]) if is_measurable(each)]
         self.are_checked |= self.has_gradients and call.op in _CHECKS
+        if call.op in _CHECKS and not results and inputs and is_measurable(inputs[0]):
+            with self._lock:
+                record = CallRecord(call, self.step, "", call.module, is_check=True)
+                record.inputs.append(self._input(record, inputs[0], storage_of(inputs[0])))
+                self.records.append(record)
         is_same = call.op in _CONVERSIONS and any([result is each for each in inputs])  # noqa: C419
         if not results or is_same or is_captured(results[0]):
             return

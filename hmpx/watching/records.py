@@ -118,6 +118,7 @@ class CallRecord:
     is_metric: bool = False  # perhaps: its result is a number, or a ratio made outside of modules, without a gradient
     is_outside: bool = False  # of the forward of all modules
     is_unsure: bool = False  # some inputs are unknown
+    is_check: bool = False  # looks whether its input is finite
     writes: bool = False  # to an argument, as far as known
     is_blamed: bool = False  # its backward made gradients non-finite
     alive: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)  # with versions
@@ -161,7 +162,7 @@ class KnownTensors:
     def find(self, tensor: Tensor, storage: Any) -> tuple[tuple[Cell, ...], bool] | None:
         """Returns the cells of ``tensor`` in memory ``storage``, and whether they cover more than it."""
         found = self._in(storage)
-        if found is None or found[1] != version_of(tensor) or found[1] < 0:
+        if found is None or found[1] != version_of(tensor):  # -1 in inference mode
             return None
         return found[2], tensor.nbytes < found[3]
 
