@@ -60,6 +60,7 @@ class OriginSearch:
         self._nans: list[tuple[Origin, CallRecord]] = []  # made by ops; some do not matter
         self._taken: set[Cell] = set()  # by a later call
         self._checked: set[Cell] = set()  # by the program itself
+        self._lost_at: set[str] = set()  # places whose backward gave zeros alone
 
     def judge(
         self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool, trains: bool
@@ -69,6 +70,14 @@ class OriginSearch:
         calls = [each for each in records if isinstance(each, CallRecord)]
         self._calls = [*self._calls[-_CONTEXT:], *calls]
         self._positions = {id(call): position for position, call in enumerate(self._calls)}
+        passed = [each for each in records if isinstance(each, GradientRecord)]
+        lost = next((each for each in passed if each.trial and each.trial.loser), None)
+        place = "" if lost is None else lost.record.own_location
+        if lost and place not in self._lost_at and not any(map(_reaches_a_leaf, passed)):
+            self._lost_at.add(place)
+            origin = self._origin(lost.record, "op", 0)
+            origin.gradients = lost
+            self._report(origin)
         for record in records:
             if isinstance(record, GradientRecord):
                 self._judge_gradients(record)
@@ -209,10 +218,6 @@ class OriginSearch:
             self._confirm_last()
         arrived, computed = _bits(record.before), _bits(record.after)
         if not (arrived or computed):
-            if record.trial is not None and record.trial.loser is not None:
-                origin = self._origin(call, "op", 0)
-                origin.gradients = record
-                self._report(origin)
             return
         is_new = not (arrived and self._has_bad_gradients)
         self._has_bad_gradients = True
@@ -242,6 +247,12 @@ class OriginSearch:
         if not origin.is_reported:
             origin.is_reported = True
             self.found.append(origin)
+
+
+def _reaches_a_leaf(record: GradientRecord) -> bool:
+    """Whether a call with a parameter or another leaf computed gradients other than zero."""
+    has_leaf = any(isinstance(each.cells[0], Leaf) for each in record.record.inputs)
+    return has_leaf and any(each.bits or any(each.extremes or ()) for each in record.after)
 
 
 def _is_lost(origin: Origin) -> bool:

@@ -91,8 +91,7 @@ class Notes:
         self._owners: dict[int, Leaf] | None = None  # of gradients
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of parameters
         self._traced: Counter[str] = Counter()
-        self._lost: Counter[str] = Counter()  # likewise
-        self._has_lost = False  # in this step
+        self._has_lost = False  # in this step, all of a gradient in low precision
         self._carried: list[CallRecord] = []  # of earlier steps
         self._lock = new_lock()
 
@@ -109,7 +108,7 @@ class Notes:
         with self._lock:
             records, self.records = self.records, []
             carried = self._behind_state(records) if ends_step else []
-            extremes = self._slots.read(always=bool(carried))
+            extremes = self._slots.read(always=bool(carried) or self._has_lost)
             self._leaves, self._owners = {}, None
             are_finite = not self._has_lost and (
                 extremes is None or all(math.isfinite(sum(each)) for each in extremes.values())
@@ -375,10 +374,9 @@ class Notes:
         elif gradients and arguments is not None and record.after:
             call = record.record.call
             is_half = torch.float16 in (call.dtype, *call.cast_dtypes)
-            if is_half and not self._lost[call.location] and self._are_zero(record):
+            if is_half and not self._has_lost and self._are_zero(record):
                 is_lost = has_gradient(call, arguments, gradients)
                 record.trial = Trial(0, is_underflow=True, loser=call) if is_lost else None
-                self._lost[call.location] += is_lost
                 self._has_lost |= is_lost
 
     def _are_zero(self, record: GradientRecord) -> bool:

@@ -151,7 +151,10 @@ def test_a_remedy_in_force_is_not_advised() -> None:
     with hmpx.convert(policy={"fp32": ["mul"]}, device_types={"cpu"}), hmpx.watch("collect") as w:
         gradient()
     assert w.first is not None and (w.first.op, w.first.phase) == ("mul", "backward")
-    assert w.first.remedy == "none: the gradient of mul is cast to low precision, as its input is"
+    assert w.first.remedy == (
+        "none: the gradient of mul is cast to low precision, as its input is; make the loss, or its scale, "
+        "smaller"
+    )
 
 
 def test_the_name_of_a_parameter_of_a_model_that_is_gone() -> None:
