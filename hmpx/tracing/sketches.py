@@ -44,9 +44,6 @@ _HUGE: Final = 2.0**500
 #: The variance of a projection's rounding to float32, for a norm of 1.
 _ROUNDING: Final = 2.0**-48 / 6
 
-#: Begins sketches in base64, which is encoded far faster than base85, that of older traces.
-_BASE64: Final = "."
-
 _MODULUS: Final = 1 << 64
 _MULTIPLIER: Final = 0x9E3779B97F4A7C15
 
@@ -81,17 +78,15 @@ class Sketch:
         """Returns it as text, with projections as float32 parts of the norm."""
         data = _HEAD.pack(self.digest, self.nonfinite, self.norm, self.least, self.largest)
         if self.norm:
-            norm = self.norm
-            data += _PROJECTIONS.pack(*[each / norm for each in self.projections])
+            data += _PROJECTIONS.pack(*[each / self.norm for each in self.projections])
         if self.places:
             data += self.places.to_bytes(8, "little")
-        return _BASE64 + base64.b64encode(data).decode()
+        return base64.b85encode(data).decode()
 
     @classmethod
     def decoded(cls, text: str) -> Sketch:
         """Returns the sketch that `encoded` wrote."""
-        is_new = text.startswith(_BASE64)
-        data = base64.b64decode(text[1:]) if is_new else base64.b85decode(text)
+        data = base64.b85decode(text)
         digest, nonfinite, norm, least, largest = _HEAD.unpack_from(data)
         end, numbers = _HEAD.size, list[float]()
         if norm:
