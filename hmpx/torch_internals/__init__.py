@@ -96,6 +96,7 @@ from .modes import (
     pop_hooks,
     push_hooks,
     restore_modes,
+    running_node,
     storage_of,
     top_hooks,
     transforms,

@@ -314,9 +314,11 @@ data_of: Callable[[Tensor], Tensor] = vars(Tensor.__mro__[1])["data"].__get__
 storage_of: Callable[[Tensor], torch.UntypedStorage] = Tensor.untyped_storage
 
 
-#: Returns the number of the backward pass that this thread computes, -1 if there is none; and whether it keeps
-#: what nodes saved.
-current_graph_task, keeps_graph = rely_on("phases of calls", instead=(lambda: -1, lambda: True))
+#: Returns the number of the backward pass that this thread computes, -1 if there is none; whether it keeps what
+#: nodes saved; and the node that runs, or None.
+current_graph_task, keeps_graph, running_node = rely_on(
+    "phases of calls", instead=(lambda: -1, lambda: True, lambda: None)
+)
 
 
 _SINCE_2_14: Final = "_checkpoint_without_reentrant_generator_impl"

@@ -178,7 +178,7 @@ class Writer:
         if site not in self._sites:
             self._write("site", site)
             self._sites[site] = len(self._sites)
-        gain = f"{self._gain(tensors, results):.2g}"
+        gain = f"{self._gain(tensors, results, outputs):.2g}"
         self._write("call", [self._sites[site], inputs, outputs, float(gain)])
         self._follow_gradients(self.calls, results)
         self.calls += 1
@@ -243,7 +243,7 @@ class Writer:
                 self._ids[base] = version, seen  # of a result that torch returns as a view
         return seen
 
-    def _gain(self, tensors: CallTensors, results: list[Tensor]) -> float:
+    def _gain(self, tensors: CallTensors, results: list[Tensor], outputs: list[_Seen]) -> float:
         """Returns the relative change of the results by a relative change of the inputs; 0 if unknown."""
         count = itertools.count()
 
@@ -261,11 +261,11 @@ class Writer:
         except raised_here(RuntimeError, ValueError, TypeError):
             return 0.0  # arguments that must keep their values: probabilities, indices
         change = norm = 0.0
-        for old, new in zip(results, again, strict=False):
-            is_known = has_values(old) and has_values(new)
-            if is_known and old.is_floating_point() and old.shape == new.shape:
+        for old, new, seen in zip(results, again, outputs, strict=False):
+            is_known = old.is_floating_point() and has_values(old) and has_values(new)
+            if is_known and old.shape == new.shape:
                 change = math.hypot(change, _norm(new.float() - old.float()))
-                norm = math.hypot(norm, _norm(old))
+                norm = math.hypot(norm, seen.found.norm if seen.found else _norm(old))
         return change / norm / NOISE if norm else 0.0
 
     def _factor(self, tensor: Tensor, position: int) -> Tensor:

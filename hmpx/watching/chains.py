@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import passing_over
 from ..number_formats import quantize
 from ..observers import OpCall
 from ..ops import draws
 from ..patching import unpatched
-from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, is_dense, is_floating, version_of
+from ..places import located
+from ..tensors import (
+    CAST,
+    LOW_DTYPES,
+    PLAIN_TENSORS,
+    floating_in,
+    is_dense,
+    is_floating,
+    version_of,
+)
 from .records import NAN, CallRecord, Leaf, Trial, alive, storage_of
 from .trials import (
     CONVERTING,
@@ -27,18 +38,20 @@ from .trials import (
     is_low_call,
     outcome,
     placeholder,
+    text_of,
     upcast,
+    values_at,
 )
 
-(_detach,) = unpatched(Tensor.detach)
+_clone, _detach = unpatched(Tensor.clone, Tensor.detach)
 
 #: Tensors up to this many bytes are kept until the end of the step; larger ones serve if they still exist.
 _MOST_BYTES: Final = 1 << 13
 
 #: Most calls that are run again.
-_MOST_CALLS: Final = 400
+MOST_CALLS: Final = 400
 
-#: Most calls that are tried alone in float32, the last ones; then all calls of an op together, as lists do.
+#: Most places whose calls are tried in float32, the last ones; then all calls of an op together, as lists do.
 _MOST_ALONE: Final = 100
 
 #: Most calls of which each is left out, to see whether the others are enough.
@@ -48,10 +61,13 @@ _MOST_PRUNED: Final = 20
 class Held:
     """A tensor as a call took it, or left it if it wrote to it; it may be gone or changed since."""
 
-    __slots__ = ("is_floating", "is_written", "layout", "reference", "requires_grad", "version")
+    __slots__ = (
+        "dtype", "is_floating", "is_written", "layout", "reference", "requires_grad", "version"
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, written: Container[int]) -> None:
         self.is_floating, self.requires_grad = is_floating(tensor), tensor.requires_grad
+        self.dtype, self.is_written = tensor.dtype, False
         self.reference: Callable[[], Tensor | None] = lambda: None
         if type(tensor) not in PLAIN_TENSORS or not is_dense(tensor):
             return
@@ -61,6 +77,9 @@ class Held:
         self.reference = weakref.ref(tensor)
         if tensor.nbytes <= _MOST_BYTES:
             kept = _detach(tensor) if tensor.requires_grad else tensor  # without its graph
+            if self.is_written:  # and it will be again
+                kept = _clone(kept)
+                self.version = version_of(kept)
             self.reference = lambda: kept
 
     def tensor(self) -> Tensor | None:
@@ -69,14 +88,15 @@ class Held:
         return found if found is not None and version_of(found) == self.version else None
 
 
-class _Chain:
+class Chain:
     """The calls that led to a failed one, which is the last.
 
     ``is_whole``: nothing before them was rounded, as far as known.
     """
 
     def __init__(self, failed: CallRecord, records: Sequence[CallRecord]) -> None:
-        self._makers = {id(cell): record for record in records for cell in record.results}
+        self._makers = {cell: record for record in records for cell in record.results}
+        self.replaced: dict[int, Tensor] = {}  # ids of given values -> others
         self._sources: dict[int, list[Any]] = {}  # ids of cells, or tensors
         self.calls: list[CallRecord] = []
         self.is_whole = True
@@ -93,10 +113,10 @@ class _Chain:
             return False
         sources: list[Any] = []
         for each, given in zip(held, record.inputs, strict=True):
-            maker = self._makers.get(id(given.cells[0])) if len(given.cells) == 1 else None
+            maker = self._makers.get(given.cells[0]) if len(given.cells) == 1 else None
             if maker is not None and (draws(maker.call.op) or maker.call.op == "setitem"):
                 maker = None
-            if maker is not None and len(self.calls) < _MOST_CALLS and self._add(maker):
+            if maker is not None and len(self.calls) < MOST_CALLS and self._add(maker):
                 sources.append(id(given.cells[0]))
             elif (tensor := each.tensor()) is not None:
                 # What the call has written stands for what was there: likely as small, or as large.
@@ -125,31 +145,89 @@ class _Chain:
         """Returns the bits of the failed call's results or gradients, and its inputs, with ``exact`` in a dtype."""
         made: dict[int, Tensor] = {}
         for record in self.calls:
-            call, inputs = record.call, []
-            for each, source in zip(_held(record), self._sources[id(record)], strict=True):
-                tensor = made[source] if isinstance(source, int) else source
-                if (tensor.shape, tensor.stride(), tensor.storage_offset()) != each.layout:
-                    tensor = tensor.as_strided(*each.layout)
-                inputs.append(tensor.detach())
             is_last = record is self.calls[-1]
-            if call.op in CONVERTING and record in exact:
+            inputs = [each.detach() for each in self._inputs(record, made)]
+            if call_is_cast := record.call.op in CONVERTING and record in exact:
                 results = [_up(inputs[-1], dtype)]
             else:
-                args, kwargs = record.given
-                arguments = Arguments(_filled(args), {k: _filled(v) for k, v in kwargs.items()})
-                given = _cast(call, inputs, dtype if record in exact else None)
                 dtypes = [each.dtype for each in inputs if casts_gradients]
-                results = outcome(call, arguments, given, gradients if is_last else None, dtypes)
-                target = next(
-                    (e.dtype for e, h in zip(inputs, _held(record), strict=True) if h.is_written),
-                    None,
-                )
-                if target in LOW_DTYPES and record not in exact:
-                    results = [CAST[target](each) for each in results]
+                given = _cast(record.call, inputs, dtype if record in exact else None)
+                last = gradients if is_last else None
+                results = outcome(record.call, _arguments(record), given, last, dtypes)
             if is_last:
                 return bits_in(results), inputs
+            if not call_is_cast and record not in exact:
+                results = _as_written(record, inputs, results)
             made |= {id(cell): each for cell, each in zip(record.results, results, strict=True)}
         raise AssertionError("a chain has a last call")
+
+    def given(self) -> list[Tensor]:
+        """Returns values that no call of the chain made."""
+        return [e for of in self._sources.values() for e in of if isinstance(e, Tensor)]
+
+    def gradients(self, exact: Collection[CallRecord], *, upcasts: bool = False) -> list[Tensor]:
+        """Returns gradients of the last call's result for leaves, with ``exact`` in float32, perhaps leaves, too."""
+        made: dict[int, Tensor] = {}
+        leaves: dict[Leaf, Tensor] = {}
+        with torch.enable_grad(), saved_tensors_hooks(lambda each: each, lambda each: each):
+            for record in self.calls:
+                for given, source in zip(record.inputs, self._sources[id(record)], strict=True):
+                    if isinstance(leaf := given.cells[0], Leaf) and isinstance(source, Tensor):
+                        given_leaf = upcast(source) if upcasts else source
+                        leaves.setdefault(leaf, given_leaf.detach().requires_grad_())
+                inputs = [
+                    leaves.get(given.cells[0], each)  # type: ignore[call-overload]
+                    for given, each in zip(record.inputs, self._inputs(record, made), strict=True)
+                ]
+                following = iter(
+                    _cast(record.call, inputs, torch.float32 if record in exact else None)
+                )
+
+                def replace(tensor: Tensor, of: Iterator[Tensor] = following) -> Tensor:
+                    return next(of).clone() if is_floating(tensor) else tensor
+
+                arguments = _arguments(record).replaced(replace)
+                results = floating_in([record.call.function(*arguments.args, **arguments.kwargs)])
+                if record not in exact:
+                    results = _as_written(record, inputs, results)
+                made |= {id(cell): each for cell, each in zip(record.results, results, strict=True)}
+            return list(
+                torch.autograd.grad(results[0].sum(), [*leaves.values()], materialize_grads=True)
+            )
+
+    def _inputs(self, record: CallRecord, made: Mapping[int, Tensor]) -> list[Tensor]:
+        inputs = []
+        for each, source in zip(_held(record), self._sources[id(record)], strict=True):
+            tensor = (
+                made[source] if isinstance(source, int) else self.replaced.get(id(source), source)
+            )
+            if (tensor.shape, tensor.stride(), tensor.storage_offset()) != each.layout:
+                tensor = tensor.as_strided(*each.layout)
+            inputs.append(tensor)
+        return inputs
+
+    def maker_of(self, number: int) -> CallRecord | None:
+        """Returns the call that made an input of the failed one, before conversions."""
+        record: CallRecord | None = self.calls[-1]
+        while record is not None:
+            cells = record.inputs[number].cells
+            record = self._makers.get(cells[0]) if len(cells) == 1 else None
+            if record is None or record.call.op not in CONVERTING:
+                break
+            number = -1
+        return record
+
+
+def _arguments(record: CallRecord) -> Arguments:
+    args, kwargs = record.given
+    return Arguments(_filled(args), {name: _filled(each) for name, each in kwargs.items()})
+
+
+def _as_written(record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+    """Returns results in the dtype of the tensor that the call wrote to, if that is low."""
+    written = zip(inputs, _held(record), strict=True)
+    target = next((each.dtype for each, held in written if held.is_written), None)
+    return [CAST[target](each) for each in results] if target in LOW_DTYPES else results
 
 
 def _held(record: CallRecord) -> list[Held]:
@@ -214,50 +292,88 @@ def traced_back(
     ``trial`` is that of the call alone, which is not finite in float32 either, or was not tried.
     """
     with aside([]), passing_over(Exception):
-        chain = _Chain(failed, records)
+        chain = Chain(failed, records)
         if not chain.is_known:
             return _stopped(failed, trial, chain)
-        enough: Sequence[CallRecord] = ()
         low = [each for each in chain.calls if _can_change(each)]
         dtype = torch.float32 if low else torch.float64
         bits, exact_inputs = chain.run(chain.calls, gradients, dtype)
         if bits and not chain.run(chain.calls, gradients, dtype, casts_gradients=False)[0]:
             return Trial(0, is_cast=True)
         if bits or (not low and not chain.run([failed], gradients, dtype)[0]):
-            return trial if chain.is_whole else _stopped(failed, trial, chain)
-        ops = [*dict.fromkeys([each.call.op for each in reversed(low)])]
-        one_op = [[each for each in low if each.call.op == op] for op in ops]
-        candidates = [[each] for each in reversed(low[-_MOST_ALONE:])] + one_op
-        if not low:  # what float32 loses, it loses over several calls
-            candidates = [chain.calls[start:] for start in reversed(range(len(chain.calls)))]
-        for candidate in candidates:
-            enough = candidate
-            if not chain.run(enough, gradients, dtype)[0]:
-                break
-        else:
-            enough = chain.calls
-        for op in dict.fromkeys([each.call.op for each in reversed(enough)]):
-            fewer = [each for each in enough if each.call.op != op]
-            if fewer and not chain.run(fewer, gradients, dtype)[0]:
-                enough = fewer
-        for each in enough if 1 < len(enough) <= _MOST_PRUNED else ():
-            fewer = [other for other in enough if other is not each]
-            if not chain.run(fewer, gradients, dtype)[0]:
-                enough = fewer
+            trial = _placed(chain, trial, gradients)
+            stopped = trial if chain.is_whole else _stopped(failed, trial, chain)
+            return stopped and stopped._replace(is_tried=len(chain.calls) > 1)
+        candidates = None if low else [chain.calls[n:] for n in reversed(range(len(chain.calls)))]
+
+        def is_enough(exact: Sequence[CallRecord]) -> bool:
+            return not chain.run(exact, gradients, dtype)[0]
+
+        enough = fewest(low, is_enough, candidates) or chain.calls
         inputs = chain.run([], gradients)[1]
         is_zero = [((a == 0) & (b != 0)).any() for a, b in zip(inputs, exact_inputs, strict=True)]
-        causes = tuple(
-            [
-                dataclasses.replace(each.call, cast_policy="TARGET") if each.writes else each.call
-                for each in enough
-            ]
-        )
         found = Trial(0, is_underflow=any(map(bool, is_zero)), is_known=not chain.has_stand_ins)
-        return found._replace(causes=causes, is_double=not low)
+        return found._replace(causes=tuple(map(_cause, enough)), is_double=not low)
     return None if trial is None else trial._replace(is_known=False)
 
 
-def _stopped(failed: CallRecord, trial: Trial | None, chain: _Chain) -> Trial | None:
+def fewest(
+    low: Sequence[CallRecord],
+    is_enough: Callable[[Sequence[CallRecord]], bool],
+    candidates: Sequence[Sequence[CallRecord]] | None = None,
+) -> Sequence[CallRecord]:
+    """Returns the fewest calls that are enough in float32, as far as tried; () if all are not.
+
+    By default the ``candidates`` are the calls of each place, the last first, then those of each op, as in lists.
+    """
+    if candidates is None:
+        places: dict[object, list[CallRecord]] = {}
+        ops: dict[object, list[CallRecord]] = {}
+        for each in reversed(low):
+            call = each.call
+            places.setdefault((call.op, call.module, call.location), []).insert(0, each)
+            ops.setdefault(call.op, []).insert(0, each)
+        candidates = [*itertools.islice(places.values(), _MOST_ALONE), *ops.values(), low]
+    enough = next(filter(is_enough, candidates), ())
+    for op in dict.fromkeys([each.call.op for each in reversed(enough)]):
+        fewer = [each for each in enough if each.call.op != op]
+        if fewer and is_enough(fewer):
+            enough = fewer
+    for each in enough if 1 < len(enough) <= _MOST_PRUNED else ():
+        fewer = [other for other in enough if other is not each]
+        if is_enough(fewer):
+            enough = fewer
+    return enough
+
+
+def _cause(record: CallRecord) -> OpCall:
+    """Returns a call; if it writes to a low-precision tensor, which keeps its dtype, with that decision."""
+    is_target = any(each.is_written and each.dtype in LOW_DTYPES for each in _held(record))
+    is_target = is_target or record.writes
+    return dataclasses.replace(record.call, cast_policy="TARGET") if is_target else record.call
+
+
+def _placed(chain: Chain, trial: Trial | None, gradients: Gradients | None) -> Trial | None:
+    """Returns the trial of a call that fails in float32, with the values where it does, and the call that made a zero."""
+    failed = chain.calls[-1]
+    inputs = chain.run([], gradients)[1]
+    dtypes = [each.dtype for each in inputs]
+    given = _cast(failed.call, inputs, None)
+    results = outcome(failed.call, _arguments(failed), given, gradients, dtypes)
+    bad = next((each for each in results if bits_in([each])), None)
+    if bad is None:
+        return trial
+    found = trial or Trial(bits_in([bad]))
+    values = values_at(failed.call, _arguments(failed), given, gradients, bad)
+    zeros = [number for number, value in enumerate(values) if value == 0]
+    maker = chain.maker_of(zeros[-1]) if zeros else None
+    where = found.where or text_of(values)
+    if maker is not None:
+        where += f"; input {zeros[-1]} was made by {maker.call.op} in {located(maker.own_location)}"
+    return found._replace(where=where)
+
+
+def _stopped(failed: CallRecord, trial: Trial | None, chain: Chain) -> Trial | None:
     """Returns a trial whose earlier calls could not be repeated."""
     if trial is None and not is_low_call(failed.call):
         trial = Trial(NAN)  # it ran in float32

@@ -49,22 +49,35 @@ class OriginSearch:
         self._living = living  # the cells of memory that is in use
         self._is_named = is_named  # whether a result is a module's parameter or buffer
         self.found: list[Origin] = []
+        self.number: Origin | None = (
+            None  # that made a number of these records non-finite, such as a rate
+        )
         self._calls: list[CallRecord] = []
         self._positions: dict[int, int] = {}
         self._last: CallRecord | None = None
         self._has_gradients = self._has_bad_gradients = False
-        self._had_backward = self._trains = False  # in this step; so far
+        self._trains = False
         self._nans: list[tuple[Origin, CallRecord]] = []  # made by ops; some do not matter
         self._taken: set[Cell] = set()  # by a later call
+        self._checked: set[Cell] = set()  # by the program itself
+        self._lost_at: set[str] = set()  # places whose backward gave zeros alone
 
     def judge(
-        self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool
+        self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool, trains: bool
     ) -> list[Origin]:
-        """Returns the offences in these records."""
-        self.found = []
+        """Returns the offences in these records, of a program that trains or not."""
+        self.found, self._trains, self.number = [], trains, None
         calls = [each for each in records if isinstance(each, CallRecord)]
         self._calls = [*self._calls[-_CONTEXT:], *calls]
         self._positions = {id(call): position for position, call in enumerate(self._calls)}
+        passed = [each for each in records if isinstance(each, GradientRecord)]
+        lost = next((each for each in passed if each.trial and each.trial.loser), None)
+        place = "" if lost is None else lost.record.own_location
+        if lost and place not in self._lost_at and not any(map(_reaches_a_leaf, passed)):
+            self._lost_at.add(place)
+            origin = self._origin(lost.record, "op", 0)
+            origin.gradients = lost
+            self._report(origin)
         for record in records:
             if isinstance(record, GradientRecord):
                 self._judge_gradients(record)
@@ -75,11 +88,11 @@ class OriginSearch:
                 self._confirm_last()
             for origin, record in self._nans:
                 is_cleared = self._taken.issuperset(record.results)
-                is_outside = self._had_backward and origin.record.is_outside
-                is_metric = is_outside or self._is_metric(record)
+                is_outside = self._trains and origin.record.is_outside
+                is_metric = (is_outside or self._is_metric(record)) and not _is_lost(origin)
                 if not is_cleared and (not is_metric or self._is_named(record)):
                     self._report(origin)
-            self._nans, self._taken, self._had_backward = [], set(), False
+            self._nans, self._taken, self._checked = [], set(), set()
             self._last, self._has_gradients, self._has_bad_gradients = None, False, False
             self._calls, self._positions = [], {}
         return self.found
@@ -90,7 +103,11 @@ class OriginSearch:
         if record.call.phase == "forward" and record.results:
             self._has_gradients = False  # another forward, if there was a backward
             self._last = record
-        self._taken.update([cell for given in record.inputs for cell in given.cells])
+        cells = [cell for given in record.inputs for cell in given.cells]
+        if record.is_check:
+            self._checked.update(cells)
+            return
+        self._taken.update(cells)
         made = _bits(record.results)
         if not made:
             return
@@ -103,6 +120,7 @@ class OriginSearch:
         elif not (had or is_unsure):
             origin = self._origin(record, "op", made)
             origin.may_matter = bool(made & NAN)
+            self.number = origin if record.is_metric else self.number
             if made & POSITIVE and _is_rounded(record):
                 self._report(origin)
         elif not had & NAN:
@@ -184,15 +202,16 @@ class OriginSearch:
                     self._report(origin)
 
     def _is_metric(self, record: CallRecord) -> bool:
-        """Whether a call gave a number from which nothing is learnt, in a program that trains."""
-        return self._trains and record.is_number
+        """Whether a call gave a number, or a ratio outside of modules, from which nothing is learnt, in training."""
+        return self._trains and record.is_metric
 
     # --- gradients -------------------------------------------------------------------------------
 
     def _judge_gradients(self, record: GradientRecord) -> None:
-        call, self._had_backward, self._trains = record.record, True, True
+        call = record.record
         if not self._has_gradients:
             self._has_gradients = True
+            self._taken |= self._checked  # the program has left it out, and went on
             for cell in call.results:  # of the loss
                 if cell.bits and cell.origin is not None:
                     self._report(cell.origin)
@@ -228,6 +247,18 @@ class OriginSearch:
         if not origin.is_reported:
             origin.is_reported = True
             self.found.append(origin)
+
+
+def _reaches_a_leaf(record: GradientRecord) -> bool:
+    """Whether a call with a parameter or another leaf computed gradients other than zero."""
+    has_leaf = any(isinstance(each.cells[0], Leaf) for each in record.record.inputs)
+    return has_leaf and any(each.bits or any(each.extremes or ()) for each in record.after)
+
+
+def _is_lost(origin: Origin) -> bool:
+    """Whether an op has failed only because of low precision: it was tried in float32."""
+    trial = origin.record.trial
+    return origin.source == "op" and trial is not None and not (trial.bits or trial.is_double)
 
 
 def _is_rounded(record: CallRecord) -> bool:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import Tensor
 
 from ..forks import new_lock
@@ -20,9 +21,10 @@ from ..observers import OpCall, Values
 from ..ops import facts
 from ..places import own_line
 from ..tensors import edges_of, is_captured, is_leaf, map_tensors, node_of, tensors_in, version_of
-from ..torch_internals import unseen
+from ..torch_internals import running_node, unseen
 from ..torch_state import named_tensors, spot
-from .chains import Held, traced_back
+from .chains import MOST_CALLS, Held, traced_back
+from .lost_gradients import lost_gradient
 from .records import (
     CallRecord,
     Cell,
@@ -36,14 +38,17 @@ from .records import (
     is_off_limits,
     storage_of,
 )
-from .slots import Slots
-from .trials import Arguments, can_change, kept, tried, tried_forward
+from .slots import Extremes, Slots
+from .trials import Arguments, can_change, has_gradient, kept, tried, tried_forward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 #: Key of a node's metadata for the cells of its results.
 _CELLS: Final = "hmpx.watched"
+
+#: Likewise, for the name of the module that called a function.
+_MODULE: Final = "hmpx.module"
 
 #: Ops whose results are uninitialized memory.
 _UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
@@ -53,6 +58,11 @@ _CONVERSIONS: Final = facts("converting").keys()
 
 #: Ops by which programs look for non-finite gradients.
 _CHECKS: Final = frozenset({"isfinite", "isinf", "isnan"})
+
+#: Ops that are not finite where a metric counts nothing.
+_RATIOS: Final = frozenset(
+    {"truediv", "rtruediv", "div", "divide", "reciprocal", "mean", "var", "std"}
+)
 
 #: Most failures of one line that are traced back: a program may fail there on purpose.
 _MOST_TRACED: Final = 10
@@ -72,6 +82,7 @@ class Notes:
         self.step = 0
         self.is_open = True  # calls and gradients are recorded
         self.has_gradients = False
+        self.trains = False  # there was a backward
         self.are_checked = False  # the program looks itself whether gradients are finite
         self.waits = False  # calls that fail on accelerators are tried at once, as on the CPU
         self._slots = Slots()
@@ -80,6 +91,8 @@ class Notes:
         self._owners: dict[int, Leaf] | None = None  # of gradients
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of parameters
         self._traced: Counter[str] = Counter()
+        self._has_lost = False  # in this step, all of a gradient in low precision
+        self._carried: list[CallRecord] = []  # of earlier steps
         self._lock = new_lock()
 
     @property
@@ -94,26 +107,46 @@ class Notes:
         """
         with self._lock:
             records, self.records = self.records, []
-            extremes = self._slots.read()
+            carried = self._behind_state(records) if ends_step else []
+            extremes = self._slots.read(always=bool(carried) or self._has_lost)
             self._leaves, self._owners = {}, None
+            are_finite = not self._has_lost and (
+                extremes is None or all(math.isfinite(sum(each)) for each in extremes.values())
+            )
+            self._has_lost = False
             if ends_step:
-                self.has_gradients = False
-                if extremes is None:
-                    self._known.forget()
-                    return []
-            for record in records:
+                self.has_gradients, self._carried = False, carried
+            for record in carried if ends_step and are_finite else records:
                 for cell in record.cells():
                     if cell.slot is not None:
                         cell.extremes = (0.0, 0.0) if extremes is None else extremes[cell.slot]
                         cell.slot = None
-            # Tensors that are not finite may be used in later steps.
-            self._known.forget(lambda cell: not ends_step or bool(cell.bits))
-            return records
+            # Values that are not finite, or that a program keeps, may be used in later steps.
+            kept = {cell for record in carried for cell in record.results}
+            self._known.forget(lambda cell: not ends_step or bool(cell.bits) or cell in kept)
+            return [] if ends_step and are_finite else records
+
+    def _behind_state(self, records: Sequence[CallRecord | GradientRecord]) -> list[CallRecord]:
+        """Returns the calls that led to values that a program keeps without a graph, such as averages, the last first."""
+        calls = [each for each in records if isinstance(each, CallRecord) and each.given]
+        makers = {cell: each for each in (*self._carried, *calls) for cell in each.results}
+        living = [makers.get(cell) for cell in self._known.living() if not cell.is_hooked]
+        found = dict.fromkeys([each for each in living if each is not None])
+        pending = list(found)
+        while pending and len(found) < MOST_CALLS:
+            for given in pending.pop().inputs:
+                maker = makers.get(given.cells[0])
+                if maker is not None and maker not in found:
+                    found[maker] = None
+                    pending.append(maker)
+        return list(found)
 
     def is_named(self, record: CallRecord) -> bool:
-        """Whether a call wrote to a parameter or buffer of a module."""
-        written = [alive(reference) for reference, _ in record.alive]
-        return any(each is not None and self.name_of(each) for each in written)
+        """Whether a call wrote to a parameter or buffer of a module, or to a parameter's gradient."""
+        written = [each for reference, _ in record.alive if (each := alive(reference)) is not None]
+        named = [each for reference, _ in self._names.values() if (each := reference()) is not None]
+        gradients = {id(each.grad) for each in named if is_leaf(each)}
+        return any(id(each) in gradients or self.name_of(each) for each in written)
 
     def living(self) -> Iterator[Cell]:
         """Yields the cells of memory that is in use."""
@@ -132,12 +165,22 @@ class Notes:
         else:
             results = [each for each in tensors_in([written]) if is_measurable(each)]
         self.are_checked |= self.has_gradients and call.op in _CHECKS
+        if call.op in _CHECKS and not results and inputs and is_measurable(inputs[0]):
+            with self._lock:
+                record = CallRecord(call, self.step, "", call.module, is_check=True)
+                record.inputs.append(self._input(record, inputs[0], storage_of(inputs[0])))
+                self.records.append(record)
         is_same = call.op in _CONVERSIONS and any([result is each for each in inputs])  # noqa: C419
         if not results or is_same or is_captured(results[0]):
             return
-        record = CallRecord(call, self.step, own_line(call.location))
+        module = call.module
+        if call.phase == "backward" and (node := running_node()) is not None:
+            module = module or node.metadata.get(_MODULE, "")
+        record = CallRecord(call, self.step, own_line(call.location), module)
         record.is_outside = spot()[0] is None
-        record.is_number = results[0].numel() == 1 and node_of(results[0]) is None
+        is_ratio = record.is_outside and call.op in _RATIOS
+        is_metric = is_ratio or results[0].numel() == 1
+        record.is_metric = is_metric and node_of(results[0]) is None
         record.is_intended = call.op in _UNSET or _has_non_finite(args)
         if kwargs and not record.is_intended:
             record.is_intended = _has_non_finite(kwargs.values())
@@ -185,7 +228,9 @@ class Notes:
             last = found[0][-1]
             if not last.is_hooked and (node := node_of(tensor)) is not None:
                 last.is_hooked = True  # like that of a torch.autograd.Function
-                _hook_function(self, record, node)
+                calls = (each for each in reversed(self.records) if isinstance(each, CallRecord))
+                source = next((each for each in calls if last in each.results), record)
+                _hook_function(self, record, node, source.module)
             return Input(*found)
         node = node_of(tensor)
         maker = None if node is None else _name_of(node)
@@ -195,7 +240,7 @@ class Notes:
         self._known.add(tensor, storage, version_of(tensor), cell)
         if node is not None:
             cell.sources = self._sources(record, node)
-            _hook_function(self, record, node)
+            _hook_function(self, record, node, record.module)
         return Input((cell,), False)
 
     def _leaf(self, record: CallRecord, tensor: Tensor) -> Leaf:
@@ -281,7 +326,14 @@ class Notes:
         if not is_new or not self._are_finite([c for each in record.inputs for c in each.cells]):
             return trial
         calls = [each for each in self.records if isinstance(each, CallRecord)]
-        return traced_back(record, calls, trial, gradients)
+        found = traced_back(record, [*self._carried, *calls], trial, gradients)
+        if gradients is None and self.has_gradients and (found is None or found.bits):
+            found = lost_gradient(record, self.records, self._extremes_of) or found
+        return found
+
+    def _extremes_of(self, cell: Cell) -> Extremes | None:
+        with self._lock:
+            return cell.extremes if cell.slot is None else self._slots.extremes(cell.slot)
 
     def _are_finite(self, cells: list[Cell]) -> bool:
         with self._lock:
@@ -319,10 +371,25 @@ class Notes:
                 record.trial = tried(record.record.call, arguments, gradients)
             if record.trial is None or record.trial.bits:
                 record.trial = self._trace_back(record.record, record.trial, gradients)
+        elif gradients and arguments is not None and record.after:
+            call = record.record.call
+            is_half = torch.float16 in (call.dtype, *call.cast_dtypes)
+            if is_half and not self._has_lost and self._are_zero(record):
+                is_lost = has_gradient(call, arguments, gradients)
+                record.trial = Trial(0, is_underflow=True, loser=call) if is_lost else None
+                self._has_lost |= is_lost
+
+    def _are_zero(self, record: GradientRecord) -> bool:
+        """Whether a call's gradients are zero, but not those that it got."""
+        before, after = (
+            [any(self._extremes_of(each) or ()) for each in cells]
+            for cells in (record.before, record.after)
+        )
+        return any(before) and not any(after)
 
     def add(self, record: GradientRecord) -> None:
         """Adds gradients."""
-        self.has_gradients = True
+        self.has_gradients = self.trains = True
         with self._lock:
             self._owners = None
             self.records.append(record)
@@ -444,8 +511,9 @@ def _hook_call(
     _Hooks(notes, record, "", arguments).on_nodes({each: nodes[each] for each in entries}, exits)
 
 
-def _hook_function(notes: Notes, record: CallRecord, node: Any) -> None:
-    """Records gradients at the node of a function that is not an observed call."""
+def _hook_function(notes: Notes, record: CallRecord, node: Any, module: str) -> None:
+    """Records gradients at the node of a function that is not an observed call, made in a module."""
+    node.metadata[_MODULE] = module
     _Hooks(notes, record, _name_of(node), None).on_nodes(
         {node: {}}, {node: range(len(edges_of(node)))}
     )

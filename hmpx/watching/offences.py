@@ -166,7 +166,7 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
     call, trial = origin.record.call, _trial_of(origin)
     return Offence(
         op=origin.node or call.op,
-        module=call.module,
+        module=origin.record.module,
         site=call.site,
         location=origin.record.own_location,
         kind=kind or _kind_of(origin, trial),
@@ -187,6 +187,8 @@ def _earlier(call: OpCall) -> EarlierCall:
 
 
 def _cause_of(call: OpCall, trial: Trial | None) -> EarlierCall | None:
+    if trial is not None and trial.loser is not None:
+        return None if trial.loser is call else _earlier(trial.loser)
     causes = () if trial is None else trial.causes
     return _earlier(causes[0]) if causes and causes[0] is not call else None
 
@@ -239,7 +241,7 @@ def _kind_of(origin: Origin, trial: Trial | None) -> Kind:
     seen: Kind = "nan" if origin.bits & NAN else "inf"
     if origin.source != "op" or origin.node:
         return seen
-    if trial is not None and trial.causes:
+    if trial is not None and (trial.causes or trial.loser is not None):
         return "underflow" if trial.is_underflow else "overflow" if seen == "inf" else seen
     if not is_low_call(call):
         return seen
@@ -273,13 +275,22 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
     if trial is not None and trial.is_double:
         names = ", ".join(dict.fromkeys([each.op for each in trial.causes]))
         return f"none: {names} ran in float32 already; in float64 it is finite"
+    if trial is not None and trial.loser is not None:
+        dtype = str(trial.loser.input_dtypes[0]).removeprefix("torch.")
+        line = f"{_line_for(call, trial.causes)}; or" if trial.causes else "none in op lists:"
+        lost = f"the gradient of {trial.loser.op} becomes zero in {dtype}, as its input is"
+        return f"{line} make the loss, or its scale, larger: {lost}"
     if trial is not None and trial.causes:
         is_sure = "" if trial.is_known else " (tried on values that a call in place has left)"
         return _line_for(call, trial.causes) + is_sure
     if trial is not None and trial.is_cast:
-        return f"none: the gradient of {call.op} is cast to low precision, as its input is"
+        return (
+            f"none: the gradient of {call.op} is cast to low precision, as its input is; make the loss, or its "
+            "scale, smaller"
+        )
     if not is_low_call(call):
-        remedy = f"none: {call.op} ran in float32 already; its inputs have to change"
+        where = f", where {trial.where}" if trial is not None and trial.where else ""
+        remedy = f"none: {call.op} ran in float32 already{where}; its inputs have to change"
         return remedy + _unrepeated(trial)
     if trial is not None and trial.bits:
         what = f"the gradient of {call.op}" if origin.gradients else call.op
@@ -289,7 +300,7 @@ def _remedy_for(origin: Origin, trial: Trial | None) -> str:
         found = f"{what} {how} {value} in float32, too{where}"
         if trial.is_known:
             return f"none: {found}"
-        return f"unknown: {found}{_unrepeated(trial)}"
+        return f"{'none found' if trial.is_tried else 'unknown'}: {found}{_unrepeated(trial)}"
     line = _line_for(call, (call,), writes=origin.record.writes)
     if trial is None:
         line += " (not tried: the values that it was given are not known any more)"
@@ -302,6 +313,8 @@ def _unrepeated(trial: Trial | None) -> str:
     """Returns a text about earlier calls that are unknown."""
     if trial is None or trial.is_known:
         return ""
+    if trial.is_tried:
+        return "; earlier calls in float32 don't help, as far as their values are known"
     if trial.stopped_at is None:
         return "; calls before it that may have rounded could not be repeated"
     return f"; {trial.stopped_at.op} in {located(trial.stopped_at.location)} led to it, and could not be repeated"
@@ -318,7 +331,8 @@ def _line_for(call: OpCall, causes: Sequence[OpCall], *, writes: bool = False) -
                 "it out, or keep values in its range"
             )
         if writes or each.cast_policy == "TARGET":
-            return f"none: {each.op} writes to a tensor of {type_name}, which keeps its dtype"
+            kept = f"none: {each.op} writes to a tensor of {type_name}, which keeps its dtype"
+            return kept if each is call else f"{kept}; tried: that tensor in float32"
     line = f"fp32.txt: {', '.join(dict.fromkeys([each.op for each in causes]))}"
     if any(each.reason == "casts are switched off" for each in causes):
         return f"none: casts are switched off here; with them on, {line}"

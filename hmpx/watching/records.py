@@ -98,6 +98,10 @@ class Trial(NamedTuple):
     is_double: bool = False  # they ran in float64, since all were in float32 already
     stopped_at: OpCall | None = None  # an earlier call that could not be repeated
     is_cast: bool = False  # the gradient is finite, but not in its input's dtype
+    is_tried: bool = (
+        False  # with all calls that led to it in float32, as far as known, it fails, too
+    )
+    loser: OpCall | None = None  # the call whose backward made all of its gradients zero
 
 
 @dataclass(slots=True, eq=False)
@@ -107,12 +111,14 @@ class CallRecord:
     call: OpCall
     step: int
     own_location: str  # of the user's own files, if the call's is in an installed package
+    module: str  # of the call; in the backward of the program's own function, of that one's forward
     inputs: list[Input] = field(default_factory=list)
     results: list[Cell] = field(default_factory=list)
     is_intended: bool = False  # takes NaN or infinity as a number, or leaves memory as it is
-    is_number: bool = False  # its result has one element and no gradient
+    is_metric: bool = False  # perhaps: its result is a number, or a ratio made outside of modules, without a gradient
     is_outside: bool = False  # of the forward of all modules
     is_unsure: bool = False  # some inputs are unknown
+    is_check: bool = False  # looks whether its input is finite
     writes: bool = False  # to an argument, as far as known
     is_blamed: bool = False  # its backward made gradients non-finite
     alive: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)  # with versions
@@ -156,7 +162,7 @@ class KnownTensors:
     def find(self, tensor: Tensor, storage: Any) -> tuple[tuple[Cell, ...], bool] | None:
         """Returns the cells of ``tensor`` in memory ``storage``, and whether they cover more than it."""
         found = self._in(storage)
-        if found is None or found[1] != version_of(tensor) or found[1] < 0:
+        if found is None or found[1] != version_of(tensor):  # -1 in inference mode
             return None
         return found[2], tensor.nbytes < found[3]
 

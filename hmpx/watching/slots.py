@@ -127,6 +127,12 @@ class Slots:
         low, high = bits[2 * position], bits[2 * position + 1]
         return bool(low & infinity != infinity and high & infinity != infinity)
 
+    def extremes(self, slot: int) -> Extremes:
+        """Returns the extremes in a slot; waits for its device."""
+        piece, position = self._pieces[slot // _MOST], slot % _MOST
+        low, high = _tolist(piece.memory[position])
+        return low, high
+
     def read(self, *, always: bool = False) -> Mapping[int, Extremes] | None:
         """Returns slot -> the extremes in it, and empties all; waits for devices.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,8 @@ def tried(call: OpCall, arguments: Arguments, gradients: Gradients | None = None
         if bad is None:
             is_rounded = gradients is None and _fails_rounded(call, arguments, exact_inputs)
             return Trial(0, is_underflow=is_rounded)
-        return Trial(bits_in(found), _where(call, arguments, exact_inputs, given, bad))
+        values = values_at(call, arguments, exact_inputs, given, bad)
+        return Trial(bits_in(found), text_of(values, len(inputs)))
     return None
 
 
@@ -136,20 +138,32 @@ def tried_on_extremes(
                 given = None if last is None else {0: torch.tensor(last)}
                 bits = bits_in(outcome(call, outline, single, given))
                 if bits:
-                    return Trial(bits, text_of(values, given), is_sure=False)
+                    text = text_of([*values, *([] if last is None else [last])], len(values))
+                    return Trial(bits, text, is_sure=False)
                 is_underflow |= given is None and _fails_rounded(call, outline, single)
         return Trial(0, is_underflow=is_underflow, is_sure=False)
     return None
 
 
-def _where(
+def has_gradient(call: OpCall, arguments: Arguments, gradients: Gradients) -> bool:
+    """Whether float32 has other gradients of a call than zero."""
+    inputs = floating_in(arguments.values())
+    if _versions(inputs) == arguments.versions:
+        with aside(arguments.values()):
+            given = {number: upcast(each) for number, each in gradients.items()}
+            found = outcome(call, arguments, [upcast(each.detach()) for each in inputs], given)
+            return any(bool(each.any()) for each in found)
+    return False
+
+
+def values_at(
     call: OpCall,
     arguments: Arguments,
     inputs: Sequence[Tensor],
     gradients: Gradients | None,
     bad: Tensor,
-) -> str:
-    """Returns the input values at the first non-finite element; ``""`` if these alone don't determine it."""
+) -> list[float]:
+    """Returns the values of inputs at the first non-finite element, then of gradients; [] if these alone don't determine it."""
     position = int((~torch.isfinite(bad)).flatten().nonzero()[0])
     with passing_over(RuntimeError, TypeError, ValueError, IndexError):
         values = [each.expand_as(bad).flatten()[position].item() for each in inputs]
@@ -157,15 +171,15 @@ def _where(
             number: each.expand_as(bad).flatten()[position] for number, each in gradients.items()
         }
         if bits_in(outcome(call, arguments, _single(arguments, values), given)):
-            return text_of(values, given)
-    return ""
+            return [*values, *[each.item() for each in (given or {}).values()]]
+    return []
 
 
-def text_of(values: Sequence[float], gradients: Gradients | None = None) -> str:
-    """Returns the values of inputs and gradients as text."""
-    texts = [f"input {number} is {value + 0.0:.4g}" for number, value in enumerate(values)]
-    texts += [f"the gradient is {each.item():.4g}" for each in (gradients or {}).values()]
-    return " and ".join(texts)
+def text_of(values: Sequence[float], inputs: float = math.inf) -> str:
+    """Returns the values of inputs, and of gradients after these, as text."""
+    names = [f"input {n}" if n < inputs else "the gradient" for n in range(len(values))]
+    pairs = zip(names, values, strict=True)
+    return " and ".join([f"{name} is {value + 0.0:.4g}" for name, value in pairs])
 
 
 def outcome(

@@ -26,9 +26,10 @@ from ..torch_state import state_of_random_numbers
 from .culprit import OriginSearch
 from .notes import Notes, sources_of
 from .offences import Offence, offence_of
-from .optimizers import OptimizerSteps, is_closure
+from .optimizers import OptimizerSteps
 from .records import is_measurable
 from .slots import Slots
+from .step_repeats import is_closure
 from .underflow import Underflow, UnderflowCounts
 
 if TYPE_CHECKING:
@@ -209,6 +210,8 @@ class Watch:
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Ends the step. If the optimizer gets a closure, that ends one, since it runs the step."""
+        if self._optimizers.is_inner(optimizer):
+            return None
         self._has_optimizer = self._has_optimizer or not self._steps_by_hand
         closures = [value for value in (*args[1:], *kwargs.values()) if is_closure(value)]
         number = self._number
@@ -229,9 +232,14 @@ class Watch:
     def _after_optimizer(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if self._optimizers.is_inner(optimizer):
+            return
         self._pause_or_resume()
         location, may_skip = own_line(user_location()), self._may_skip()
         found = self._optimizers.end(optimizer, args, kwargs, location, may_skip=may_skip)
+        rates = [each for group in optimizer.param_groups for each in group.values()]
+        if found is not None and self._judge.number is not None and not all(map(_is_finite, rates)):
+            found = offence_of(self._judge.number)
         if found is not None:
             self._report([found], may_raise=True)
 
@@ -293,10 +301,12 @@ class Watch:
     def _judge_notes(self, *, ends_step: bool, may_raise: bool = True) -> bool:
         """Reads the measurements; returns whether anything was wrong."""
         records = self._notes.take(ends_step=ends_step)
-        origins = self._judge.judge(records, ends_step=ends_step)
+        origins = self._judge.judge(records, ends_step=ends_step, trains=self._notes.trains)
         reported = []
         for origin in origins:
             is_scaled = origin.gradients is not None and self._may_skip()
+            if is_scaled and not origin.bits:
+                continue  # another scale may do
             leaf = None if origin.parameter is None else origin.parameter.reference()
             if not self._optimizers.is_known(leaf) and (not is_scaled or self._scaling.is_lost()):
                 reported.append(offence_of(origin, "scale" if is_scaled else None))
@@ -322,6 +332,10 @@ class Watch:
 
 
 # --- steps -------------------------------------------------------------------------------------------
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class _StepRun:

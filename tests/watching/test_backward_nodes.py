@@ -78,3 +78,34 @@ def test_a_gradient_that_the_program_reads_is_no_data(is_cast: bool) -> None:
             weight.grad.norm()
             optimizer.step()
     assert [(each.op, each.phase) for each in w.offences] == [("BadBackward", "backward")]
+
+
+class Unit(torch.autograd.Function):
+    """Divides by the norm; its backward, too."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        norm = a.norm()
+        ctx.save_for_backward(norm)
+        return a * (1 / (norm + 1e-6))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        [norm] = ctx.saved_tensors
+        return gradient / norm
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, a: Tensor) -> Tensor:
+        return Unit.apply(a)
+
+
+def test_the_module_of_ops_in_the_backward_of_a_function() -> None:
+    """They run without a module; that of the function's forward is named."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Scaled(), torch.nn.Tanh())
+    for each in model.parameters():
+        torch.nn.init.zeros_(each)
+    with hmpx.watch("collect") as w:
+        model(torch.ones(2, 4)).sum().backward()
+    assert w.first is not None
+    assert (w.first.op, w.first.phase, w.first.module) == ("truediv", "backward", "1")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import hmpx
+from hmpx.places import located
 
 pytestmark = pytest.mark.usefixtures("no_search_for_early_names")
 
@@ -118,9 +119,9 @@ def test_a_value_that_is_zero_in_float32_is_not_an_underflow() -> None:
 
     found = first_found(program)
     assert found is not None and (found.op, found.kind) == ("truediv", "nan")
-    assert (
-        found.remedy == "none: truediv is NaN in float32, too, where input 0 is 0 and input 1 is 0"
-    )
+    text, _, made = found.remedy.partition("; ")
+    assert text == "none: truediv is NaN in float32, too, where input 0 is 0 and input 1 is 0"
+    assert made == f"input 1 was made by add in {located(found.location)}"
     assert found.cause is None
 
 
@@ -150,7 +151,10 @@ def test_a_remedy_in_force_is_not_advised() -> None:
     with hmpx.convert(policy={"fp32": ["mul"]}, device_types={"cpu"}), hmpx.watch("collect") as w:
         gradient()
     assert w.first is not None and (w.first.op, w.first.phase) == ("mul", "backward")
-    assert w.first.remedy == "none: the gradient of mul is cast to low precision, as its input is"
+    assert w.first.remedy == (
+        "none: the gradient of mul is cast to low precision, as its input is; make the loss, or its scale, "
+        "smaller"
+    )
 
 
 def test_the_name_of_a_parameter_of_a_model_that_is_gone() -> None:
@@ -189,5 +193,118 @@ def test_values_that_a_call_in_place_has_overwritten() -> None:
     assert w.first is not None and (w.first.op, w.first.kind) == ("truediv", "underflow")
     assert w.first.cause is not None and w.first.cause.op == "mul"
     assert w.first.remedy.endswith(
-        "which keeps its dtype (tried on values that a call in place has left)"
+        "which keeps its dtype; tried: that tensor in float32 (tried on values that a call in place "
+        "has left)"
+    )
+
+
+def averages(state: Tensor, decay: float) -> Callable[[], Tensor]:
+    """Returns a step that updates an average in place, and divides by it."""
+
+    def step() -> Tensor:
+        state.mul_(decay).add_(0.0)
+        return torch.ones(4) / state.float()
+
+    return step
+
+
+@pytest.mark.parametrize("decay", [0.05, 0.5])
+def test_a_value_lost_in_place_over_steps(decay: float) -> None:
+    """It becomes zero steps later: 24 halvings make 1 zero in float16, not in float32."""
+    step = averages(torch.ones(4, dtype=FP16), decay)
+    with hmpx.watch("collect") as w:
+        for _ in range(26):
+            step()
+            w.step()
+    assert w.first is not None
+    assert (w.first.op, w.first.kind) == ("truediv", "underflow")
+    assert w.first.step == {0.05: 5, 0.5: 24}[decay]
+    assert w.first.cause is not None and w.first.cause.op in ("mul", "add")
+    assert "writes to a tensor of float16, which keeps its dtype; tried: that" in w.first.remedy
+    wide = averages(torch.ones(4), decay)
+    assert all(bool(wide().isfinite().all()) for _ in range(w.first.step + 1))
+
+
+def test_a_value_that_a_program_keeps_as_a_new_tensor() -> None:
+    """An average that is assigned, not written to: its op can be in float32."""
+
+    def program() -> None:
+        state = given(1.0).detach()
+        for _ in range(8):
+            state = state * 0.05  # cause
+            (given(1.0).double() / state.double()).sum().backward()
+
+    found = first_found(program)
+    assert found is not None and found.kind == "underflow"
+    assert found.cause is not None and found.cause.op == "mul"
+    assert found.remedy == "fp32.txt: mul"
+    assert first_found(program, ("mul",)) is None
+
+
+def lost_in_backward(width: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Returns a step that divides by the norm of gradients that float16 makes zero."""
+
+    def step() -> Tensor:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(width, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        net.to(dtype)
+        loss = (net(torch.ones(16, width, dtype=dtype)).double() * 1e-9).mean()  # cause
+        gradients = torch.autograd.grad(loss, list(net.parameters()))
+        norm = torch.stack([each.float().norm() for each in gradients]).norm()
+        return gradients[0].float() / norm
+
+    return step
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_value_lost_in_a_backward(is_converted: bool) -> None:
+    """The call whose backward lost it is named; the op list that helps does, and the loss's scale."""
+    step = lost_in_backward(4, torch.float32 if is_converted else FP16)
+    if is_converted:
+        found = first_found(step)
+    else:
+        with hmpx.watch("collect") as w:
+            step()
+        found = w.first
+    assert found is not None and (found.op, found.kind) == ("truediv", "underflow")
+    assert found.cause is not None and found.cause.op == "double"
+    line, _, rest = found.remedy.removeprefix("fp32.txt: ").partition("; or ")
+    text = "make the loss, or its scale, larger: the gradient of double becomes zero in float16"
+    assert text in found.remedy, found.remedy
+    if is_converted:
+        assert rest and first_found(step, tuple(line.split(", "))) is None
+
+
+def test_gradients_that_all_become_zero() -> None:
+    """Learning stops without a NaN; gradients that float32 makes zero, too, are not reported."""
+
+    def offences(scale: float, dtype: torch.dtype) -> list[hmpx.Offence]:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()).to(dtype)
+        torch.nn.init.constant_(net[0].bias, -9.0)  # zero gradients, for one sample alone
+        with hmpx.watch("collect") as w:
+            for value in (0.1, 9.0):
+                h = net[0](torch.full((512, 4), value, dtype=dtype))
+                (net[1](h).mean() * scale + (h * 0).sum()).backward()
+                w.step()
+        return w.offences
+
+    assert not offences(1.0, FP16)
+    assert not offences(1e-6, torch.float32)
+    [found] = offences(1e-5, FP16)
+    assert (found.op, found.kind, found.phase, found.source) == (
+        "mean", "underflow", "backward", "op",
+    )  # fmt: skip
+    assert "make the loss, or its scale, larger: the gradient of mean becomes zero" in found.remedy
+
+
+def test_no_op_in_float32_helps() -> None:
+    """A setting was rounded before: the value, the op and the line that made it are named."""
+    decay = torch.tensor(0.999, dtype=torch.bfloat16)
+    with hmpx.watch("collect") as w:
+        rest = 1 - decay.pow(2)
+        torch.ones(1, dtype=torch.bfloat16) / rest
+    assert w.first is not None and w.first.op == "truediv"
+    assert w.first.remedy.startswith(
+        "none found: truediv is infinite in float32, too, where input 0 is 1 and input 1 is 0; "
+        "input 1 was made by rsub in tests/watching/test_chains.py:"
     )

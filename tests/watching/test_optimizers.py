@@ -338,7 +338,8 @@ class Chosen(optim.Optimizer):
     """An optimizer of the program's own, whose state begins infinite, and which takes a module."""
 
     def step(self, model: Any = None) -> None:  # type: ignore[override]
-        assert model is None or isinstance(model, nn.Module)
+        if not (model is None or isinstance(model, nn.Module)):  # pytest rewrites assertions
+            raise TypeError
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state.setdefault("best", torch.full_like(parameter, math.inf))
@@ -353,3 +354,106 @@ def test_chosen_infinities_and_arguments(by: float) -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step(model=model)
     assert [each.op for each in w.offences] == ["div"] * (by == 0)
+
+
+def test_a_gradient_that_is_clipped_by_a_norm_of_zero() -> None:
+    """0 times infinity, written to the gradient by the program: the division is named."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with hmpx.watch(mode="collect") as w:
+        (model(torch.ones(1, 2)) * 0).sum().backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        norm = torch.stack([each.norm() for each in gradients]).norm()
+        coefficient = torch.ones(()) / norm
+        for each in gradients:
+            each.mul_(coefficient)
+        optimizer.step()
+    assert w.first is not None and (w.first.op, w.first.step) == ("truediv", 0)
+    assert "input 1 is 0; input 1 was made by linalg_vector_norm" in w.first.remedy
+
+
+def test_a_learning_rate_that_an_op_made_infinite() -> None:
+    """The op is named, not the update that takes the rate."""
+    model = nn.Linear(2, 2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with hmpx.watch(mode="collect") as w:
+        for step in range(3):
+            optimizer.param_groups[0]["lr"] = float(torch.rsqrt(torch.tensor(2.0 - step)))
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert w.first is not None
+    assert (w.first.op, w.first.kind, w.first.step) == ("rsqrt", "inf", 2)
+
+
+LOG: list[float] = []
+COUNT = 0
+
+
+def noted(value: Tensor) -> Tensor:
+    LOG.append(float(value.amax()))
+    return value
+
+
+class Counting(Halving):
+    """Effects beyond the optimizer, by which a second run would be seen."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+    def _counted(self) -> None:
+        global COUNT
+        COUNT += 1
+
+
+class CountingGlobal(Counting):
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self._counted()
+        super().step()
+
+
+class Noting(Counting):
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        noted(self.param_groups[0]["params"][0])
+        super().step()
+
+
+class Printing(Counting):
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        print("step")
+        super().step()
+
+
+class Writing(Counting):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.write = LOG.append
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.write(1.0)
+        super().step()
+
+
+@pytest.mark.parametrize("make", [CountingGlobal, Noting, Printing, Writing])
+def test_a_step_with_effects_is_not_repeated(
+    make: type[Counting], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it prints, counts and keeps elsewhere is there once for each step of the program."""
+    LOG.clear()
+    before = COUNT
+    w = trained(make, 3.0, steps=2)
+    effects = COUNT - before + len(LOG) + capsys.readouterr().out.count("step")
+    assert effects == 2
+    assert w.first is not None and (w.first.op, w.first.kind) == (make.__name__, "nan")
+    assert (w.first.parameter, w.first.location) == ("weight", HERE)
+    assert w.first.remedy.startswith("unknown: the step is not repeated")
+
+
+def test_a_step_of_its_own_functions_is_repeated() -> None:
+    w = trained(Counting, 3.0, steps=2)
+    assert w.first is not None and (w.first.op, w.first.kind) == ("sqrt", "nan")

@@ -209,6 +209,15 @@ def a_metric_of_nothing() -> None:
     float((torch.zeros(3) / torch.zeros(3)).mean())  # after the last step
 
 
+def metrics_after_the_last_step() -> None:
+    model = nn.Linear(8, 8)
+    trained(model, lambda batch: model(batch).float().square().mean())
+    with torch.no_grad():
+        hits = model(torch.ones(4, 8)).float() > 100.0
+    precision = hits.float().sum(0) / hits.float().sum(0)
+    (1.0 / precision.nan_to_num()).tolist()
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -216,12 +225,27 @@ def a_metric_of_nothing() -> None:
         cleared_without_a_backward,
         cleared_by_an_index,
         a_metric_of_nothing,
+        metrics_after_the_last_step,
         metrics_of_classes,
     ],
     ids=lambda program: program.__name__,
 )
 def test_nan_that_reaches_nothing_is_not_reported(program: Callable[[], None]) -> None:
     assert [str(each) for each in watched(program)] == []
+
+
+def test_a_metric_that_low_precision_alone_makes_nan() -> None:
+    """It is made outside of modules, and float32 has it: it is no metric of nothing."""
+    model = nn.Linear(8, 8)
+
+    def loss_of(batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            small = (model(batch).float().abs() * 0.0 + 1e-9).half()
+            (small / small).tolist()
+        return model(batch).float().square().mean()
+
+    found = watched(lambda: trained(model, loss_of))
+    assert found and found[0].op == "truediv" and found[0].kind == "underflow"
 
 
 def test_a_gradient_that_overflows_in_a_conversion() -> None:

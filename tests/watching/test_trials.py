@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
+from hmpx.places import located
 
 pytestmark = pytest.mark.usefixtures("no_search_for_early_names")
 
@@ -71,7 +72,11 @@ def test_float32_is_not_advised_where_it_fails_alike(name: str) -> None:
     program, expected, remedy = FAIL_ALIKE[name]
     found = first_found(program)
     assert (found.op, found.kind, found.phase) == expected
-    assert found.remedy == f"none: {remedy}"
+    text, _, made = found.remedy.partition("; ")
+    assert text == f"none: {remedy}"
+    is_zero = "input 0 is 0" in remedy
+    place = located(found.location)
+    assert made == (f"input 0 was made by mul in {place}" if is_zero else "")
 
 
 HELPED = {
