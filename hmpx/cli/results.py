@@ -25,12 +25,12 @@ from .options import Command
 _MONITOR: Final = """\
 show figures of a training over time, which hmpx.monitor wrote
 ---
-hmpx monitor [--html OUT] [--csv OUT] RUN.jsonl [RUN.jsonl]
+hmpx monitor [--html OUT] [--csv OUT] FILE...
 ---
 Prints the figures that leave the limits of the default alarms, and the first step of each. The page
 has lines and a map of modules and steps for each figure; two runs are above each other.
 ---
-files RUN+  files that hmpx.monitor(log="run.jsonl") wrote
+files FILE+  files that hmpx.monitor(log="run.jsonl") wrote
 --html OUT  write a page that needs no network
 --csv OUT  write the figures of the first run: step, name, value
 ---
