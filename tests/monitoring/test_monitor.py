@@ -488,7 +488,7 @@ def test_a_file_of_something_else_is_kept(
     ("options", "said"),
     [
         ({"every": 0}, "every must be an int of at least 1, not 0"),
-        ({"ops": ["linaer"]}, "did you mean 'linear'?"),
+        ({"ops": ["linearr"]}, "did you mean 'linear'?"),
         ({"log": "run.csv"}, r"log must be .*jsonl.*, not 'run.csv'"),
         ({"log": 3}, r"log must be .*, not 3"),
         ({"log": "missing/run.jsonl"}, "there is no such directory; make it first"),
