@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from .. import arguments
 from ..errors import HmpxError, OptionError, passing_over, raised_here, said_by, short
 from ..files import unfinished_folder, unwritable
+from ..forks import CachedProperty
 from ..inputs import Steps, arguments_of
 from ..later import imported
 from ..observers import is_users
@@ -162,7 +163,7 @@ class _Traced:
     inputs: tuple[Tensor, ...]
     wide: set[str]
 
-    @functools.cached_property
+    @CachedProperty
     def values(self) -> dict[str, Tensor]:
         """Name of a node of torch.export -> its value."""
         return eager(self.program.exported_program, self.inputs)
