@@ -82,7 +82,7 @@ class _JsonLines:
             raise OptionError(f"log must be {_KINDS}, not {shown(path)}")
         self._path, self._header, self._is_begun = path, header, False
         if not Path(path).absolute().parent.is_dir():
-            raise OptionError(f"log {short(path)}: there is no such directory; make it first")
+            raise OptionError(f"log {short(path)}: its directory does not exist; make it first")
         if os.path.exists(path):  # noqa: PTH110  # any text
             with opened(path, MONITORED) as file:
                 start = file.read(len(START))

@@ -491,7 +491,7 @@ def test_a_file_of_something_else_is_kept(
         ({"ops": ["linearr"]}, "did you mean 'linear'?"),
         ({"log": "run.csv"}, r"log must be .*jsonl.*, not 'run.csv'"),
         ({"log": 3}, r"log must be .*, not 3"),
-        ({"log": "missing/run.jsonl"}, "there is no such directory; make it first"),
+        ({"log": "missing/run.jsonl"}, "its directory does not exist; make it first"),
         ({"model": 3}, "model must be an nn.Module, not 3"),
         ({"step": -1}, "step must be an int of at least 0, not -1"),
         ({"alarms": {"*/amax": "high"}}, r"alarms\['\*/amax'\] must be a number, not 'high'"),

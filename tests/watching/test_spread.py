@@ -235,7 +235,7 @@ def test_nan_that_reaches_nothing_is_not_reported(program: Callable[[], None]) -
 
 
 def test_a_metric_that_low_precision_alone_makes_nan() -> None:
-    """It is made outside of modules, and float32 has it: it is no metric of nothing."""
+    """It is made outside of modules, and float32 computes a number there, so it is not the metric of an empty set."""
     model = nn.Linear(8, 8)
 
     def loss_of(batch: Tensor) -> Tensor:
