@@ -152,7 +152,9 @@ def test_the_training_keeps_its_bits(way: str, every: int) -> None:
         made = [each.bfloat16() for each in made]
 
     def run(net: nn.Module) -> list[Tensor]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        if way != "autocast":  # a region that is not enabled switches casts off
+            return train(net, 7)
+        with torch.autocast("cpu", torch.bfloat16):
             return train(net, 7)
 
     if way == "convert":
@@ -286,9 +288,9 @@ def test_steps_by_hand_of_two_optimizers(caplog: pytest.LogCaptureFixture) -> No
 def test_a_block_without_a_step_is_one_and_counts_do_not_pile_up() -> None:
     net = Net()
     with hmpx.monitor() as monitor:
-        for _ in range(600):
+        for _ in range(1000):
             net(torch.ones(1, 8))
-        assert len(monitor._measured) < 5000
+        assert 0 < len(monitor._measured) < 5000  # of 6,000
     assert monitor.figures["hmpx/fc1/linear/activation/nonfinite"] == 0.0
 
 
