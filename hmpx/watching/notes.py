@@ -7,6 +7,7 @@ the inputs of low-precision calls, until their backward has run, and small ones,
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections import Counter
@@ -93,6 +94,9 @@ class Notes:
         self._traced: Counter[str] = Counter()
         self._has_lost = False  # in this step, all of a gradient in low precision
         self._carried: list[CallRecord] = []  # of earlier steps
+        self._arriving: list[
+            Cell
+        ] = []  # of gradients, whose records may be added after the next `take`
         self._lock = new_lock()
 
     @property
@@ -116,11 +120,12 @@ class Notes:
             self._has_lost = False
             if ends_step:
                 self.has_gradients, self._carried = False, carried
-            for record in carried if ends_step and are_finite else records:
-                for cell in record.cells():
-                    if cell.slot is not None:
-                        cell.extremes = (0.0, 0.0) if extremes is None else extremes[cell.slot]
-                        cell.slot = None
+            arriving, self._arriving = self._arriving, []
+            seen = carried if ends_step and are_finite else records
+            for cell in itertools.chain(arriving, *[each.cells() for each in seen]):
+                if cell.slot is not None:
+                    cell.extremes = (0.0, 0.0) if extremes is None else extremes[cell.slot]
+                    cell.slot = None
             # Values that are not finite, or that a program keeps, may be used in later steps.
             kept = {cell for record in carried for cell in record.results}
             self._known.forget(lambda cell: not ends_step or bool(cell.bits) or cell in kept)
@@ -360,6 +365,7 @@ class Notes:
                 cell = Cell(self._slots.measure(gradient))
                 known.add(gradient, storage, version_of(gradient), cell)
                 found.append(cell)
+                self._arriving.append(cell)
         return found
 
     def try_backward(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import hmpx
 from hmpx import NonFiniteError, OptionError
 from hmpx.observers import ATTACHED, PAUSED
+from hmpx.watching.notes import Notes
 from tests import forks
 
 pytestmark = pytest.mark.usefixtures("no_search_for_early_names")
@@ -223,6 +224,25 @@ def test_several_threads() -> None:
         assert w.first is None
         torch.exp(torch.full((2,), BAD))
     assert w.first is not None and w.first.op == "exp"
+
+
+def test_a_step_that_another_thread_ends_amid_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that was measured before belongs to the next step, with its own values."""
+    kept = Notes.try_backward
+
+    def try_backward(notes: Notes, *args: Any) -> None:
+        monkeypatch.undo()
+        thread = threading.Thread(target=w.step)
+        thread.start()
+        thread.join()
+        kept(notes, *args)
+
+    monkeypatch.setattr(Notes, "try_backward", try_backward)
+    with convert(), hmpx.watch("collect") as w:
+        x(8, 8).requires_grad_().sum().backward()
+        for _ in range(20):
+            torch.exp(torch.full((2,), BAD))
+    assert {each.op for each in w.offences} == {"exp"}
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
