@@ -132,8 +132,8 @@ _COUNTED: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 def _kernel(tensor: Tensor, cast: Type | None) -> Any:
     """Returns the compiled kernel that measures a tensor, that of `compute.nodes`; None if there is none for it."""
     is_plain = cast is None or is_low(cast) or (isinstance(cast, Float) and cast.subnormals)
-    module = nodes_in_use().module if tensor.is_cpu else None
-    return module.count if module and is_plain and tensor.dtype in _COUNTED else None
+    is_read = is_plain and tensor.is_cpu and tensor.dtype in _COUNTED
+    return getattr(nodes_in_use().module, "count", None) if is_read else None
 
 
 Row = TypeVar("Row")

@@ -144,7 +144,7 @@ def is_read_alone(values: Tensor) -> bool:
 
 
 def _kernel(values: Tensor) -> Any:
-    return nodes_in_use().module.sketch if values.is_cpu and nodes_in_use().module else None
+    return getattr(nodes_in_use().module, "sketch", None) if values.is_cpu else None
 
 
 def sketches(values: Sequence[Tensor]) -> list[tuple[Sketch, bool]]:

@@ -754,8 +754,10 @@ PyMODINIT_FUNC PyInit_nodes() {
   // A byte that Python writes: whether GELU is looked up. None where another library computes it.
   module.attr("looks_up") = !register_gelu() ? pybind11::none().cast<pybind11::object>() :
       owned(PyMemoryView_FromMemory(reinterpret_cast<char*>(&looks_up), 1, PyBUF_WRITE));
-  module.attr("sketch") = pybind11::cpp_function(sketch, pybind11::call_guard<pybind11::gil_scoped_release>());
-  module.attr("count") = pybind11::cpp_function(count, pybind11::call_guard<pybind11::gil_scoped_release>());
+  if (has_kernels) {
+    module.attr("sketch") = pybind11::cpp_function(sketch, pybind11::call_guard<pybind11::gil_scoped_release>());
+    module.attr("count") = pybind11::cpp_function(count, pybind11::call_guard<pybind11::gil_scoped_release>());
+  }
   // The class of all nodes that torch has no class for.
   const auto node = owned(functionToPyObject(make_node<LinearBackward>()));
   module.attr("Node") = pybind11::type::of(node);
