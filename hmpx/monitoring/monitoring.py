@@ -25,7 +25,7 @@ from ..observers import LOGGER, Attached, OpCall, Values
 from ..ops import is_view, names
 from ..patches import SCALERS, SKIPPED
 from ..session import about_run, observable, restoring
-from ..tensors import LOW_DTYPES, floating_in, is_leaf, node_of
+from ..tensors import LOW_DTYPES, floating_in, is_captured, is_leaf, node_of
 from ..torch_internals import unseen
 from ..torch_state import apart, named_tensors, spot, unwrapped
 from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, remedy
@@ -114,8 +114,9 @@ class Monitor:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._block is not None:
             to_the_end(self._block.close)
-        if error is None and self.step_number == self._first and self._measured:
-            self._end_step()  # nothing has ended one
+        has_ended = self.step_number > self._first
+        if error is None and not has_ended and not _is_distributed():  # ranks may leave apart
+            self._end_step()
         self._measured, self._before = [], []
         self._roots.clear()
         self._cast_to.clear()
@@ -215,7 +216,7 @@ class Monitor:
 
     def _measure(self, row: MonitoredRow, tensor: Tensor) -> None:
         tensor = _local(tensor)
-        if tensor.numel() and is_readable(tensor):
+        if tensor.numel() and is_readable(tensor) and not is_captured(tensor):
             self._measured.append((row, measured(tensor, row.of if row.is_cast else None)))
             for each in self._formats:
                 trial = row._replace(of=each, is_cast=True, trial=each.name)
@@ -337,7 +338,7 @@ class Monitor:
                         for (place, _), each in zip(measures, numbers, strict=True)
                     ],
                 )
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _is_distributed():
             gathered: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(gathered, list(rows.items()))
             rows = {}
@@ -391,9 +392,12 @@ class Monitor:
         return is_range and any(each.is_enabled() for each in SCALERS)
 
 
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _rank() -> int:
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if is_distributed else 0
+    return torch.distributed.get_rank() if _is_distributed() else 0
 
 
 def _add(rows: dict[MonitoredRow, Counts], more: Iterable[tuple[MonitoredRow, Counts]]) -> None:
