@@ -254,7 +254,7 @@ and prints the time of each over that of float32, the loss, and the memory of a 
 ---
 step FILE.py:FUNCTION  the function that makes the step, see below
 --inputs FUNCTION  function that returns the model's inputs; default: inputs
---variants NAME+  variants to run, of fp32, autocast, auto, fast, frozen, always, never;
+--variants NAME+  variants to run, of fp32, autocast, auto, fast, frozen, fixes, always, never;
   default: the first four, and frozen for models
 --runs N  runs of each variant; default: 10
 --warmup N  steps before the first run; default: 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -26,7 +27,7 @@ from ..errors import (
 from ..places import located
 from ..recording import raised_at
 from ..tensors import default_device_types, is_present, parse_device_type
-from .measured import Bench, Measured, Quartiles
+from .measured import Bench, Measured, Quartiles, is_beyond_chance
 from .runner import BASE, DEFAULT, VARIANTS, Conditions, Runner
 
 _CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -62,8 +63,8 @@ def bench(
             Called for each variant, with torch unconverted.
         inputs: The model's arguments ([inputs](#inputs)), or a function that returns them.
         variants: Any of ``"autocast"``; values of ``legalize``: ``"auto"``, ``"fast"``, ``"always"``,
-            ``"never"``; for a model ``"frozen"``. ``"fp32"`` always runs. None: the first three, and
-            ``"frozen"`` for a model.
+            ``"never"``; for a model ``"frozen"``; ``"fixes"``: with the lines that a record of its first
+            step proposes. ``"fp32"`` always runs. None: the first three, and ``"frozen"`` for a model.
         runs: Number of runs per variant.
         warmup: Steps before the first run.
         run_s: Seconds per run, if more than one step fits.
@@ -125,6 +126,7 @@ def bench(
         measured = _summarized(runners)
         is_interrupted = finished < runs
         notes = [f"Interrupted: {finished} of {runs} runs."] if is_interrupted else []
+        notes += _of_fixes(runners)
         device = conditions.device_type
         low_op = ""
         if not is_interrupted:
@@ -222,6 +224,24 @@ def _runners(
             )
         runners.append(runner)
     return runners
+
+
+def _of_fixes(runners: Sequence[Runner]) -> Iterator[str]:
+    """Yields the lines that the variant with a record's fixes has, and the time that they save."""
+    ran = {each.variant.name: each for each in runners if each.error is None}
+    with_fixes, auto = ran.get("fixes"), ran.get("auto")
+    if with_fixes is None or with_fixes.fixes is None:
+        return
+    if not with_fixes.fixes:
+        yield "hmpx fixes is hmpx auto here: a record of its first step proposes no line of a list."
+        return
+    said = f"hmpx fixes has {', '.join(with_fixes.fixes)}"
+    if auto is not None:
+        ratios = [a / b for a, b in zip(with_fixes.run_times, auto.run_times, strict=True)]
+        percent = 100 * (statistics.median(ratios) - 1)
+        said += f": {abs(percent):.0f} % {'less' if percent < 0 else 'more'} time than hmpx auto"
+        said += "" if is_beyond_chance(ratios) else ", within what runs vary"
+    yield f"{said}."
 
 
 def _notes(measured: Sequence[Measured], conditions: Conditions) -> Iterator[str]:

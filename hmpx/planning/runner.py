@@ -10,7 +10,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,9 @@ from ..errors import BenchError, passing_over, raised_here, shown
 from ..inputs import arguments_of, is_factory
 from ..observers import user_location
 from ..places import located
+from ..policy import CastPolicy, Decision, Policy
+from ..recording import record
+from ..reports import fixes
 from ..tensors import LOW_DTYPES, copied, floats_of
 from ..torch_state import RandomStates, accelerators, seed_all, unchanged
 
@@ -40,6 +43,7 @@ class Variant:
     legalize: str | None = None  # Argument of `hmpx.convert`; None leaves torch unconverted
     is_autocast: bool = False  # Steps run in regions of torch.autocast
     is_frozen: bool = False  # `hmpx.freeze` stores the model's weights
+    has_fixes: bool = False  # The lines of op lists that a record of its first step proposes are in force
 
 
 #: Name -> variant, in the order of tables.
@@ -51,6 +55,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
         Variant("auto", "hmpx auto", legalize="auto"),
         Variant("fast", "hmpx fast", legalize="fast"),
         Variant("frozen", "hmpx frozen", legalize="auto", is_frozen=True),
+        Variant("fixes", "hmpx fixes", legalize="auto", has_fixes=True),
         Variant("always", "hmpx always", legalize="always"),
         Variant("never", "hmpx never", legalize="never"),
     )
@@ -89,9 +94,11 @@ class Runner:
     memory_bytes: int | None = None  # Peak of a step
     trained: list[Tensor] = field(default_factory=list)  # Parameters that warmup has stepped
     steps: int = 1  # Per run
+    fixes: tuple[str, ...] | None = None  # In force; None before the first step
     _returned: list[Tensor | float | None] = field(default_factory=list)
     _random: RandomStates | None = None
     _frozen: freezing.Frozen | None = None
+    _fixed: Policy | None = None
     _on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def make(
@@ -198,14 +205,33 @@ class Runner:
         with contextlib.ExitStack() as stack:
             if legalize is not None:
                 types, conversion = {self.conditions.device_type}, self.conditions.conversion
-                stack.enter_context(
-                    session.convert(legalize=legalize, device_types=types, **conversion)
-                )
+                converted = session.convert(legalize=legalize, device_types=types, **conversion)
+                stack.enter_context(converted)
+                if self.variant.has_fixes:
+                    self._fixed = self._fixed or self._policy_with_fixes(converted.policy)
+                    fixed = {**converted.arguments(), "policy": self._fixed}
+                    stack.enter_context(session.restore(**fixed))
             stack.enter_context(self._own_random_numbers())
             if self.variant.is_frozen and self._frozen is None:
                 assert self.model is not None
                 self._frozen = freezing.freeze(self.model, self.inputs)
             yield
+
+    def _policy_with_fixes(self, policy: Policy) -> Policy:
+        """Records the first step, and returns the policy with the lines of op lists that this record proposes."""
+        with self._own_random_numbers(), record() as recorded:
+            self._noted(self.step())
+        self.outputs = None  # the first results under the new policy count
+        lines = [each.line for each in fixes(recorded.waste()) if each.line.startswith("bf16.txt: ")]
+        self.fixes = tuple(lines)
+        decisions = dict(policy.decisions)
+        for line in lines:
+            op = line.removeprefix("bf16.txt: ")
+            if op.startswith("-"):
+                decisions.pop(op[1:], None)
+            else:
+                decisions[op] = Decision(CastPolicy.LOW, reason=line)
+        return replace(policy, decisions=decisions)
 
     @contextlib.contextmanager
     def _own_random_numbers(self) -> Iterator[None]:

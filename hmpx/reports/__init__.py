@@ -30,7 +30,7 @@ from .pages import (
     table_section,
     written,
 )
-from .report import Group, Groups, Report, Views, grouped, merged, read_json
+from .report import Group, Groups, Report, Views, fixes, grouped, merged, read_json
 from .rows import (
     KINDS,
     Memory,

@@ -214,6 +214,33 @@ def test_a_model_is_run_without_gradients_and_frozen() -> None:
     assert torch.equal(model[0].weight, weight)
 
 
+def test_fixes_of_a_record_are_timed() -> None:
+    """The lines that a record proposes are in force; the remark names them, and what they save over hmpx auto."""
+    seen: dict[str, set[torch.dtype]] = {}
+    for name in ("auto", "fixes"):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Softmax(-1), nn.Linear(32, 32))
+        dtypes: list[torch.dtype] = []
+        model[1].register_forward_hook(lambda *given, dtypes=dtypes: dtypes.append(given[2].dtype))
+        variants = ["auto", "fixes"] if name == "fixes" else [name]
+        found = hmpx.bench(lambda model=model: model, torch.ones(8, 32), variants=variants, **QUICK)
+        seen[name] = set(dtypes)
+    assert seen == {"auto": {torch.float32}, "fixes": {torch.float32, torch.bfloat16}}
+    (said,) = [each for each in found.notes if "hmpx fixes" in each]
+    assert re.fullmatch(
+        r"hmpx fixes has bf16\.txt: softmax: \d+ % (less|more) time than hmpx auto"
+        r"(, within what runs vary)?\.",
+        said,
+    )
+
+
+def test_a_record_without_fixes_is_named() -> None:
+    """The variant then is `auto`; with lists of the user's own, too."""
+    lists = {"policy": {"lists": "none", "low": ["linear"]}}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    found = hmpx.bench(lambda: model, torch.ones(2, 8), variants=["fixes"], **QUICK, **lists)
+    assert any("hmpx fixes is hmpx auto here" in each for each in found.notes)
+
+
 def test_a_variant_that_fails_is_reported() -> None:
     """The others go on."""
 
