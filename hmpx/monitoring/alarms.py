@@ -115,7 +115,8 @@ def checked_alarms(alarms: object) -> dict[str, float]:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern of alarms matches a figure's name."""
     return fnmatch.fnmatchcase(name, pattern)
 
 
@@ -123,7 +124,7 @@ def limit_of(name: str, alarms: Mapping[str, float]) -> float:
     """Returns the limit of a figure: that of the last pattern that matches; inf for none."""
     found = math.inf
     for pattern, limit in alarms.items():
-        if _matches(name, pattern):
+        if matches(name, pattern):
             found = limit
     return found
 

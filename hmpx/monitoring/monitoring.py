@@ -19,22 +19,26 @@ from torch.optim.optimizer import (
 
 from .. import arguments
 from ..comparing import is_readable, may_read
-from ..errors import AlarmError, OptionError, shown, to_the_end
+from ..errors import AlarmError, OptionError, shown, to_the_end, warn
 from ..number_formats import Format, get
+from ..number_formats import names as formats
 from ..observers import LOGGER, Attached, OpCall, Values
 from ..ops import is_view, names
-from ..patches import SCALERS, SKIPPED
+from ..patches import ON_SKIP, SCALERS
 from ..session import about_run, observable, restoring
-from ..tensors import LOW_DTYPES, floating_in, is_captured, is_leaf, node_of
+from ..tensors import COMPUTED, LOW_DTYPES, floating_in, is_captured, is_leaf, long_name, node_of
 from ..torch_internals import unseen
 from ..torch_state import apart, named_tensors, spot, unwrapped
-from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, remedy
+from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, matches, remedy
 from .figures import Counts, Type, fold, measured, measured_step
 from .loggers import logging_to, safely
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+
+#: The row of the loss scale.
+_SCALE: Final = MonitoredRow("", "", "loss_scale", torch.float32)
 
 #: Measured tensors that are kept before their counts are added up.
 _MOST_MEASURED: Final = 4096
@@ -86,7 +90,8 @@ class Monitor:
         self._unnamed: dict[int, int] = {}  # parameters of unknown models -> numbers
         self._optimizers = set[int]()  # that have stepped
         self._has_just_ended = False  # a step, and nothing has run since
-        self._skipped = 0  # steps that loss scalers had skipped before
+        self._skipped = 0  # steps that loss scalers have skipped
+        self._chosen: dict[str, bool] = {}  # paths of modules that ran
         self._raised = set[str]()  # names of figures beyond their limits
         self._block: contextlib.ExitStack | None = None
 
@@ -100,7 +105,6 @@ class Monitor:
         if self._block is not None:
             raise OptionError("this monitor was entered before; make a new one with hmpx.monitor()")
         self._attached = Attached(self._measure_call, every_op=True, values=True)
-        self._skipped = sum(SKIPPED.values())
         if self._model is not None:
             self._path_of(unwrapped(self._model), "")
         with contextlib.ExitStack() as block:
@@ -108,6 +112,8 @@ class Monitor:
             block.enter_context(self._attached)
             block.enter_context(register_optimizer_step_pre_hook(self._before_step))
             block.enter_context(register_optimizer_step_post_hook(self._after_step))
+            ON_SKIP.append(self._after_skip)
+            block.callback(ON_SKIP.remove, self._after_skip)
             self._block = block.pop_all()
         return self
 
@@ -175,7 +181,10 @@ class Monitor:
         return "/".join(filter(None, [self._roots[known][1], module]))
 
     def _is_chosen(self, module: str) -> bool:
-        return not self._modules or any(fnmatch.fnmatchcase(module, each) for each in self._modules)
+        if module not in self._chosen:
+            is_chosen = any(fnmatch.fnmatchcase(module, each) for each in self._modules)
+            self._chosen[module] = is_chosen or not self._modules
+        return self._chosen[module]
 
     def _measure_inputs(self, call: OpCall, module: str, inputs: list[Tensor]) -> None:
         """Measures the inputs that a call casts, but for parameters, whose type it notes."""
@@ -233,9 +242,9 @@ class Monitor:
             self._before = []
             for row, parameter, group in self._parameters_of(optimizer):
                 gradient = parameter.grad
+                if not _has_closure(args, kwargs):
+                    self._measure_own_gradient(row, parameter)
                 if gradient is not None:
-                    own = row._replace(kind="gradient", of=gradient.dtype, is_cast=False)
-                    self._measure(own, gradient)
                     are_readable = all(map(is_readable, map(_local, (parameter, gradient))))
                     if parameter.dtype in LOW_DTYPES and are_readable and group.get("lr") != 0:
                         self._before.append((row, parameter, _local(parameter).clone()))
@@ -243,6 +252,11 @@ class Monitor:
                     self._measure(row, parameter)
             if not self._steps_by_hand:
                 self._measure_parameters()
+
+    def _measure_own_gradient(self, row: MonitoredRow, parameter: Tensor) -> None:
+        if (gradient := parameter.grad) is not None:
+            own = row._replace(kind="gradient", of=gradient.dtype, is_cast=False)
+            self._measure(own, gradient)
 
     def _parameters_of(
         self, optimizer: Optimizer
@@ -281,7 +295,21 @@ class Monitor:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_checked:
             with apart():
+                if _has_closure(args, kwargs):  # which has made the gradients
+                    for row, parameter, _ in self._parameters_of(optimizer):
+                        self._measure_own_gradient(row, parameter)
                 self._measure_step(optimizer)
+        self._step_of(optimizer)
+
+    def _after_skip(self, optimizer: Optimizer) -> None:
+        """Ends a step that a loss scaler has skipped."""
+        self._skipped += 1
+        if self._is_checked and not self._steps_by_hand:
+            with apart():
+                self._measure_parameters()
+        self._step_of(optimizer)
+
+    def _step_of(self, optimizer: Optimizer) -> None:
         if self._steps_by_hand:
             return
         self._optimizers.add(id(optimizer))
@@ -311,19 +339,38 @@ class Monitor:
     def _end_step(self) -> None:
         try:
             if self._is_checked:
-                rows = self._rows()
+                rows, scaling = self._rows()
                 self._cast_to.clear()
+                if self.step_number == self._first:
+                    self._warn_of_modules()
                 if rows:
-                    self._report(rows)
+                    self._report(rows, scaling)
         finally:
             self.step_number += 1
             if self._is_checked:
                 self._attached.resume()
 
+    def _warn_of_modules(self) -> None:
+        for pattern in self._modules if any(self._chosen) else ():
+            if not any(fnmatch.fnmatchcase(each, pattern) for each in self._chosen):
+                warn(
+                    f"hmpx.monitor: modules={pattern!r} matches none of the modules of step {self.step_number}, "
+                    f"such as {max(self._chosen)!r}"
+                )
+
     @unseen
-    def _rows(self) -> dict[MonitoredRow, Counts]:
-        """Returns the counts of the step, over all processes of a distributed run; copies once from each device."""
+    def _rows(self) -> tuple[dict[MonitoredRow, Counts], dict[str, float]]:
+        """Returns the counts of the step, over all processes of a distributed run, and the figures of loss scaling.
+
+        Copies once from each device.
+        """
         found, self._measured = self._measured, []
+        scaler = next((each for each in SCALERS if each.is_enabled()), None)
+        if scaler is not None and found:
+            _, like = found[0]
+            with apart():  # read with the others
+                scale = scaler.scale(torch.ones((), device=like.device)).to(like.dtype)
+                found.append((_SCALE, scale.expand_as(like)))
         by_device: dict[torch.device, list[tuple[MonitoredRow, Tensor]]] = {}
         for place, vector in found:
             by_device.setdefault(vector.device, []).append((place, vector))
@@ -339,26 +386,39 @@ class Monitor:
                     ],
                 )
         if _is_distributed():
-            gathered: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(gathered, list(rows.items()))
-            rows = {}
-            for each in gathered:
-                _add(rows, each)
-        return rows
+            rows = _over_processes(rows)
+        counts = rows.pop(_SCALE, None)
+        if counts is None:
+            return rows, {}
+        skipped = float(self._skipped)
+        return rows, {"hmpx/loss_scale": counts.amax, "hmpx/skipped_steps": skipped}
 
-    def _report(self, rows: Mapping[MonitoredRow, Counts]) -> None:
-        found = self._scaling()
-        alarms, beyond = list[Alarm](), set[str]()
+    def _report(self, rows: Mapping[MonitoredRow, Counts], scaling: dict[str, float]) -> None:
+        alarms = [
+            Alarm(name, self.step_number, value, limit, "", "", "")
+            for name, value in scaling.items()
+            if value > (limit := limit_of(name, self._limits))
+        ]
+        found, beyond = scaling, {each.name for each in alarms}
         for where, counts in rows.items():
             for figure, value in where.figures(counts):
                 name = where.name(figure)
                 found[name] = max(value, found.get(name, value))  # of those in several types
                 limit = limit_of(name, self._limits)
+                if name in self._raised and value > limit / 2:  # may go to and fro
+                    beyond.add(name)
                 if value > limit and not (where.kind == "gradient" and self._may_overflow(figure)):
                     beyond.add(name)
                     said = remedy(where, figure, counts)
                     alarms.append(
                         Alarm(name, self.step_number, value, limit, where.module, where.op, said)
+                    )
+        if not self.figures and self._limits is not ALARMS:
+            for pattern in self._limits:
+                if not any(matches(name, pattern) for name in found):
+                    warn(
+                        f"hmpx.monitor: alarms[{pattern!r}] matches none of the figures of step {self.step_number}, "
+                        f"such as {max(found)!r}"
                     )
         self.figures = found
         for position, log in enumerate(self._logs if _rank() == 0 else ()):
@@ -375,16 +435,6 @@ class Monitor:
         if new and self._on_alarm == "raise":
             raise AlarmError(new[0])
 
-    def _scaling(self) -> dict[str, float]:
-        scalers = [each for each in SCALERS if each.is_enabled()]
-        if not scalers:
-            return {}
-        skipped = sum(SKIPPED.values()) - self._skipped
-        return {
-            "hmpx/loss_scale": float(scalers[0].get_scale()),
-            "hmpx/skipped_steps": float(skipped),
-        }
-
     @staticmethod
     def _may_overflow(figure: str) -> bool:
         """Whether a loss scaler makes gradients so on purpose, to find the largest scale."""
@@ -392,8 +442,25 @@ class Monitor:
         return is_range and any(each.is_enabled() for each in SCALERS)
 
 
+def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return any(map(callable, (*args[1:], *kwargs.values())))
+
+
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _over_processes(rows: Mapping[MonitoredRow, Counts]) -> dict[MonitoredRow, Counts]:
+    """Returns the counts of all processes; formats travel by name, for some have functions that can't be pickled."""
+    types = {long_name(each): each for each in (*COMPUTED, *[row.of for row in rows])}
+    own = [(row._replace(of=torch.float32), long_name(row.of), each) for row, each in rows.items()]
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, own)
+    found: dict[MonitoredRow, Counts] = {}
+    for row, name, counts in itertools.chain(*gathered):
+        if name in types or name in formats():
+            _add(found, [(row._replace(of=types.get(name) or get(name)), counts)])
+    return found
 
 
 def _rank() -> int:
@@ -441,8 +508,8 @@ def monitor(
             fails gives a warning.
         alarms: Pattern of a name -> limit, the last pattern that matches a name counting; None: `hmpx.monitoring.ALARMS`,
             {} for none.
-        on_alarm: ``"log"``, ``"raise"``, ``"collect"``, or a function that gets the `Alarm`. A figure that stays beyond
-            its limit gives one alarm.
+        on_alarm: ``"log"``, ``"raise"``, ``"collect"``, or a function that gets the `Alarm`. A figure gives
+            one alarm until it has been below half of its limit.
         step: The number of the first step, of a run that goes on.
 
     Raises:

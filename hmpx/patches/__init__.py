@@ -16,5 +16,5 @@ from .early_names import (
 )
 from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
 from .pickling import pickle_patch, retired, retired_name
-from .regions import SCALERS, SKIPPED, region_patches
+from .regions import ON_SKIP, SCALERS, region_patches
 from .values import kept_value_patches, value_patches

@@ -111,8 +111,8 @@ _SCALING: Final = tuple(
 
 #: Live scalers that have scaled a loss under a conversion; readers clear it.
 SCALERS: Final[weakref.WeakSet[GradScaler]] = weakref.WeakSet()
-#: Scaler -> how many steps of optimizers it has skipped.
-SKIPPED: Final[weakref.WeakKeyDictionary[GradScaler, int]] = weakref.WeakKeyDictionary()
+#: Called with each optimizer whose step a loss scaler has skipped.
+ON_SKIP: Final[list[Callable[[Optimizer], object]]] = []
 
 
 def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
@@ -145,7 +145,7 @@ def _scaling_patches(scaler_class: type[GradScaler], draft: Draft) -> Iterator[P
 
 
 def _step_without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``step`` with casts off, which counts the steps that it skips."""
+    """Returns ``step`` with casts off, which tells of the steps that it skips."""
     uncast = _without_casts(step)
 
     @functools.wraps(step)
@@ -155,10 +155,12 @@ def _step_without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
         made: list[object] = []
         hook = optimizer.register_step_post_hook(lambda *_: made.append(None))
         try:
-            return uncast(self, optimizer, *args, **kwargs)
+            result = uncast(self, optimizer, *args, **kwargs)
         finally:
             hook.remove()
-            SKIPPED[self] = SKIPPED.get(self, 0) + (not made)
+        for tell in [] if made else list(ON_SKIP):
+            tell(optimizer)
+        return result
 
     return wrapper
 

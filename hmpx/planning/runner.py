@@ -43,7 +43,9 @@ class Variant:
     legalize: str | None = None  # Argument of `hmpx.convert`; None leaves torch unconverted
     is_autocast: bool = False  # Steps run in regions of torch.autocast
     is_frozen: bool = False  # `hmpx.freeze` stores the model's weights
-    has_fixes: bool = False  # The lines of op lists that a record of its first step proposes are in force
+    has_fixes: bool = (
+        False  # The lines of op lists that a record of its first step proposes are in force
+    )
 
 
 #: Name -> variant, in the order of tables.
@@ -222,7 +224,9 @@ class Runner:
         with self._own_random_numbers(), record() as recorded:
             self._noted(self.step())
         self.outputs = None  # the first results under the new policy count
-        lines = [each.line for each in fixes(recorded.waste()) if each.line.startswith("bf16.txt: ")]
+        lines = [
+            each.line for each in fixes(recorded.waste()) if each.line.startswith("bf16.txt: ")
+        ]
         self.fixes = tuple(lines)
         decisions = dict(policy.decisions)
         for line in lines:

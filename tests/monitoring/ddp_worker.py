@@ -26,10 +26,13 @@ def main(rank: int, directory: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     logged: list[Any] = []
     limits = {"*/input/zeros": 0.3}
+    thirds = hmpx.formats.Custom("thirds", lambda x: (x * 3).round() / 3)
+    hmpx.formats.register(thirds)
     with (
         hmpx.convert(device_types={"cpu"}),
         hmpx.monitor(
             every=2,
+            formats=["thirds"],
             log=lambda figures, step: logged.append(figures),
             alarms=limits,
             on_alarm="collect",

@@ -26,5 +26,6 @@ def test_figures_are_of_all_processes(tmp_path: Path) -> None:
     )
     assert first["figures"] == second["figures"]
     assert first["figures"]["hmpx/linear/input/zeros"] == 0.5
+    assert first["figures"]["hmpx/linear/activation/thirds.error"] > 0
     assert (first["steps"], second["steps"]) == (2, 0)
     assert first["alarms"] == second["alarms"] == ["hmpx/linear/input/zeros"]

@@ -195,19 +195,67 @@ def test_evaluation_between_steps_is_left_out() -> None:
     assert max(v for n, v in monitor.figures.items() if n.endswith("activation/amax")) < 100
 
 
-def test_loss_scaling_is_a_figure() -> None:
+def test_loss_scaling_is_a_figure_and_skipped_steps_are_steps() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with hmpx.monitor(every=1) as monitor:
+    logged: dict[int, dict[str, float]] = {}
+    limits = {"hmpx/skipped_steps": 0.5}
+    with hmpx.monitor(
+        every=1,
+        log=lambda figures, step: logged.update({step: dict(figures)}),
+        alarms=limits,
+        on_alarm="collect",
+    ) as monitor:
         for step in range(4):
             loss = net(torch.randn(4, 8)).mean()
             scaler.scale(loss * math.inf if step == 1 else loss).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    assert monitor.figures["hmpx/skipped_steps"] == 1.0
-    assert monitor.figures["hmpx/loss_scale"] == 512.0
+    assert monitor.step_number == 4
+    assert [each["hmpx/skipped_steps"] for each in logged.values()] == [0.0, 1.0, 1.0, 1.0]
+    assert [logged[step]["hmpx/loss_scale"] for step in range(4)] == [1024.0, 1024.0, 512.0, 512.0]
+    assert logged[1]["hmpx/fc1/weight/weight/amax"] == logged[2]["hmpx/fc1/weight/weight/amax"]
+    assert [(each.name, each.step) for each in monitor.alarms] == [("hmpx/skipped_steps", 1)]
+
+
+def test_gradients_that_a_closure_makes_are_measured() -> None:
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    with hmpx.monitor(every=1) as monitor:
+        optimizer.step(closure)
+    assert net.weight.grad is not None
+    assert monitor.figures["hmpx/weight/gradient/amax"] == net.weight.grad.abs().max().item()
+
+
+def test_patterns_that_match_nothing_are_named() -> None:
+    limits = {"*/weight/amaxx": 1.0}
+    with (
+        hmpx.monitor(every=1, modules=["fc1", "fcc*"], alarms=limits),
+        pytest.warns(hmpx.HmpxWarning) as found,
+    ):
+        train(Net(), 3)
+    assert sorted({str(each.message) for each in found}) == [
+        "hmpx.monitor: alarms['*/weight/amaxx'] matches none of the figures of step 0, such as "
+        "'hmpx/fc1/weight/weight/zeros'",
+        "hmpx.monitor: modules='fcc*' matches none of the modules of step 0, such as 'norm'",
+    ]
+
+
+def test_a_figure_that_goes_to_and_fro_gives_one_alarm() -> None:
+    with hmpx.monitor(alarms={"*/amax": 9.0}, on_alarm="collect", every=1) as monitor:
+        for value in (10.0, 8.0, 10.0, 4.0, 10.0):
+            torch.ones(2) * value
+            monitor.step()
+    assert [each.step for each in monitor.alarms] == [0, 4]
 
 
 def test_a_view_whose_node_is_forbidden_is_measured() -> None:
