@@ -331,8 +331,12 @@ def _line_for(call: OpCall, causes: Sequence[OpCall], *, writes: bool = False) -
                 "it out, or keep values in its range"
             )
         if writes or each.cast_policy == "TARGET":
-            kept = f"none: {each.op} writes to a tensor of {type_name}, which keeps its dtype"
-            return kept if each is call else f"{kept}; tried: that tensor in float32"
+            kept = f"{each.op} writes to a tensor of {type_name}, which keeps its dtype"
+            return (
+                f"none: {kept}"
+                if each is call
+                else f"none in op lists: {kept}; tried: that tensor in float32"
+            )
     line = f"fp32.txt: {', '.join(dict.fromkeys([each.op for each in causes]))}"
     if any(each.reason == "casts are switched off" for each in causes):
         return f"none: casts are switched off here; with them on, {line}"
