@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 import hmpx
 from hmpx.cli import main
+from tests import forks
 
 SCRIPT = """
 import torch
@@ -113,3 +116,25 @@ def test_options_under_their_old_names(script: str, capsys: pytest.CaptureFixtur
     assert "--run-seconds is now --run-s;" in said
     assert "--quiet is now --no-progress;" in said
     assert "run 1 of 1" not in said
+
+
+@pytest.mark.parametrize("start", [["-m", "hmpx"], ["hmpx"]], ids=["module", "script"])
+def test_the_version_is_printed_without_torch(start: list[str], tmp_path: Path) -> None:
+    """As the command line prints it, which is the same for a program that is called otherwise."""
+    script = "import sys\nfrom hmpx.cli import main\nsys.exit(main())\n"  # as pip writes it
+    (tmp_path / "hmpx").write_text(script, encoding="utf-8")
+    root = str(Path(hmpx.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run(
+        [sys.executable, *start, "--version"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"hmpx {hmpx.__version__}\n"
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "hmpx.version" in imported
+    assert not imported & {"torch", "yaml"}
+    assert forks.run(*start, "--version", cwd=tmp_path).stdout == done.stdout
