@@ -161,6 +161,7 @@ _COMMANDS: Final[Mapping[str, Command]] = {
     "diff": results.DIFF,
     "diff-runs": results.DIFF_RUNS,
     "lists": lists.LISTS,
+    "schema": lists.SCHEMA,
     "ops": lists.OPS,
     "doctor": doctor.DOCTOR,
     "completion": Command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -270,6 +271,40 @@ def _copied(name: str, folder: Path) -> Iterator[str]:
 
 
 LISTS: Final = Command(_LISTS, _lists)
+
+
+# --- schemas of files -------------------------------------------------------------------------------
+
+_SCHEMA: Final = """\
+show the JSON Schemas of policy files and contracts, for editors
+---
+hmpx schema [--vscode]
+---
+Prints the files with the JSON Schemas of policy files, of contracts and of options.yaml beside
+lists. Editors check and complete with them.
+---
+--vscode  print the setting of VS Code's YAML extension that applies them to policy.yaml,
+  my.policy.yaml, contract.yaml and my.contract.yaml
+---
+exit status:
+  0
+
+examples:
+  hmpx schema
+  hmpx schema --vscode"""
+
+
+def _schema(options: argparse.Namespace) -> int:
+    """Prints the paths of the schemas, or a setting that has them."""
+    folder = Path(checking.__file__).parent / "schemas"
+    if not options.vscode:
+        return output.show(map(str, sorted(folder.glob("*.json"))))
+    kinds = {kind: [f"{kind}.yaml", f"*.{kind}.yaml"] for kind in ("policy", "contract")}
+    setting = {(folder / f"{kind}.json").as_uri(): names for kind, names in kinds.items()}
+    return output.show(json.dumps({"yaml.schemas": setting}, indent=2).splitlines())
+
+
+SCHEMA: Final = Command(_SCHEMA, _schema)
 
 
 # --- ops --------------------------------------------------------------------------------------------
