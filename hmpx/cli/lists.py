@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from .. import checking, formats, policy, session
 from ..checkpoints import is_checkpoint
-from ..errors import OptionError, short
+from ..errors import OptionError, PolicyFileError, short
 from ..files import make_directory, write
 from ..reports import ReportTable
 from . import functions, output
@@ -107,9 +107,16 @@ def _check(options: argparse.Namespace) -> int:
         )
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
     kept = [each for each in options.files if checking.is_contract(each)]
-    lines = sum(len(checking.read(each)) for each in kept)
+    faults, lines = list[str](), 0
+    for each in kept:
+        try:
+            lines += len(checking.read(each))
+        except PolicyFileError as error:
+            faults.append(str(error))
     options.files = [each for each in options.files if each not in kept]
     if kept and not (options.files or options.bf16 or options.fp16 or options.fp32):
+        if faults:
+            return output.show(faults, status=1)
         checked = f"{output.counted(len(kept), 'contract')}, {output.counted(lines, 'line')}"
         return output.show([f"{checked}: no faults"])
     files["low"] += options.bf16
@@ -120,7 +127,7 @@ def _check(options: argparse.Namespace) -> int:
     count = sum(map(len, files.values()))
     if not count:
         options.parser.error("name at least one op list or policy file")
-    faults = policy.check_files({kind: tuple(paths) for kind, paths in files.items()})
+    faults += policy.check_files({kind: tuple(paths) for kind, paths in files.items()})
     if faults:
         return output.show(faults, status=1)
     of_policies = [
