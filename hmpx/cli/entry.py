@@ -42,11 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name in command.writes:
             output.check_writable(f"--{name}", getattr(options, name))
+        if given[0] not in _WITH_LINES:
+            output.show_seconds(given[0])
         return command.run(options)
     except (HmpxError, HmpxWarning) as error:  # a warning is raised under `python -W error`
         output.complain(str(error))
         return 2
+    finally:
+        output.seconds.close()
 
+
+#: Commands that run a script, whose lines these are, or print lines on what they do.
+_WITH_LINES: Final = frozenset({"run", "lint", "diff", "bench", "tune"})
 
 #: Functions of hmpx -> the command that does the same; ``""`` for none.
 _FUNCTIONS: Final = {
