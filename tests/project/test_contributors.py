@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -212,6 +213,29 @@ def test_forms_ask_for_something(form: Path) -> None:
     ids = [field["id"] for field in found["body"]]
     assert len(set(ids)) == len(ids) > 0
     assert all(field["attributes"]["label"] for field in found["body"])
+
+
+def test_the_conda_recipe_is_in_step_with_the_project() -> None:
+    """Its version, what it is built with and what it needs."""
+    recipe, project = (
+        loaded("conda/recipe/recipe.yaml"),
+        (ROOT / "pyproject.toml").read_text("utf-8"),
+    )
+    assert recipe["context"]["version"] == hmpx.__version__
+    (built_with,) = re.findall(r"^requires = (.*)$", project, re.MULTILINE)
+    (needed,) = re.findall(r"^dependencies = (.*)$", project, re.MULTILINE)
+    (python,) = re.findall(r'^requires-python = "(.*)"$', project, re.MULTILINE)
+    names = {"torch": "pytorch", "PyYAML": "pyyaml", "hatchling": "hatchling"}
+    build, run = (
+        {
+            re.sub(r"^(\w+)", lambda found: f"{names[found[0]]} ", each)
+            for each in ast.literal_eval(listed)
+        }
+        for listed in (built_with, needed)
+    )
+    assert {*recipe["requirements"]["run"]} == {*run, f"python {python}"}
+    torch = {each for each in run if each.startswith("pytorch")}
+    assert {*recipe["requirements"]["host"]} == {*build, *torch, "pip", f"python {python}"}
 
 
 def test_the_citation_is_of_this_version() -> None:
