@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
+
+from .version import __version__ as __version__
+
+# `hmpx --version` and `python -m hmpx --version` end here, before torch is imported, which takes seconds.
+if [*map(os.path.basename, sys.orig_argv[1:])] in (
+    ["hmpx", "--version"],
+    ["-m", "hmpx", "--version"],
+):
+    sys.stdout.write(f"hmpx {__version__}\n")
+    sys.exit()
 
 from .casting import register_rule, unregister_rule
 from .errors import (
@@ -26,7 +38,6 @@ from .observers import Attached, CallTensors, OpCall, attach
 from .policy import ALLOW, DENY, FOLLOW, Call, CastPolicy, Decision, Policy, load_policy
 from .session import Session, casts_enabled, convert, is_converted, revert
 from .torch_state import disable_casts
-from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import formats

@@ -137,6 +137,23 @@ def test_wheel() -> str:
         return printed + output([program("hmpx", venv), "check", str(my_list)], elsewhere)
 
 
+def test_sdist() -> str:
+    """Builds the source distribution, and installs it elsewhere without compilers, which it has to do without."""
+    with tempfile.TemporaryDirectory() as directory:
+        elsewhere = Path(directory)
+        venv = elsewhere / "venv"
+        printed = output(
+            [PYTHON, "-m", "build", "--sdist", "--no-isolation", "--outdir", directory]
+        )
+        (sdist,) = elsewhere.glob("*.tar.gz")
+        printed += output([sys.executable, "-m", "venv", "--without-pip", str(venv)])
+        borrow_packages(venv)
+        pip = [PYTHON, "-m", "pip", "--python", program("python", venv), "install", "--quiet"]
+        pip += ["--no-deps", "--no-compile", "--no-build-isolation", str(sdist)]
+        printed += output(["env", "CC=missing", "CXX=missing", *pip])
+        return printed + output([program("python", venv), "-c", SMOKE_TEST], elsewhere)
+
+
 def borrow_packages(venv: Path) -> None:
     """Lets ``venv`` import what the main environment has, torch above all, after its own.
 
@@ -170,6 +187,7 @@ STEPS: dict[str, Callable[[], str]] = {
     "types for Python 3.13": command("mypy", "--python-version", "3.13", "hmpx"),
     "site": command("mkdocs", "build", "--strict", "--quiet"),
     "wheel": test_wheel,
+    "sdist": test_sdist,
 }
 
 

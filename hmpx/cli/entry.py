@@ -42,11 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name in command.writes:
             output.check_writable(f"--{name}", getattr(options, name))
+        if given[0] not in _WITH_LINES:
+            output.show_seconds(given[0])
         return command.run(options)
     except (HmpxError, HmpxWarning) as error:  # a warning is raised under `python -W error`
         output.complain(str(error))
         return 2
+    finally:
+        output.seconds.close()
 
+
+#: Commands that run a script, whose lines these are, or print lines on what they do.
+_WITH_LINES: Final = frozenset({"run", "lint", "diff", "bench", "tune"})
 
 #: Functions of hmpx -> the command that does the same; ``""`` for none.
 _FUNCTIONS: Final = {
@@ -161,6 +168,7 @@ _COMMANDS: Final[Mapping[str, Command]] = {
     "diff": results.DIFF,
     "diff-runs": results.DIFF_RUNS,
     "lists": lists.LISTS,
+    "schema": lists.SCHEMA,
     "ops": lists.OPS,
     "doctor": doctor.DOCTOR,
     "completion": Command(

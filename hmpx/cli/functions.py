@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..errors import HmpxError, raised_here, said_by, short, suggestion
 from ..places import located
-from . import scripts
+from . import output, scripts
 
 
 class FunctionError(HmpxError):
@@ -70,6 +70,7 @@ def on_program(
             except HmpxError:
                 raise
             except Exception as error:  # from the model, or another function of the program
+                output.seconds.close()
                 scripts.show_uncaught(error)
                 return 2
 

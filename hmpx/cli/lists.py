@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 from .. import checking, formats, policy, session
 from ..checkpoints import is_checkpoint
-from ..errors import OptionError, short
+from ..errors import OptionError, PolicyFileError, short
 from ..files import make_directory, write
 from ..reports import ReportTable
 from . import functions, output
@@ -106,9 +107,16 @@ def _check(options: argparse.Namespace) -> int:
         )
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
     kept = [each for each in options.files if checking.is_contract(each)]
-    lines = sum(len(checking.read(each)) for each in kept)
+    faults, lines = list[str](), 0
+    for each in kept:
+        try:
+            lines += len(checking.read(each))
+        except PolicyFileError as error:
+            faults.append(str(error))
     options.files = [each for each in options.files if each not in kept]
     if kept and not (options.files or options.bf16 or options.fp16 or options.fp32):
+        if faults:
+            return output.show(faults, status=1)
         checked = f"{output.counted(len(kept), 'contract')}, {output.counted(lines, 'line')}"
         return output.show([f"{checked}: no faults"])
     files["low"] += options.bf16
@@ -119,7 +127,7 @@ def _check(options: argparse.Namespace) -> int:
     count = sum(map(len, files.values()))
     if not count:
         options.parser.error("name at least one op list or policy file")
-    faults = policy.check_files({kind: tuple(paths) for kind, paths in files.items()})
+    faults += policy.check_files({kind: tuple(paths) for kind, paths in files.items()})
     if faults:
         return output.show(faults, status=1)
     of_policies = [
@@ -270,6 +278,40 @@ def _copied(name: str, folder: Path) -> Iterator[str]:
 
 
 LISTS: Final = Command(_LISTS, _lists)
+
+
+# --- schemas of files -------------------------------------------------------------------------------
+
+_SCHEMA: Final = """\
+show the JSON Schemas of policy files and contracts, for editors
+---
+hmpx schema [--vscode]
+---
+Prints the files with the JSON Schemas of policy files, of contracts and of options.yaml beside
+lists. Editors check and complete with them.
+---
+--vscode  print the setting of VS Code's YAML extension that applies them to policy.yaml,
+  my.policy.yaml, contract.yaml and my.contract.yaml
+---
+exit status:
+  0
+
+examples:
+  hmpx schema
+  hmpx schema --vscode"""
+
+
+def _schema(options: argparse.Namespace) -> int:
+    """Prints the paths of the schemas, or a setting that has them."""
+    folder = Path(checking.__file__).parent / "schemas"
+    if not options.vscode:
+        return output.show(map(str, sorted(folder.glob("*.json"))))
+    kinds = {kind: [f"{kind}.yaml", f"*.{kind}.yaml"] for kind in ("policy", "contract")}
+    setting = {(folder / f"{kind}.json").as_uri(): names for kind, names in kinds.items()}
+    return output.show(json.dumps({"yaml.schemas": setting}, indent=2).splitlines())
+
+
+SCHEMA: Final = Command(_SCHEMA, _schema)
 
 
 # --- ops --------------------------------------------------------------------------------------------

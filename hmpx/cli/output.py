@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,9 +18,47 @@ from ..errors import OptionError, passing_over, printable, short
 #: Exit status after Ctrl-C, as in shells.
 INTERRUPTED: Final = 130
 
+#: Seconds after which a terminal shows how long a command has taken.
+AFTER_S: Final = 5.0
+
+#: Ends the line of `show_seconds`, if there is one.
+seconds: Final = contextlib.ExitStack()
+
+
+def show_seconds(command: str) -> None:
+    """Shows on stderr, if it is a terminal, how long a command has taken, until its next output or ``seconds.close()``."""
+    if not (sys.stderr and sys.stderr.isatty()):
+        return
+    terminal, start, line, is_over = sys.stderr.fileno(), time.monotonic(), "", False
+
+    def show_line() -> None:
+        nonlocal line
+        with passing_over(OSError):
+            while not is_over:
+                passed_s = time.monotonic() - start
+                now = f"\rhmpx {command}: {passed_s:.0f} s"
+                if passed_s >= AFTER_S and now != line:
+                    os.write(
+                        terminal, now.encode()
+                    )  # not by `sys.stderr`, whose lock a fork may copy
+                    line = now
+                time.sleep(0.1)
+
+    def end() -> None:
+        nonlocal is_over
+        is_over = True
+        thread.join()
+        with passing_over(OSError):
+            os.write(terminal, f"\r{' ' * len(line)}\r".encode() if line else b"")
+
+    thread = threading.Thread(target=show_line, daemon=True)
+    thread.start()
+    seconds.callback(end)
+
 
 def show(lines: Iterable[str], status: int = 0) -> int:
     """Prints ``lines`` to stdout and returns ``status``; a closed pipe is not an error."""
+    seconds.close()
     try:
         for line in lines:
             try:
@@ -56,6 +97,7 @@ def written(
 
 def complain(message: str) -> None:
     """Prints a message to stderr, if the program left it open; each of its lines begins with ``hmpx:``."""
+    seconds.close()
     with passing_over(OSError, ValueError):
         for line in message.splitlines():
             print(f"hmpx: {printable(line)}", file=sys.stderr)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
 import hmpx
-from hmpx.cli import main
+from hmpx.cli import main, output
+from tests import forks
 
 SCRIPT = """
 import torch
@@ -113,3 +118,105 @@ def test_options_under_their_old_names(script: str, capsys: pytest.CaptureFixtur
     assert "--run-seconds is now --run-s;" in said
     assert "--quiet is now --no-progress;" in said
     assert "run 1 of 1" not in said
+
+
+@pytest.mark.parametrize("start", [["-m", "hmpx"], ["hmpx"]], ids=["module", "script"])
+def test_the_version_is_printed_without_torch(start: list[str], tmp_path: Path) -> None:
+    """As the command line prints it, which is the same for a program that is called otherwise."""
+    script = "import sys\nfrom hmpx.cli import main\nsys.exit(main())\n"  # as pip writes it
+    (tmp_path / "hmpx").write_text(script, encoding="utf-8")
+    root = str(Path(hmpx.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run(
+        [sys.executable, *start, "--version"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"hmpx {hmpx.__version__}\n"
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "hmpx.version" in imported
+    assert not imported & {"torch", "yaml"}
+    assert forks.run(*start, "--version", cwd=tmp_path).stdout == done.stdout
+
+
+# --- seconds on a terminal -----------------------------------------------------------------------
+
+SLOW = """
+import time, torch
+
+def build():
+    time.sleep(0.5)
+    return torch.nn.Linear(8, 4)
+
+def inputs():
+    return torch.ones(2, 8)
+
+def broken():
+    time.sleep(0.5)
+    raise KeyError("of the program")
+
+def interrupted():
+    time.sleep(0.5)
+    raise KeyboardInterrupt
+"""
+
+
+def screen(text: str) -> list[str]:
+    """Returns the lines that a terminal shows after ``text``."""
+    lines = []
+    for written in text.replace("\r\n", "\n").split("\n"):
+        line = ""
+        for part in written.split("\r"):
+            line = part + line[len(part) :]
+        lines.append(line.rstrip(" "))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("function", "last"),
+    [
+        ("build", ""),
+        ("absent", "hmpx: "),
+        ("broken", "KeyError: 'of the program'"),
+        ("interrupted", ""),
+    ],
+)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_slow_command_shows_its_seconds_on_a_terminal(
+    *,
+    function: str,
+    last: str,
+    is_terminal: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a line of stderr of which nothing stays, however the command ends; a pipe gets none."""
+    (tmp_path / "slow_program.py").write_text(SLOW, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(output, "AFTER_S", 0.1)
+    command = ["plan", f"slow_program.py:{function}", "--device", "cpu"]
+    ours, theirs = os.openpty() if is_terminal else os.pipe()
+    os.set_blocking(ours, False)
+    with os.fdopen(theirs, "w", encoding="utf-8") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        ends = pytest.raises(KeyboardInterrupt) if function == "interrupted" else nullcontext()
+        with ends:
+            assert main(command) == (0 if function == "build" else 2)
+        stderr.flush()
+        written = ""
+        with suppress(BlockingIOError):
+            while part := os.read(ours, 1 << 16):
+                written += part.decode()
+    os.close(ours)
+    monkeypatch.undo()
+    slow = is_terminal and function != "absent"
+    assert bool(re.search(r"\rhmpx plan: \d+ s", written)) is slow
+    shown = [line for line in screen(written) if line]
+    assert not [line for line in shown if re.search(r"plan: \d+ s", line)]
+    assert last in "\n".join(shown)
+    assert bool(shown) is bool(last)
+    assert ("Linear" in capsys.readouterr().out) is (function == "build")

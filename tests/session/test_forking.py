@@ -33,6 +33,7 @@ LIBRARIES = {
 KNOWN = {
     ("registry.py", "Thread"): "started again in the child",
     ("registry.py", "register_at_fork"): "that start",
+    ("cli/output.py", "Thread"): "shows a line in the parent alone, and holds no lock",
     ("cli/run.py", "register_at_fork"): "drops what the parent has recorded",
     ("integrations/devices.py", "Thread"): "the class, which the stand-in patches",
 }
