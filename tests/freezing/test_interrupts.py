@@ -147,7 +147,7 @@ FORMS: dict[str, tuple[Form, dict[str, Any] | None]] = {
 def under(options: dict[str, Any] | None) -> contextlib.AbstractContextManager[Any]:
     if options is None:
         return contextlib.nullcontext()
-    return hmpx.convert(device_types={"cpu"}, **options)
+    return hmpx.convert(device_types={"cpu"}, legalize="never", **options)
 
 
 class Tracer:
