@@ -121,31 +121,66 @@ SAMPLED = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps one case in n of a test marked ``sampled(n)``, or of `SAMPLED`; their names decide which.
 
-    At least one case of each test with several runs; of marked tests without cases one in n.
+    At least one case of each test with several runs; of marked tests without cases one in n. Where cases
+    cross several parameters, one in 4n and what `crossing` adds, if that is less than one in n.
     All run with ``--whole``, and where a test is asked for by its name.
     """
     if config.getoption("whole") or any("::" in argument for argument in config.args):
         return
-    families: dict[str, list[tuple[int, pytest.Item]]] = {}
+    families: dict[str, list[pytest.Item]] = {}
     for item in items:
-        cases = families.setdefault(item.nodeid.partition("[")[0], [])
-        cases.append((crc32(item.name.encode()), item))
-    least = {id(min(cases, key=lambda case: case[0])[1]) for cases in families.values()}
-    kept, left_out = [], []
-    for item in items:
-        marker = item.get_closest_marker("sampled")
-        n = SAMPLED.get(item.path.stem, 1) if marker is None else marker.args[0]
-        is_alone = marker is not None and "[" not in item.name
-        is_kept = is_drawn(item.name, n) or (id(item) in least and not is_alone)
-        (kept if is_kept else left_out).append(item)
-    items[:] = kept
-    config.hook.pytest_deselected(items=left_out)
+        families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept: set[int] = set()
+    for cases in families.values():
+        marker = cases[0].get_closest_marker("sampled")
+        n = SAMPLED.get(cases[0].path.stem, 1) if marker is None else marker.args[0]
+        cases.sort(key=lambda case: crc32(case.name.encode()))
+        crossed = crossing(cases)
+        if n > 1 and 0 < len(crossed) <= len(cases) / n:
+            n *= 4
+            kept |= set(map(id, crossed))
+        elif marker is None or "[" in cases[0].name:
+            kept.add(id(cases[0]))
+        kept |= {id(case) for case in cases if is_drawn(case.name, n)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def crossing(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns cases in which each value of each `parametrize` occurs, of a test that has several."""
+    values = {
+        case: set(enumerate(case.callspec._idlist)) for case in cases if hasattr(case, "callspec")
+    }
+    several = max(map(len, values.values()), default=0)
+    if several < 2:
+        return []
+    seen: set[tuple[int, str]] = set()
+    found = []
+    for new in range(several, 0, -1):  # those first in which all values are new
+        for case, its in values.items():
+            if len(its - seen) >= new:
+                seen |= its
+                found.append(case)
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Gives each test random numbers of its own, the same ones in every run and in whatever order."""
+    leave_out_of_collections()
     seed_all(item.nodeid)
+
+
+#: How many modules were loaded when collections of garbage last left out what is there.
+_loaded = [0]
+
+
+def leave_out_of_collections() -> None:
+    """Has collections of garbage leave out what tests have imported meanwhile, such as a compiler."""
+    if len(sys.modules) > _loaded[0] + 100:
+        gc.collect()
+        gc.freeze()
+        _loaded[0] = len(sys.modules)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -15,6 +15,7 @@ import hmpx
 from hmpx import checking, files, reports
 from hmpx.errors import HmpxError
 from hmpx.tuning.search import Journal
+from tests import forks
 
 ROOT = Path(hmpx.__file__).parent
 
@@ -164,10 +165,7 @@ def test_a_full_disk_ends_traces_and_reports_but_not_the_program(tmp_path: Path)
     script.write_text(_STEPS, "utf-8")
     (tmp_path / "report.json").symlink_to("/dev/full")
     options = ["--trace", "/dev/full", "--report", str(tmp_path / "report.json")]
-    done = subprocess.run(
-        [sys.executable, "-m", "hmpx", "run", *options, str(script)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = forks.run("-m", "hmpx", "run", *options, str(script))
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     told = [line for line in done.stderr.splitlines() if "No space left" in line]
     assert len(told) == 2, done.stderr

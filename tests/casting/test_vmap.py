@@ -44,6 +44,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by torch.func.jvp
 @LEGALIZED
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.sampled(3)
 def test_dtypes_and_values_are_those_of_autocast_or_better(name: str, legalize: str) -> None:
     run, exact = vmap(CALLS[name]), vmap(CALLS[name])(X)
     with torch.autocast("cpu", dtype=BF16):

@@ -272,6 +272,7 @@ def artefact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return export(CASES[name], dtype, tmp_path_factory.mktemp("exported"))
 
 
+@pytest.mark.sampled(4)
 def test_the_graph_is_valid_and_holds_the_casts(artefact: Artefact) -> None:
     """Low-precision ops compute in the low type, those of the fp32 list and of regions in fp32."""
     onnx.checker.check_model(artefact.proto, full_check=True)

@@ -42,9 +42,9 @@ def test_models_learn(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_models_learn_the_same(recipe: str) -> None:
     """One graph: the first losses are those of the model as it is, later ones but for the order of sums."""
-    found, expected = trained(recipe, STEPS, is_compiled=True), trained(recipe, STEPS)
+    found, expected = trained(recipe, STEPS, is_compiled=True), trained(recipe, 2)
     assert all(map(math.isfinite, found))
-    assert found[:2] == pytest.approx(expected[:2], rel=1e-4)
+    assert found[:2] == pytest.approx(expected, rel=1e-4)
     assert sum(found[-4:]) / 4 < found[0] / 2
 
 

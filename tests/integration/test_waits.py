@@ -68,7 +68,7 @@ def waits_of_steps(name: str, options: list[str]) -> dict[str, list[str]]:
 
 
 @pytest.mark.models
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "resnet", "t5", "lstm"])
 def test_no_step_waits(name: str, on_fake_cuda: Callable[..., Any]) -> None:
     pytest.importorskip("transformers")

@@ -217,7 +217,7 @@ def test_every_op_in_tools(tool: str, request: pytest.FixtureRequest) -> None:
     infos = [info for info in infos if not info.name.startswith(_LEFT_OUT)]
     is_whole = request.config.getoption("whole")
     changed, refused, ran = [], [], 0
-    most = _MOST // 5 if tool == "bench" else 2 * _MOST // 3  # bench starts processes
+    most = {"bench": _MOST // 10, "invariance": _MOST // 3}.get(tool, 2 * _MOST // 3)
     for info in infos if is_whole else spread(infos, most):
         with quiet():
             sample = next(iter(sample_inputs(info, requires_grad=info.supports_autograd)), None)

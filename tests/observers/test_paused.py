@@ -35,6 +35,7 @@ def train(seen: list[torch.dtype]) -> list[Tensor]:
     return [each.detach() for each in net.parameters()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options", [{}, {"legalize": "always"}, {"low_precision_type": "float8_e4m3fn"}]
 )

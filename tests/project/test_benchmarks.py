@@ -8,7 +8,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -128,9 +127,9 @@ def test_launches_are_counted_once(load: Any) -> None:
 def test_steps_of_a_gpu_are_tried_out_on_a_cpu(model: str, tmp_path: Path) -> None:
     """Without its kernels; the backward has nodes, and takes a part of the step."""
     options = ["--size", "small", "--rounds", "1", "--steps", "1", "--candidates", "fp32", "hmpx"]
-    command = [sys.executable, str(BENCHMARKS / "gpu_step.py"), "--device", "cpu", "--save", "."]
-    # torch's profiler writes to stderr.
-    subprocess.run([*command, "--model", model, *options], cwd=tmp_path, check=True, timeout=300)
+    command = [str(BENCHMARKS / "gpu_step.py"), "--device", "cpu", "--save", "."]
+    done = forks.run(*command, "--model", model, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     [path] = tmp_path.glob("gpu_step*.json")
     assert path.name.startswith(f"gpu_step{'-lstm' * (model == 'lstm')}")
     for figures in saved(path)["figures"].values():

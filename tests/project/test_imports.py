@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import hmpx
+from tests import forks
 
 ROOT = Path(hmpx.__file__).parent
 
@@ -19,6 +18,7 @@ IMPORTED_LATE = """
 import importlib, pkgutil
 import torch
 import hmpx
+from tests import forks
 
 hmpx.convert(policy={"lists": "none", "low": ["*"]})
 wrapped = torch.mm, torch.Tensor.mul, torch.nn.functional.linear
@@ -54,7 +54,8 @@ LATER = (
 
 
 def run(program: str) -> None:
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    done = forks.run("-c", program, imported=forks.TORCH)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_imported_late_holds_torchs_own_functions() -> None:

@@ -199,6 +199,7 @@ def found(low: torch.dtype) -> dict[str, list[Offence]]:
 @pytest.mark.usefixtures("no_search_for_early_names")
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", [program.__name__ for program in CLEAN])
+@pytest.mark.sampled(2)
 def test_nothing_is_reported(name: str, low: torch.dtype) -> None:
     assert not found(low)[name], str(found(low)[name][0])
 
