@@ -405,7 +405,7 @@ class Monitor:
                 name = where.name(figure)
                 found[name] = max(value, found.get(name, value))  # of those in several types
                 limit = limit_of(name, self._limits)
-                if name in self._raised and value > limit / 2:  # may go to and fro
+                if name in self._raised and value > limit / 2:  # it may swing
                     beyond.add(name)
                 if value > limit and not (where.kind == "gradient" and self._may_overflow(figure)):
                     beyond.add(name)

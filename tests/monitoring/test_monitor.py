@@ -250,7 +250,7 @@ def test_patterns_that_match_nothing_are_named() -> None:
     ]
 
 
-def test_a_figure_that_goes_to_and_fro_gives_one_alarm() -> None:
+def test_a_figure_that_swings_gives_one_alarm() -> None:
     with hmpx.monitor(alarms={"*/amax": 9.0}, on_alarm="collect", every=1) as monitor:
         for value in (10.0, 8.0, 10.0, 4.0, 10.0):
             torch.ones(2) * value
