@@ -31,14 +31,10 @@ from ..torch_state import casts_any, named_tensors, spot, without_casts
 from .findings import RULES, Finding, findings_page, is_ignored
 from .lint_kernels import LintedKernels
 from .lint_rules import findings_of, mixed_modules
-from .lint_trace import LintedCall, Trace, memory
+from .lint_trace import PRODUCTS, LintedCall, Trace, memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-#: Kinds of ops that take most of the time.
-_PRODUCTS: Final = frozenset({"gemm", "convolution", "attention", "rnn"})
-
 
 class Lint(Written):
     """A context manager returned by `lint`; iterates over its findings.
@@ -60,8 +56,8 @@ class Lint(Written):
         self.about: Mapping[str, str] = {}
         self._every, self._select = every, select
         self._found: dict[tuple[str, ...], Finding] = {}
-        self._intended = set[tuple[str, str]]()
-        self._origins, self._trace = Origins(), Trace(self._intended)
+        self._intended, self._kept = set[tuple[str, str]](), set[tuple[str, str]]()
+        self._origins, self._trace = Origins(), Trace(self._intended, self._kept)
         self._models: dict[int, nn.Module] = {}
         self._owned = set[int]()  # ids of the models' tensors
         self._lines: dict[int, str] = {}  # that called modules
@@ -82,7 +78,7 @@ class Lint(Written):
         found = [
             each
             for each in self._found.values()
-            if not is_ignored(each) and (each.code, each.location) not in self._intended
+            if not is_ignored(each) and (each.code, each.location) not in self._intended - self._kept
         ]
         return tuple(sorted(found, key=lambda each: (each.code, -each.effect)))
 
@@ -136,7 +132,7 @@ class Lint(Written):
         for key, model in self._models.items():
             self._check_made(named_tensors(model))
             self._add(mixed_modules(model, self._products.get(key, {}), self._lines))
-        self._trace, self._origins, self._before = Trace(self._intended), Origins(), []
+        self._trace, self._origins, self._before = Trace(self._intended, self._kept), Origins(), []
         self._leaves.clear()
         self._kernels.forget()
 
@@ -161,7 +157,7 @@ class Lint(Written):
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
         if call.phase == "forward":
-            if kind(call.op)[0] in _PRODUCTS and seen.outputs:
+            if kind(call.op)[0] in PRODUCTS and seen.outputs:
                 paths, path = self._products.setdefault(id(spot()[0]), {}), call.module
                 while path:
                     paths.setdefault(path, set()).add(seen.low or seen.outputs[0].dtype)
@@ -274,7 +270,7 @@ class Lint(Written):
         if not self._step % self._every:
             self._attached.resume()
             self._kernels.resume()
-        self._trace, self._origins = Trace(self._intended), Origins()  # which keep tensors alive
+        self._trace, self._origins = Trace(self._intended, self._kept), Origins()  # which keep tensors alive
 
     @unseen
     def _check_scaling(self) -> None:
