@@ -18,8 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..comparing import Origins, is_readable, may_read
 from ..errors import raised_here
 from ..observers import Kernels, OpCall, user_location
-from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, tensors_in
 from ..patches import SCALERS
+from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, tensors_in
 from ..torch_internals import call_in, current_graph_task, dispatch_modes, unseen
 from ..torch_state import spot
 from .findings import LEAST, TIMES, Finding
@@ -267,7 +267,9 @@ class LintedKernels(Kernels):
             factors = [each for each in tensors_in(args[1:2]) if not each.dim() and may_read()]
             self._scaled |= {task for each in factors if each.item() in scales}
         averages = {n: args[n] for n in traits.statistics if n < len(args)}
-        low_averages = {n: e for n, e in averages.items() if e is not None and e.dtype in LOW_DTYPES}
+        low_averages = {
+            n: e for n, e in averages.items() if e is not None and e.dtype in LOW_DTYPES
+        }
         if low_averages and may_read() and all(map(is_readable, low_averages.values())):
             olds = {n: each.clone() for n, each in low_averages.items()}
             result = call_in(self, func, args, kwargs)
@@ -288,7 +290,11 @@ class LintedKernels(Kernels):
         return result
 
     def _report(
-        self, code: str, func: Any, found: tuple[str, float, float | None] | None, remedy: str = _KEEP
+        self,
+        code: str,
+        func: Any,
+        found: tuple[str, float, float | None] | None,
+        remedy: str = _KEEP,
     ) -> bool:
         if found is not None:
             name, module = _traits(func).name.strip("_"), spot()[1]
@@ -402,7 +408,9 @@ class LintedKernels(Kernels):
             return
         sizes = gradient[gradient != 0].abs()
         if (share := (sizes < torch.finfo(torch.float16).tiny).double().mean().item()) > LEAST:
-            evidence = f"{share:.0%} of the gradients are subnormal in fp16, without the loss scaler"
+            evidence = (
+                f"{share:.0%} of the gradients are subnormal in fp16, without the loss scaler"
+            )
             self._report("HP110", func, (evidence, share, None), "scale this loss, too")
 
     @unseen

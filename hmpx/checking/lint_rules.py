@@ -153,7 +153,11 @@ def _lost_before(
 
 
 def _rounded_in(trace: Trace, lows: list[Tensor]) -> str:
-    makers = [maker for each in lows for maker in trace.makers(each) or [*filter(None, [trace.producer(each)])]]
+    makers = [
+        maker
+        for each in lows
+        for maker in trace.makers(each) or [*filter(None, [trace.producer(each)])]
+    ]
     places = dict.fromkeys(f"{each.call.op} ({located(each.call.location)})" for each in makers)
     return f"rounded in {', '.join(places)}"
 
@@ -302,7 +306,7 @@ def _round_trip(seen: LintedCall, trace: Trace) -> Iterator[Finding]:
         made = trace.just_rounded(seen.inputs[0])
         error = made and _error(seen.inputs[:1], made.inputs[:1])
         if made and error and made.call.location != seen.call.location:  # else it rounds on purpose
-            seen.known["rounded"] = made.inputs[:1]
+            seen.rounding = made
             low = short_name(seen.inputs[0].dtype)
             evidence = f"float32 values are rounded to {low}, and upcast at once at {located(seen.call.location)}"
             yield Finding("HP106", *made.place, evidence, error, 0.0, "neither cast")

@@ -68,6 +68,7 @@ class LintedCall:
         written: ``id`` of an input that it wrote to -> the values before.
         taken: Numbers of the terms of a sum that later differences took away from it.
         undone: Lines of these differences; of a difference, the line of the sum.
+        rounding: The conversion to a low type that it undoes.
     """
 
     call: OpCall
@@ -79,6 +80,7 @@ class LintedCall:
     is_reported: bool = False
     taken: set[int] = field(init=False, default_factory=set)
     undone: set[str] = field(init=False, default_factory=set)
+    rounding: LintedCall | None = field(init=False, default=None)
     outputs: list[Tensor] = field(init=False)
     known: dict[str, list[Tensor] | None] = field(init=False, default_factory=dict)
     versions: list[int] = field(init=False)
@@ -317,9 +319,7 @@ class Trace:
 
     def is_update(self, seen: LintedCall) -> bool:
         """Whether a term was made from the other, as a step of an iteration is."""
-        calls = [
-            call for of in seen.inputs for call in self.back(of, lambda _: True, _MOST_DOUBLE)
-        ]
+        calls = [call for of in seen.inputs for call in self.back(of, lambda _: True, _MOST_DOUBLE)]
         made_from = {memory(of) for call in calls for of in call.inputs}
         return any(memory(each) in made_from for each in seen.inputs)
 
@@ -372,22 +372,19 @@ class Trace:
         return {("HP105", each.call.location) for each in wide}
 
     def note_use(self, made: LintedCall, seen: LintedCall) -> None:
-        """Notes that the upcast values of a conversion are used in fp32, or compared with those before."""
-        rounded = made.known.get("rounded") or []
-        is_compared = seen.call.op in DIFFERENCES and any(of is each for each in rounded for of in seen.inputs)
-        if not rounded or is_compared:
-            start = self.just_rounded(made.inputs[0], made) if rounded else made
-            self._intended.add(("HP106", (start or made).call.location))
+        """Notes that the upcast values of a conversion are used in fp32, or beside those before a rounding."""
+        rounding = made.rounding
+        if rounding is None or any(each is rounding.inputs[0] for each in seen.inputs):
+            call = (rounding or made).call
+            self._intended.add(("HP106", f"{call.op} {call.location}"))
 
-    def just_rounded(self, tensor: Tensor, last: LintedCall | None = None) -> LintedCall | None:
-        """Returns the conversion of fp32 values that has made ``tensor``, if only views and copies came after it."""
-        calls = itertools.dropwhile(lambda each: last and each is not last, reversed(self._calls))
-        for each in itertools.islice(calls, 1 if last else 0, None):
+    def just_rounded(self, tensor: Tensor) -> LintedCall | None:
+        """Returns the conversion of fp32 values to ``tensor``, if only views and copies came after it."""
+        for each in reversed(self._calls):
             if not each.outputs or each.outputs[0].dtype is not tensor.dtype:
                 return None
             if each.call.op in CONVERTING and each.inputs[0].dtype is torch.float32:
-                is_same = each in self.back(tensor, lambda _: True)
-                return each if is_same and not each.written else None
+                return each if each in self.back(tensor, lambda _: True) else None
             if not (each.moves or is_view(each.call.op)):
                 return None
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from .lint_trace import PRODUCTS, LintedCall, Trace, memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
 
 class Lint(Written):
     """A context manager returned by `lint`; iterates over its findings.
@@ -78,7 +79,9 @@ class Lint(Written):
         found = [
             each
             for each in self._found.values()
-            if not is_ignored(each) and (each.code, each.location) not in self._intended - self._kept
+            if not is_ignored(each)
+            and not (self._intended - self._kept)
+            & {(each.code, each.location), (each.code, f"{each.op} {each.location}")}
         ]
         return tuple(sorted(found, key=lambda each: (each.code, -each.effect)))
 
@@ -270,7 +273,10 @@ class Lint(Written):
         if not self._step % self._every:
             self._attached.resume()
             self._kernels.resume()
-        self._trace, self._origins = Trace(self._intended, self._kept), Origins()  # which keep tensors alive
+        self._trace, self._origins = (
+            Trace(self._intended, self._kept),
+            Origins(),
+        )  # which keep tensors alive
 
     @unseen
     def _check_scaling(self) -> None:
