@@ -68,6 +68,10 @@ _AVERAGES: Final = frozenset(
 _KEEP: Final = "keep them in float32"
 
 
+#: The evidence, the effect, and that of the remedy, if it was tried.
+_Found = tuple[str, float, float | None]
+
+
 def rounded_integers(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP102: integers that a cast to a low type changes."""
     low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), seen.low)
@@ -163,10 +167,8 @@ def scatters_terms(func: Any) -> bool:
     return is_of_windows or (bool(names & _PLACES) and bool(names & _WAYS or _ADDING & {*words}))
 
 
-def _computed(
-    func: Any, args: Any, kwargs: Any, dtype: torch.dtype, at: int | None = None
-) -> Tensor:
-    """Returns the result of a kernel, or the values that it wrote, or wrote at a place, in another dtype."""
+def _computed(func: Any, args: Any, kwargs: Any, dtype: torch.dtype, at: int = -1) -> Tensor:
+    """Returns the result of a kernel, or the values that it wrote, perhaps ``at`` a place, in another dtype."""
 
     def given(each: Tensor) -> Tensor:
         return each.detach().to(dtype, copy=True) if each.is_floating_point() else each
@@ -174,7 +176,7 @@ def _computed(
     copies = map_tensors(tuple(args), given)
     kwargs = {**kwargs, "dtype": dtype} if kwargs.get("dtype") else kwargs
     results = tensors_in([func(*copies, **kwargs), copies[0]])
-    return results[0] if at is None else tensors_in([copies[at]])[0]
+    return results[0] if at < 0 else tensors_in([copies[at]])[0]
 
 
 class _Sum(NamedTuple):
@@ -266,12 +268,9 @@ class LintedKernels(Kernels):
             scales = {each.get_scale() for each in list(SCALERS)}
             factors = [each for each in tensors_in(args[1:2]) if not each.dim() and may_read()]
             self._scaled |= {task for each in factors if each.item() in scales}
-        averages = {n: args[n] for n in traits.statistics if n < len(args)}
-        low_averages = {
-            n: e for n, e in averages.items() if e is not None and e.dtype in LOW_DTYPES
-        }
-        if low_averages and may_read() and all(map(is_readable, low_averages.values())):
-            olds = {n: each.clone() for n, each in low_averages.items()}
+        places = [n for n in traits.statistics if getattr(args[n], "dtype", None) in LOW_DTYPES]
+        if places and may_read() and all(is_readable(args[n]) for n in places):
+            olds = {n: args[n].clone() for n in places}
             result = call_in(self, func, args, kwargs)
             self._check_averages(func, args, kwargs, olds)
             return result
@@ -289,13 +288,7 @@ class LintedKernels(Kernels):
                 self._check(func, own, kwargs, results[number], before[number] if before else None)
         return result
 
-    def _report(
-        self,
-        code: str,
-        func: Any,
-        found: tuple[str, float, float | None] | None,
-        remedy: str = _KEEP,
-    ) -> bool:
+    def _report(self, code: str, func: Any, found: _Found | None, remedy: str = _KEEP) -> bool:
         if found is not None:
             name, module = _traits(func).name.strip("_"), spot()[1]
             self._add([Finding(code, name, module, user_location(), *found, remedy)])
@@ -408,10 +401,8 @@ class LintedKernels(Kernels):
             return
         sizes = gradient[gradient != 0].abs()
         if (share := (sizes < torch.finfo(torch.float16).tiny).double().mean().item()) > LEAST:
-            evidence = (
-                f"{share:.0%} of the gradients are subnormal in fp16, without the loss scaler"
-            )
-            self._report("HP110", func, (evidence, share, None), "scale this loss, too")
+            evidence = f"{share:.0%} of the gradients are subnormal in fp16: the scaler has not scaled this loss"
+            self._report("HP110", func, (evidence, share, None), "scale it, too")
 
     @unseen
     def _check_averages(self, func: Any, args: Any, kwargs: Any, olds: dict[int, Tensor]) -> None:
@@ -533,10 +524,9 @@ class LintedKernels(Kernels):
         if terms:
             self._sums[result] = _Sum(now.detach().clone(), exact, wide, terms, place, task)
         is_scaled = not adds and total[1] is result  # as by a decay
-        if is_scaled or len(tensors_in(args)) > 1:
-            stalled = (before, step, now), 0 if is_scaled else terms, total[1]
-            if self._report_stalled(func, *stalled):
-                return True
+        stalled = (before, step, now), terms * adds, total[1]
+        if (is_scaled or len(tensors_in(args)) > 1) and self._report_stalled(func, *stalled):
+            return True
         return adds and terms >= _FEWEST_TERMS and self._report_sum(func, terms, now, exact, wide)
 
     def _report_stalled(

@@ -120,7 +120,7 @@ def _lost_before(
 
     # A sum whose terms are equal after rounding shows the error of all calls before it.
     is_whole = where is not None and where.double().mean().item() > 0.5
-    is_low = any(map(trace.makers, lows))
+    is_low = where is None or any(map(trace.makers, lows))
     ways = [("exact", "kept")] + ([("deep", "wide")] if is_whole else [])
     for reference, remedy in ways if is_low else [("double", "double")]:
         exact, right = results(reference)
@@ -128,8 +128,8 @@ def _lost_before(
         if error <= (LEAST if is_low else _LEAST_LOST):
             continue
         if where is not None and not (is_low and error > _LEAST_CANCELLED):
-            # what a rounding of the inputs would do is theirs, as near the end of a training
-            moved = None if reference == "deep" else _error(results(f"{reference} moved")[1], right)
+            # roundings of the inputs have that effect near the end of a training
+            moved = _error(results(f"{reference} moved")[1], right) if is_whole else None
             if moved is None or error <= TIMES * moved:
                 continue
         # else it was lost before
@@ -153,11 +153,7 @@ def _lost_before(
 
 
 def _rounded_in(trace: Trace, lows: list[Tensor]) -> str:
-    makers = [
-        maker
-        for each in lows
-        for maker in trace.makers(each) or [*filter(None, [trace.producer(each)])]
-    ]
+    makers = [maker for each in lows for maker in trace.makers(each) or trace.back(each, bool, 1)]
     places = dict.fromkeys(f"{each.call.op} ({located(each.call.location)})" for each in makers)
     return f"rounded in {', '.join(places)}"
 
@@ -178,9 +174,9 @@ def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
 def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP103: a difference of rounded values, many bits smaller than they are."""
     where = seen.cancels()
-    if seen.call.op in DIFFERENCES and (where is not None or trace.follows_undone(seen)):
-        if trace.undoes(seen):  # as compensated sums do, to learn what they lost
-            return
+    is_undoing = any(made and made.undone for made in map(trace.producer, seen.inputs))
+    if (where is not None or is_undoing) and trace.undoes(seen):  # as compensated sums do
+        return
     if where is None:
         return
     lows, bits = [each for each in seen.inputs if trace.makers(each)], 3
@@ -243,7 +239,7 @@ def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
     if seen.call.op in CONVERTING and dtypes and dtypes[0] in LOW_DTYPES:
         trace.note_cast(seen.inputs[0])
     if seen.low is None and dtypes == [torch.float32] and kind(seen.call.op)[0] in PRODUCTS:
-        trace.note_products(seen.inputs)
+        trace.note_product(seen)
     if seen.call.op in CONVERTING or dtypes != [torch.float32]:
         return
     (output,) = seen.outputs

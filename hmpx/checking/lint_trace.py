@@ -224,14 +224,9 @@ def first_rows(tensor: Tensor) -> Tensor:
 class Trace:
     """The last calls."""
 
-    def __init__(self, intended: set[tuple[str, str]], kept: set[tuple[str, str]]) -> None:
-        """Starts empty.
-
-        Args:
-            intended: Gets codes and lines of findings that later calls show to be intended,
-            kept: and those of findings that they show not to be.
-        """
-        self._intended, self._kept = intended, kept
+    def __init__(self, intended: set[tuple[str, str]]) -> None:
+        """Starts empty; ``intended`` gets codes and lines of findings that later calls show to be intended, or not."""
+        self._intended = intended
         self._calls: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
         # The parts of a join may be many.
         self._copies: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
@@ -313,15 +308,19 @@ class Trace:
             seen.known[way] = self._rerun(seen, way, most)
         return _seen_through(tensor, result, seen.outputs, seen.known[way])
 
-    def follows_undone(self, seen: LintedCall) -> bool:
-        """Whether a term is a difference that took a term away from a sum."""
-        return any(made is not None and made.undone for made in map(self.producer, seen.inputs))
-
     def is_update(self, seen: LintedCall) -> bool:
         """Whether a term was made from the other, as a step of an iteration is."""
-        calls = [call for of in seen.inputs for call in self.back(of, lambda _: True, _MOST_DOUBLE)]
+        calls = [call for of in seen.inputs for call in self.back(of, bool, _MOST_DOUBLE)]
         made_from = {memory(of) for call in calls for of in call.inputs}
         return any(memory(each) in made_from for each in seen.inputs)
+
+    def _takes_rest(self, seen: LintedCall, of: LintedCall) -> bool:
+        pairs = [(n, one, other) for n, one in enumerate(of.inputs) for other in seen.inputs]
+        taken = {n for n, one, other in pairs if _is_same(one, other)}
+        of.taken |= taken
+        of.undone |= {seen.call.location} if taken else set()
+        seen.undone |= {of.call.location} if taken else set()
+        return len(taken) > 0 and len(of.taken) > 1
 
     def undoes(self, seen: LintedCall) -> bool:
         """Whether differences take both terms away from the sum of these, to learn what was lost."""
@@ -331,23 +330,12 @@ class Trace:
             for each in self.back(of, lambda before: before.call.op in DIFFERENCES, _MOST_UNDONE)
             if each.call.op in DIFFERENCES
         ]
-        whole = False
-        for of in dict.fromkeys(sums):
-            pairs = itertools.product(enumerate(of.inputs), seen.inputs)
-            taken = {
-                n
-                for (n, one), other in pairs
-                if one.dtype is other.dtype and one.device == other.device and one.equal(other)
-            }
-            if taken:
-                of.taken |= taken
-                of.undone.add(seen.call.location)
-                seen.undone.add(of.call.location)
-            if taken and len(of.taken) > 1:
-                whole = True
-                self._intended.update(("HP103", each) for each in of.undone)
-                self._intended.update((code, of.call.location) for code in ("HP104", "HP107"))
-        return whole
+        whole = [of for of in dict.fromkeys(sums) if self._takes_rest(seen, of)]
+        self._intended.update(("HP103", each) for of in whole for each in of.undone)
+        self._intended.update(
+            (code, of.call.location) for of in whole for code in ("HP104", "HP107")
+        )
+        return bool(whole)
 
     def updates(self, source: Tensor, target: Tensor, location: str) -> bool:
         """Whether ``source`` was computed from the values of ``target``, without random numbers or masters."""
@@ -360,16 +348,16 @@ class Trace:
 
     def note_cast(self, tensor: Tensor) -> None:
         """Notes that the fp32 values of ``tensor`` are cast to a low type: their promotion was intended."""
-        self._intended.update(self._promotions(tensor))
+        self._intended.update(("HP105", each) for each in self._promotions(tensor))
 
-    def note_products(self, tensors: list[Tensor]) -> None:
-        """Notes that products are computed in fp32, of values whose promotion no cast has undone."""
-        self._kept.update(*map(self._promotions, tensors))
+    def note_product(self, seen: LintedCall) -> None:
+        """Notes that a product is computed in fp32, of values whose promotion no cast has undone."""
+        found = [each for of in seen.inputs for each in self._promotions(of)]
+        self._intended.update(("not HP105", each) for each in found)
 
-    def _promotions(self, tensor: Tensor) -> set[tuple[str, str]]:
+    def _promotions(self, tensor: Tensor) -> list[str]:
         calls = self.back(tensor, lambda each: each.low is None and each.passes_on)
-        wide = [each for each in calls if each.low is None and each.passes_on]
-        return {("HP105", each.call.location) for each in wide}
+        return [each.call.location for each in calls if each.low is None and each.passes_on]
 
     def note_use(self, made: LintedCall, seen: LintedCall) -> None:
         """Notes that the upcast values of a conversion are used in fp32, or beside those before a rounding."""
@@ -384,7 +372,7 @@ class Trace:
             if not each.outputs or each.outputs[0].dtype is not tensor.dtype:
                 return None
             if each.call.op in CONVERTING and each.inputs[0].dtype is torch.float32:
-                return each if each in self.back(tensor, lambda _: True) else None
+                return each if each in self.back(tensor, bool) else None
             if not (each.moves or is_view(each.call.op)):
                 return None
         return None
@@ -431,6 +419,10 @@ class Trace:
             return value.to(torch.float32 if way == "wide" else torch.float64)
 
         return seen.run(given)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and one.device == other.device and one.equal(other)
 
 
 def _moved(tensor: Tensor) -> Tensor:

@@ -57,8 +57,8 @@ class Lint(Written):
         self.about: Mapping[str, str] = {}
         self._every, self._select = every, select
         self._found: dict[tuple[str, ...], Finding] = {}
-        self._intended, self._kept = set[tuple[str, str]](), set[tuple[str, str]]()
-        self._origins, self._trace = Origins(), Trace(self._intended, self._kept)
+        self._intended = set[tuple[str, str]]()
+        self._origins, self._trace = Origins(), Trace(self._intended)
         self._models: dict[int, nn.Module] = {}
         self._owned = set[int]()  # ids of the models' tensors
         self._lines: dict[int, str] = {}  # that called modules
@@ -79,11 +79,16 @@ class Lint(Written):
         found = [
             each
             for each in self._found.values()
-            if not is_ignored(each)
-            and not (self._intended - self._kept)
-            & {(each.code, each.location), (each.code, f"{each.op} {each.location}")}
+            if not (is_ignored(each) or self._is_intended(each))
         ]
         return tuple(sorted(found, key=lambda each: (each.code, -each.effect)))
+
+    def _is_intended(self, found: Finding) -> bool:
+        keys = {(found.code, found.location), (found.code, f"{found.op} {found.location}")}
+        return (
+            bool(keys & self._intended)
+            and (f"not {found.code}", found.location) not in self._intended
+        )
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.findings)
@@ -135,7 +140,7 @@ class Lint(Written):
         for key, model in self._models.items():
             self._check_made(named_tensors(model))
             self._add(mixed_modules(model, self._products.get(key, {}), self._lines))
-        self._trace, self._origins, self._before = Trace(self._intended, self._kept), Origins(), []
+        self._trace, self._origins, self._before = Trace(self._intended), Origins(), []
         self._leaves.clear()
         self._kernels.forget()
 
@@ -273,10 +278,7 @@ class Lint(Written):
         if not self._step % self._every:
             self._attached.resume()
             self._kernels.resume()
-        self._trace, self._origins = (
-            Trace(self._intended, self._kept),
-            Origins(),
-        )  # which keep tensors alive
+        self._trace, self._origins = Trace(self._intended), Origins()  # which keep tensors alive
 
     @unseen
     def _check_scaling(self) -> None:
