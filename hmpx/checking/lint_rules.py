@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -299,13 +300,23 @@ def _round_trip(seen: LintedCall, trace: Trace) -> Iterator[Finding]:
             evidence = f"{seen.call.op} rounds them to {short_name(seen.low)} again; {each.nbytes:,} bytes more"
             yield Finding("HP106", *made.place, evidence, 1.0, 0.0, "no cast: the same bits")
     if seen.call.op in CONVERTING and seen.outputs and seen.outputs[0].dtype is torch.float32:
-        made = trace.just_rounded(seen.inputs[0])
+        made, place = trace.just_rounded(seen.inputs[0]), seen.call.location
         error = made and _error(seen.inputs[:1], made.inputs[:1])
-        if made and error and made.call.location != seen.call.location:  # else it rounds on purpose
+        # In one line it rounds on purpose; a function may take or return low values.
+        lines = set() if made is None else {made.call.location, place}
+        if made and error and len(lines) > 1 and len({*map(_function, lines)}) == 1:
             seen.rounding = made
             low = short_name(seen.inputs[0].dtype)
             evidence = f"float32 values are rounded to {low}, and upcast at once at {located(seen.call.location)}"
             yield Finding("HP106", *made.place, evidence, error, 0.0, "neither cast")
+
+
+def _function(location: str) -> tuple[str, int]:
+    """Returns the file and the line where the function begins that holds a line."""
+    path, _, line = location.rpartition(":")
+    lines = linecache.getlines(path)[: int(line)] if line.isdigit() else []
+    starts = [n for n, text in enumerate(lines) if text.lstrip().startswith(("def ", "async def "))]
+    return path, max(starts, default=-1)
 
 
 @functools.cache
