@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..comparing import Origins, is_readable, may_read
 from ..errors import raised_here
 from ..observers import Kernels, OpCall, user_location
+from ..patches import SCALERS
 from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, tensors_in
 from ..torch_internals import call_in, current_graph_task, dispatch_modes, unseen
 from ..torch_state import spot
@@ -57,7 +58,18 @@ _ADDING: Final = frozenset({"accumulate", "add", "backward", "bag"})
 _WINDOWS: Final = ({"size", "step"}, {"kernel_size", "stride"})
 _SHARING: Final = frozenset({"backward", "col2im"})
 
+#: Names of running averages, which most norms write to without saying so.
+_AVERAGES: Final = frozenset(
+    each.name
+    for each in torch.ops.aten._native_batch_norm_legit.default._schema.arguments
+    if each.alias_info is not None and each.alias_info.is_write
+)
+
 _KEEP: Final = "keep them in float32"
+
+
+#: The evidence, the effect, and that of the remedy, if it was tried.
+_Found = tuple[str, float, float | None]
 
 
 def rounded_integers(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
@@ -127,6 +139,7 @@ class _KernelTraits(NamedTuple):
     adds: bool = False  # perhaps
     scatters: bool = False  # perhaps many terms to one element
     is_noted: bool = False  # as a call is: values come from it
+    statistics: tuple[int, ...] = ()  # places of running averages that it writes to
 
 
 @functools.cache
@@ -143,7 +156,8 @@ def _traits(func: Any) -> _KernelTraits:
     is_noted = is_random or name in COPIES
     is_named = scatters or is_noted or name in _RANGES | _CASTS | _COUNTS | _SCALES
     is_checked = writes or (is_named and not written)  # to run it again would write to an `out=`
-    return _KernelTraits(name, writes, is_random, is_checked, adds, scatters, is_noted)
+    averages = tuple(n for n, each in enumerate(schema.arguments) if each.name in _AVERAGES)
+    return _KernelTraits(name, writes, is_random, is_checked, adds, scatters, is_noted, averages)
 
 
 def scatters_terms(func: Any) -> bool:
@@ -153,15 +167,16 @@ def scatters_terms(func: Any) -> bool:
     return is_of_windows or (bool(names & _PLACES) and bool(names & _WAYS or _ADDING & {*words}))
 
 
-def _computed(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor:
-    """Returns the result of a kernel, or the values that it wrote, in another dtype."""
+def _computed(func: Any, args: Any, kwargs: Any, dtype: torch.dtype, at: int = -1) -> Tensor:
+    """Returns the result of a kernel, or the values that it wrote, perhaps ``at`` a place, in another dtype."""
 
     def given(each: Tensor) -> Tensor:
         return each.detach().to(dtype, copy=True) if each.is_floating_point() else each
 
     copies = map_tensors(tuple(args), given)
     kwargs = {**kwargs, "dtype": dtype} if kwargs.get("dtype") else kwargs
-    return tensors_in([func(*copies, **kwargs), copies[0]])[0]
+    results = tensors_in([func(*copies, **kwargs), copies[0]])
+    return results[0] if at < 0 else tensors_in([copies[at]])[0]
 
 
 class _Sum(NamedTuple):
@@ -206,6 +221,7 @@ class LintedKernels(Kernels):
         self._undone: dict[int, Tensor] = {}  # what was subtracted from these, or these from it
         self._stuck: dict[int, str] = {}  # memory -> line of an update
         self._adding = set[Any]()  # kernels known to add a term to what they write to
+        self._scaled = set[int]()  # backwards of scaled losses
         self._sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> LintedKernels:
@@ -248,6 +264,16 @@ class LintedKernels(Kernels):
             self.stepped_on.update(map(memory, written))
             if traits.name.strip("_") in _UNDOING:
                 self._note_undone(args)
+        if SCALERS and traits.name == "mul" and (task := current_graph_task()) >= 0:
+            scales = {each.get_scale() for each in list(SCALERS)}
+            factors = [each for each in tensors_in(args[1:2]) if not each.dim() and may_read()]
+            self._scaled |= {task for each in factors if each.item() in scales}
+        places = [n for n in traits.statistics if getattr(args[n], "dtype", None) in LOW_DTYPES]
+        if places and may_read() and all(is_readable(args[n]) for n in places):
+            olds = {n: args[n].clone() for n in places}
+            result = call_in(self, func, args, kwargs)
+            self._check_averages(func, args, kwargs, olds)
+            return result
         if not traits.is_checked or (traits.writes and not may_read()):
             return call_in(self, func, args, kwargs)
         before = self._before(args) if traits.writes else []
@@ -262,9 +288,7 @@ class LintedKernels(Kernels):
                 self._check(func, own, kwargs, results[number], before[number] if before else None)
         return result
 
-    def _report(
-        self, code: str, func: Any, found: tuple[str, float, float] | None, remedy: str = _KEEP
-    ) -> bool:
+    def _report(self, code: str, func: Any, found: _Found | None, remedy: str = _KEEP) -> bool:
         if found is not None:
             name, module = _traits(func).name.strip("_"), spot()[1]
             self._add([Finding(code, name, module, user_location(), *found, remedy)])
@@ -359,6 +383,8 @@ class LintedKernels(Kernels):
                 self._check_copied(func, source, result, before)
             elif not source.is_floating_point() and result.dim():
                 self._report("HP102", func, _rounded(source.expand(result.shape), result.dtype))
+            elif result.dtype is torch.float16 and (task := current_graph_task()) >= 0:
+                self._check_unscaled(func, source, task)
         else:
             if before is not None:
                 args = [[before] if isinstance(args[0], list) else before, *args[1:]]
@@ -368,6 +394,30 @@ class LintedKernels(Kernels):
                 ):
                     return  # a state that moves
             self._check_sum(func, args, kwargs, result, before is not None)
+
+    def _check_unscaled(self, func: Any, gradient: Tensor, task: int) -> None:
+        """HP110: a backward without the scaler that other losses have."""
+        if task in self._scaled or not any(each.is_enabled() for each in list(SCALERS)):
+            return
+        sizes = gradient[gradient != 0].abs()
+        if (share := (sizes < torch.finfo(torch.float16).tiny).double().mean().item()) > LEAST:
+            evidence = f"{share:.0%} of the gradients are subnormal in fp16: the scaler has not scaled this loss"
+            self._report("HP110", func, (evidence, share, None), "scale it, too")
+
+    @unseen
+    def _check_averages(self, func: Any, args: Any, kwargs: Any, olds: dict[int, Tensor]) -> None:
+        """HP104: running averages whose roundings add up."""
+        for at, old in olds.items():
+            new, known = args[at].detach(), self._sums.get(args[at])
+            if known is None or not torch.equal(known.rounded, old):
+                known = _Sum(old, old.double(), old.float())
+            exact, wide = (
+                _computed(func, [*args[:at], start, *args[at + 1 :]], kwargs, start.dtype, at)
+                for start in (known.exact, known.wide)
+            )
+            self._sums[args[at]] = _Sum(new.clone(), exact, wide, known.terms + 1)
+            if self._report_sum(func, known.terms + 1, new, exact, wide):
+                return
 
     def _check_scattered(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> bool:
         """HP104: whether a low type lost terms that one call adds to few elements."""
@@ -473,13 +523,11 @@ class LintedKernels(Kernels):
         terms = known.terms + (adds and (task < 0 or task != known.task))  # `.grad`, not a fan-out
         if terms:
             self._sums[result] = _Sum(now.detach().clone(), exact, wide, terms, place, task)
-        if not adds:
-            return False
-        if len(tensors_in(args)) > 1 and self._report_stalled(
-            func, (before, step, now), terms, total[1]
-        ):
+        is_scaled = not adds and total[1] is result  # as by a decay
+        stalled = (before, step, now), terms * adds, total[1]
+        if (is_scaled or len(tensors_in(args)) > 1) and self._report_stalled(func, *stalled):
             return True
-        return terms >= _FEWEST_TERMS and self._report_sum(func, terms, now, exact, wide)
+        return adds and terms >= _FEWEST_TERMS and self._report_sum(func, terms, now, exact, wide)
 
     def _report_stalled(
         self, func: Any, values: tuple[Tensor, Tensor, Tensor], terms: int, total: Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -13,18 +14,23 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import ops
 from ..comparing import Origins, is_readable
+from ..ops import kind
 from ..places import located
 from ..tensors import LOW_DTYPES, short_name
 from ..torch_state import named_modules
 from .findings import LEAST, MOST, TIMES, Finding
 from .lint_kernels import rounded_integers, whole_numbers
-from .lint_trace import CONVERTING, DIFFERENCES, SAMPLE, LintedCall, Trace, first_rows
+from .lint_trace import CONVERTING, DIFFERENCES, PRODUCTS, SAMPLE, LintedCall, Trace, first_rows
 
 #: A call must make the error of its inputs that much larger.
 _GROWS: Final = 2.5
 
 #: Differences near zero, as of a loss that is nearly learnt, must have lost so much.
 _LEAST_CANCELLED: Final = 0.06
+
+#: Differences in fp32 must be that many bits smaller than their terms, and keep less than two bits.
+_FP32_BITS: Final = 12
+_LEAST_LOST: Final = 0.25
 
 #: Numbers beyond this are masks.
 _MASK: Final = 1e30
@@ -115,11 +121,18 @@ def _lost_before(
 
     # A sum whose terms are equal after rounding shows the error of all calls before it.
     is_whole = where is not None and where.double().mean().item() > 0.5
-    for reference, remedy in [("exact", "kept")] + ([("deep", "wide")] if is_whole else []):
+    is_low = where is None or any(map(trace.makers, lows))
+    ways = [("exact", "kept")] + ([("deep", "wide")] if is_whole else [])
+    for reference, remedy in ways if is_low else [("double", "double")]:
         exact, right = results(reference)
         error = _error(results("given")[1], right) or 0.0
-        if error <= (LEAST if where is None else _LEAST_CANCELLED):
+        if error <= (LEAST if is_low else _LEAST_LOST):
             continue
+        if where is not None and not (is_low and error > _LEAST_CANCELLED):
+            # roundings of the inputs have that effect near the end of a training
+            moved = _error(results(f"{reference} moved")[1], right) if is_whole else None
+            if moved is None or error <= TIMES * moved:
+                continue
         # else it was lost before
         is_grown = where is not None or error > _GROWS * (_error(lows, exact) or 0.0)
         remedied = _error(results(remedy)[1], right)
@@ -130,6 +143,8 @@ def _lost_before(
                 left = _error(results(remedy, fewer)[1], right) if fewer else None
                 if left is not None and left <= max(2 * remedied, LEAST / TIMES):
                     needed, remedied = fewer, left
+            if not is_low:
+                return error, remedied, "compute them in float64, or use a function such as expm1"
             makers = [maker for each in needed for maker in trace.makers(each)]
             is_kept = remedy == "kept"
             lines = dict.fromkeys(each.kept_line if is_kept else each.line() for each in makers)
@@ -139,7 +154,7 @@ def _lost_before(
 
 
 def _rounded_in(trace: Trace, lows: list[Tensor]) -> str:
-    makers = [maker for each in lows for maker in trace.makers(each)]
+    makers = [maker for each in lows for maker in trace.makers(each) or trace.back(each, bool, 1)]
     places = dict.fromkeys(f"{each.call.op} ({located(each.call.location)})" for each in makers)
     return f"rounded in {', '.join(places)}"
 
@@ -159,18 +174,25 @@ def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
 
 def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP103: a difference of rounded values, many bits smaller than they are."""
-    if (where := seen.cancels) is None:
+    where = seen.cancels()
+    is_undoing = any(made and made.undone for made in map(trace.producer, seen.inputs))
+    if (where is not None or is_undoing) and trace.undoes(seen):  # as compensated sums do
         return
-    lows = [each for each in seen.inputs if trace.makers(each)]
-    if not lows or trace.undoes(seen):  # as compensated sums do, to learn what they lost
+    if where is None:
+        return
+    lows, bits = [each for each in seen.inputs if trace.makers(each)], 3
+    if not lows and seen.outputs[0].dtype is torch.float32:
+        lows, bits = [each for each in seen.inputs if trace.producer(each)], _FP32_BITS
+        where = None if trace.is_update(seen) else seen.cancels(bits)
+    if not lows or where is None or (bits > 3 and where.double().mean().item() <= 0.5):
         return
     if (found := _lost_before(seen, trace, lows, where)) is None:
         return
     count, size = where.sum().item(), where.numel()
     share = "" if 2 * count > size else f" in {count:,} of {size:,} values"
     is_zero = not first_rows(seen.outputs[0])[where].any()
-    bits = "zero, unlike" if is_zero else "over 3 bits smaller than"
-    evidence = f"the result is {bits} its inputs{share}, {_rounded_in(trace, lows)}"
+    how = "zero, unlike" if is_zero else f"over {bits} bits smaller than"
+    evidence = f"the result is {how} its inputs{share}, {_rounded_in(trace, lows)}"
     yield Finding("HP103", *seen.place, evidence, *found)
 
 
@@ -217,6 +239,8 @@ def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
     dtypes = [each.dtype for each in seen.outputs]
     if seen.call.op in CONVERTING and dtypes and dtypes[0] in LOW_DTYPES:
         trace.note_cast(seen.inputs[0])
+    if seen.low is None and dtypes == [torch.float32] and kind(seen.call.op)[0] in PRODUCTS:
+        trace.note_product(seen)
     if seen.call.op in CONVERTING or dtypes != [torch.float32]:
         return
     (output,) = seen.outputs
@@ -242,6 +266,7 @@ def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
 
 def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP106: fp32 ops whose inputs and result are rounded, and that give the low ops' bits."""
+    yield from _round_trip(seen, trace)
     low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), None)
     if seen.call.op not in CONVERTING or low is None or seen.inputs[0].dtype is not torch.float32:
         return
@@ -261,6 +286,37 @@ def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator
         lines = ", ".join(dict.fromkeys(made.line() for made in calls))
         remedy = f"{lines} in no fp32 list: the same bits"
         yield Finding("HP106", *calls[0].place, evidence, 1.0, 0.0, remedy)
+
+
+def _round_trip(seen: LintedCall, trace: Trace) -> Iterator[Finding]:
+    """HP106: values that are upcast only to be rounded again, or rounded only to be upcast."""
+    for each in seen.inputs if not seen.moves else ():
+        made = trace.producer(each)
+        if each.dtype is not torch.float32 or made is None or made.call.op not in CONVERTING:
+            continue
+        if seen.low is None or made.inputs[0].dtype is not seen.low:
+            trace.note_use(made, seen)
+        else:
+            evidence = f"{seen.call.op} rounds them to {short_name(seen.low)} again; {each.nbytes:,} bytes more"
+            yield Finding("HP106", *made.place, evidence, 1.0, 0.0, "no cast: the same bits")
+    if seen.call.op in CONVERTING and seen.outputs and seen.outputs[0].dtype is torch.float32:
+        made, place = trace.just_rounded(seen.inputs[0]), seen.call.location
+        error = made and _error(seen.inputs[:1], made.inputs[:1])
+        # In one line it rounds on purpose; a function may take or return low values.
+        lines = set() if made is None else {made.call.location, place}
+        if made and error and len(lines) > 1 and len({*map(_function, lines)}) == 1:
+            seen.rounding = made
+            low = short_name(seen.inputs[0].dtype)
+            evidence = f"float32 values are rounded to {low}, and upcast at once at {located(seen.call.location)}"
+            yield Finding("HP106", *made.place, evidence, error, 0.0, "neither cast")
+
+
+def _function(location: str) -> tuple[str, int]:
+    """Returns the file and the line where the function begins that holds a line."""
+    path, _, line = location.rpartition(":")
+    lines = linecache.getlines(path)[: int(line)] if line.isdigit() else []
+    starts = [n for n, text in enumerate(lines) if text.lstrip().startswith(("def ", "async def "))]
+    return path, max(starts, default=-1)
 
 
 @functools.cache
@@ -359,6 +415,7 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
     """HP109: infinite results, results close to it, and those below the normal numbers that cost accuracy."""
     result = next((each for each in seen.outputs if each.dtype in LOW_DTYPES), None)
     if result is None or not result.numel():
+        yield from _vanished(seen, trace)
         return
     limits, name = torch.finfo(result.dtype), short_name(result.dtype)
     remedy = "no cast" if seen.moves else f"{seen.line()} in the fp32 list"
@@ -394,6 +451,23 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
         elif share > 0.01 and found is not None and not (lost and _is_mask(values)):
             evidence = f"{share:.0%} of the values are subnormal or zero in {name}"
             yield Finding("HP109", *seen.place, evidence, *found, f"{remedy}, or a loss scaler")
+
+
+def _vanished(seen: LintedCall, trace: Trace) -> Iterator[Finding]:
+    """HP109: a comparison with zero of values that a low dtype has made zero."""
+    is_compared = isinstance(seen.result, Tensor) and seen.result.dtype is torch.bool
+    if not is_compared or not any(type(each) in (int, float) and each == 0 for each in seen.args):
+        return
+    for each in seen.inputs:
+        exact, kept = (trace.values(each, way) for way in ("exact", "kept"))
+        if exact is None or kept is None or not (makers := trace.makers(each)):
+            continue
+        zero, remedied = (
+            ((of == 0) & (exact != 0)).double().mean().item() for of in (each, kept.float())
+        )
+        if zero > max(LEAST, TIMES * remedied):
+            evidence = f"{zero:.0%} of the values are zero in {short_name(makers[0].outputs[0].dtype)}, as {seen.call.op} finds at {located(seen.call.location)}"
+            yield Finding("HP109", *makers[0].place, evidence, zero, remedied, makers[0].kept_line)
 
 
 def _is_mask(values: Tensor) -> bool:

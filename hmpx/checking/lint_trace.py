@@ -17,7 +17,7 @@ from ..comparing import Origins, is_readable
 from ..errors import raised_here
 from ..forks import CachedProperty
 from ..observers import OpCall
-from ..ops import draws, facts, kind
+from ..ops import draws, facts, is_view, kind
 from ..places import located
 from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, version_of
 from ..torch_internals import DisableAutocast, is_any_autocast_enabled
@@ -27,6 +27,9 @@ CONVERTING: Final = frozenset(facts("converting"))
 
 #: Ops that add or subtract.
 DIFFERENCES: Final = frozenset({"add", "sub", "rsub", "isub", "iadd", "radd"})
+
+#: Kinds of ops that take most of the time.
+PRODUCTS: Final = frozenset({"gemm", "convolution", "attention", "rnn"})
 
 #: Values read where reading all would be slow.
 SAMPLE: Final = 1 << 16
@@ -47,8 +50,9 @@ _MOST_MADE: Final = 16 * _MOST_CALLS
 #: Sums between a sum and the difference that shows its rounding: ``c = (t - s) - y``.
 _MOST_UNDONE: Final = 2
 
-#: Calls between the rounding of a value and its use.
+#: Calls between the rounding of a value and its use, and those that are computed again in float64.
 _MOST_STEPS: Final = 12
+_MOST_DOUBLE: Final = 4
 
 
 @dataclass(eq=False)
@@ -62,6 +66,9 @@ class LintedCall:
         kwargs: those given by name.
         result: Its result.
         written: ``id`` of an input that it wrote to -> the values before.
+        taken: Numbers of the terms of a sum that later differences took away from it.
+        undone: Lines of these differences; of a difference, the line of the sum.
+        rounding: The conversion to a low type that it undoes.
     """
 
     call: OpCall
@@ -71,6 +78,9 @@ class LintedCall:
     result: Any
     written: Mapping[int, Tensor] = field(default_factory=dict)
     is_reported: bool = False
+    taken: set[int] = field(init=False, default_factory=set)
+    undone: set[str] = field(init=False, default_factory=set)
+    rounding: LintedCall | None = field(init=False, default=None)
     outputs: list[Tensor] = field(init=False)
     known: dict[str, list[Tensor] | None] = field(init=False, default_factory=dict)
     versions: list[int] = field(init=False)
@@ -116,11 +126,10 @@ class LintedCall:
         """Whether it is a conversion or a copy."""
         return self.call.op in CONVERTING or self.call.op in COPIES
 
-    @CachedProperty
-    def cancels(self) -> Tensor | None:
-        """Where the first rows of a sum or difference are at least 3 bits smaller than both terms.
+    def cancels(self, least_bits: int = 3) -> Tensor | None:
+        """Returns where the first rows of a sum or difference are so many bits smaller than both terms.
 
-        None if that's as rare as among random terms, of which one in eight is at least 6 bits smaller.
+        None if that's as rare as among random terms, of which one in eight is at least 3 bits smaller still.
         """
         if self.call.op not in DIFFERENCES or len(self.args) < 2 or not self.outputs:
             return None
@@ -129,7 +138,8 @@ class LintedCall:
         sizes = [first_rows(each.detach().expand(result.shape)).abs() for each in terms]
         found, least = first_rows(result).abs(), torch.minimum(*sizes)
         is_term = (least > 0) & least.isfinite()
-        few, many = (is_term & (found * 2**bits <= least) for bits in (3, 6))
+        bits = least_bits, least_bits + 3
+        few, many = (is_term & (found * 2.0**each <= least) for each in bits)
         terms_, some, most = (each.sum().item() for each in (is_term, few, many))
         is_usual = some <= terms_ / 2 and (most < _FEW or most <= some / 3)
         return None if is_usual else few
@@ -215,7 +225,7 @@ class Trace:
     """The last calls."""
 
     def __init__(self, intended: set[tuple[str, str]]) -> None:
-        """Starts empty; ``intended`` gets codes and lines of findings that later calls show to be intended."""
+        """Starts empty; ``intended`` gets codes and lines of findings that later calls show to be intended, or not."""
         self._intended = intended
         self._calls: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
         # The parts of a join may be many.
@@ -284,9 +294,12 @@ class Trace:
         Args:
             tensor: A result of a kept call, or a view of one.
             way: ``"exact"``: in float64; ``"kept"``: so, from inputs rounded to the dtype that they computed in;
-                ``"deep"`` and ``"wide"``: in float64 and float32, as all calls before them.
+                ``"deep"`` and ``"wide"``: in float64 and float32, as all calls before them; ``"double"``: in
+                float64, with calls of all kinds before them; ``"exact moved"`` and ``"double moved"``: so, from
+                inputs that differ by a rounding.
             most: Number of calls to go back.
         """
+        most = min(most, _MOST_DOUBLE) if way.startswith("double") else most
         found = self._found(tensor)
         if found is None or not most:
             return None
@@ -295,22 +308,34 @@ class Trace:
             seen.known[way] = self._rerun(seen, way, most)
         return _seen_through(tensor, result, seen.outputs, seen.known[way])
 
+    def is_update(self, seen: LintedCall) -> bool:
+        """Whether a term was made from the other, as a step of an iteration is."""
+        calls = [call for of in seen.inputs for call in self.back(of, bool, _MOST_DOUBLE)]
+        made_from = {memory(of) for call in calls for of in call.inputs}
+        return any(memory(each) in made_from for each in seen.inputs)
+
+    def _takes_rest(self, seen: LintedCall, of: LintedCall) -> bool:
+        pairs = [(n, one, other) for n, one in enumerate(of.inputs) for other in seen.inputs]
+        taken = {n for n, one, other in pairs if _is_same(one, other)}
+        of.taken |= taken
+        of.undone |= {seen.call.location} if taken else set()
+        seen.undone |= {of.call.location} if taken else set()
+        return len(taken) > 0 and len(of.taken) > 1
+
     def undoes(self, seen: LintedCall) -> bool:
-        """Whether a difference takes a term away from the sum that it was added to, to learn what was lost."""
+        """Whether differences take both terms away from the sum of these, to learn what was lost."""
         sums = [
             each
             for of in seen.inputs
             for each in self.back(of, lambda before: before.call.op in DIFFERENCES, _MOST_UNDONE)
             if each.call.op in DIFFERENCES
         ]
-        pairs = [(of, each) for of in sums for each in itertools.product(of.inputs, seen.inputs)]
-        found = {
-            of.call.location
-            for of, (one, other) in pairs
-            if one.dtype is other.dtype and one.device == other.device and torch.equal(one, other)
-        }
-        self._intended.update(itertools.product(("HP104", "HP107"), found))
-        return bool(found)
+        whole = [of for of in dict.fromkeys(sums) if self._takes_rest(seen, of)]
+        self._intended.update(("HP103", each) for of in whole for each in of.undone)
+        self._intended.update(
+            (code, of.call.location) for of in whole for code in ("HP104", "HP107")
+        )
+        return bool(whole)
 
     def updates(self, source: Tensor, target: Tensor, location: str) -> bool:
         """Whether ``source`` was computed from the values of ``target``, without random numbers or masters."""
@@ -323,9 +348,34 @@ class Trace:
 
     def note_cast(self, tensor: Tensor) -> None:
         """Notes that the fp32 values of ``tensor`` are cast to a low type: their promotion was intended."""
+        self._intended.update(("HP105", each) for each in self._promotions(tensor))
+
+    def note_product(self, seen: LintedCall) -> None:
+        """Notes that a product is computed in fp32, of values whose promotion no cast has undone."""
+        found = [each for of in seen.inputs for each in self._promotions(of)]
+        self._intended.update(("not HP105", each) for each in found)
+
+    def _promotions(self, tensor: Tensor) -> list[str]:
         calls = self.back(tensor, lambda each: each.low is None and each.passes_on)
-        wide = [each for each in calls if each.low is None and each.passes_on]
-        self._intended.update(("HP105", each.call.location) for each in wide)
+        return [each.call.location for each in calls if each.low is None and each.passes_on]
+
+    def note_use(self, made: LintedCall, seen: LintedCall) -> None:
+        """Notes that the upcast values of a conversion are used in fp32, or beside those before a rounding."""
+        rounding = made.rounding
+        if rounding is None or any(each is rounding.inputs[0] for each in seen.inputs):
+            call = (rounding or made).call
+            self._intended.add(("HP106", f"{call.op} {call.location}"))
+
+    def just_rounded(self, tensor: Tensor) -> LintedCall | None:
+        """Returns the conversion of fp32 values to ``tensor``, if only views and copies came after it."""
+        for each in reversed(self._calls):
+            if not each.outputs or each.outputs[0].dtype is not tensor.dtype:
+                return None
+            if each.call.op in CONVERTING and each.inputs[0].dtype is torch.float32:
+                return each if each in self.back(tensor, bool) else None
+            if not (each.moves or is_view(each.call.op)):
+                return None
+        return None
 
     def in_low(
         self, tensor: Tensor, low: torch.dtype, origins: Origins, most: int = _MOST_STEPS
@@ -351,13 +401,13 @@ class Trace:
         return value, [*dict.fromkeys(calls)]
 
     def _rerun(self, seen: LintedCall, way: str, most: int) -> list[Tensor] | None:
-        rounds = seen.rounds
-        if not (rounds or seen.passes_on):
+        rounds, is_double = seen.rounds, way.startswith("double")
+        if not (rounds or is_double or seen.passes_on):
             return None
         before: dict[int, Tensor | None] = {}
-        if not rounds or way in ("deep", "wide"):
+        if not rounds or is_double or way in ("deep", "wide"):
             before = {id(each): self.values(each, way, most - 1) for each in seen.inputs}
-        if not rounds and all(each is None for each in before.values()):
+        if not (rounds or is_double) and all(each is None for each in before.values()):
             return None
 
         def given(each: Tensor) -> Tensor:
@@ -365,9 +415,20 @@ class Trace:
             if value is None:
                 is_rounded = rounds and way == "kept" and seen.low is not None
                 value = each.detach().to(seen.low) if is_rounded else each.detach()
+                value = _moved(value) if way.endswith("moved") else value
             return value.to(torch.float32 if way == "wide" else torch.float64)
 
         return seen.run(given)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and one.device == other.device and one.equal(other)
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """Returns the values with errors of up to half an ulp. Equal values, as of views, have equal errors."""
+    mantissas, eps = tensor.double().frexp()[0], torch.finfo(tensor.dtype).eps
+    return tensor.double() * (1 + (1e6 * mantissas).sin() * eps / 2)
 
 
 def _seen_through(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,10 @@ from ..torch_state import casts_any, named_tensors, spot, without_casts
 from .findings import RULES, Finding, findings_page, is_ignored
 from .lint_kernels import LintedKernels
 from .lint_rules import findings_of, mixed_modules
-from .lint_trace import LintedCall, Trace, memory
+from .lint_trace import PRODUCTS, LintedCall, Trace, memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-#: Kinds of ops that take most of the time.
-_PRODUCTS: Final = frozenset({"gemm", "convolution", "attention", "rnn"})
 
 
 class Lint(Written):
@@ -82,9 +79,16 @@ class Lint(Written):
         found = [
             each
             for each in self._found.values()
-            if not is_ignored(each) and (each.code, each.location) not in self._intended
+            if not (is_ignored(each) or self._is_intended(each))
         ]
         return tuple(sorted(found, key=lambda each: (each.code, -each.effect)))
+
+    def _is_intended(self, found: Finding) -> bool:
+        keys = {(found.code, found.location), (found.code, f"{found.op} {found.location}")}
+        return (
+            bool(keys & self._intended)
+            and (f"not {found.code}", found.location) not in self._intended
+        )
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.findings)
@@ -161,7 +165,7 @@ class Lint(Written):
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
         if call.phase == "forward":
-            if kind(call.op)[0] in _PRODUCTS and seen.outputs:
+            if kind(call.op)[0] in PRODUCTS and seen.outputs:
                 paths, path = self._products.setdefault(id(spot()[0]), {}), call.module
                 while path:
                     paths.setdefault(path, set()).add(seen.low or seen.outputs[0].dtype)

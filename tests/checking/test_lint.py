@@ -793,6 +793,112 @@ def test_healthy_programs_are_no_findings(program: Callable[[], object]) -> None
     assert not codes(program)
 
 
+def variance_far_from_zero(mean: float) -> None:
+    x = drawn(128, 3) + mean
+    (x * x).mean(0) - x.mean(0) * x.mean(0)
+
+
+def tiny_growth(is_wrong: bool) -> None:
+    rate = drawn(64).abs() * 2e-8
+    torch.exp(rate * 2) - 1 if is_wrong else torch.expm1(rate * 2)
+
+
+def versine(is_wrong: bool) -> None:
+    """Well conditioned, and the difference is not."""
+    x = (drawn(64).clamp(-1, 1) * 0.05 + 0.3).to(BF16)
+    1 - x.cos() if is_wrong else 2 * (x / 2).sin().square()
+
+
+def penalty(dtype: torch.dtype) -> None:
+    """One term of a sum is taken away from it, which compensates nothing."""
+    start = drawn(64).to(dtype)
+    new = start + drawn(64, seed=2).to(dtype) * 0.01
+    (new - start).square().sum()
+
+
+def decayed(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(drawn(32, 32).to(dtype))
+    with torch.no_grad():
+        weight.mul_(1 - 5e-4)
+
+
+def slow_statistics(dtype: torch.dtype) -> None:
+    norm = nn.BatchNorm1d(8, momentum=0.002).to(dtype)
+    for seed in range(12):
+        norm((drawn(16, 8, seed=seed) / 2 + 2).to(dtype))
+
+
+def second_loss(is_scaled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+    with torch.autocast("cpu", FP16):
+        losses = [each(drawn(4, 16)).float().square().mean() for each in (first, second)]
+    scaler.scale(losses[0]).backward()
+    loss = losses[1] * 1e-4
+    (scaler.scale(loss) if is_scaled else loss).backward()
+
+
+def promoted_to_products(is_cast: bool) -> None:
+    """A cast for one call undoes no promotion of the stream."""
+    x = LOW.exp() * drawn(1, 128)
+    low = x.to(BF16)
+    (low if is_cast else x) @ (low if is_cast else x).T
+
+
+def rounded_and_upcast(is_used: bool) -> None:
+    """What was lost is used."""
+    x = drawn(64, 8)
+    low = x.to(BF16)
+    high = low.view(-1).float().view(64, 8)
+    x - high if is_used else high.exp()
+
+
+def upcast_to_be_rounded(is_used: bool) -> None:
+    layer, x = nn.Linear(128, 8), LOW.exp()
+    with torch.autocast("cpu", BF16):
+        wide = x.float()
+        layer(wide)
+        wide.sqrt() if is_used else None
+
+
+def probabilities_of_survival(dtype: torch.dtype) -> None:
+    (drawn(4, 64).sigmoid().to(dtype).cumprod(1) > 0).sum(1)
+
+
+def iterated(is_wrong: bool) -> None:
+    """Near a fixed point, steps are as small as the roundings of its inputs."""
+    x = drawn(64).abs()
+    for _ in range(40):
+        x, before = x.cos(), x
+        x - before
+    if is_wrong:
+        variance_far_from_zero(20000.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "wrong", "right", "code"),
+    [
+        (variance_far_from_zero, 20000.0, 0.5, "HP103"),
+        (tiny_growth, True, False, "HP103"),
+        (versine, True, False, "HP103"),
+        (penalty, BF16, torch.float32, "HP103"),
+        (iterated, True, False, "HP103"),
+        (slow_statistics, BF16, torch.float32, "HP104"),
+        (promoted_to_products, False, True, "HP105"),
+        (rounded_and_upcast, False, True, "HP106"),
+        (upcast_to_be_rounded, False, True, "HP106"),
+        (decayed, BF16, torch.float32, "HP107"),
+        (probabilities_of_survival, FP16, torch.float32, "HP109"),
+        (second_loss, False, True, "HP110"),
+    ],
+)  # fmt: skip
+def test_losses_are_told_from_their_look_alikes(
+    program: Callable[[Any], object], wrong: object, right: object, code: str
+) -> None:
+    assert codes(lambda: program(wrong)) == [code]
+    assert not codes(lambda: program(right))
+
+
 def test_the_effect_on_a_result_that_is_almost_zero_is_bounded() -> None:
     x = drawn(4096, seed=1)
     with hmpx.lint(select=["HP101"]) as findings:
