@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from .lint_trace import PRODUCTS, LintedCall, Trace, memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+#: Steps that are checked anyway: in the first one states are zero, and copies of a model equal to it.
+_FIRST_STEPS: Final = 2
 
 
 class Lint(Written):
@@ -154,10 +157,14 @@ class Lint(Written):
             worst = found if known is None or found.effect > known.effect else known
             self._found[key] = replace(worst, calls=known.calls + 1 if known else 1)
 
+    @property
+    def _is_checked(self) -> bool:
+        return self._step < _FIRST_STEPS or self._step % self._every == 0
+
     # --- calls -----------------------------------------------------------------------------------
 
     def _check_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
-        if self._step % self._every and torch.is_grad_enabled():  # the next step
+        if not self._is_checked and torch.is_grad_enabled():  # the next step
             self._attached.pause()
             return
         inputs, _, _, result = values
@@ -196,7 +203,7 @@ class Lint(Written):
     # --- models and steps --------------------------------------------------------------------------
 
     def _note_model(self, module: nn.Module, args: Any) -> None:
-        if self._step % self._every:
+        if not self._is_checked:
             self._attached.pause()
             self._kernels.pause()
             return
@@ -218,7 +225,7 @@ class Lint(Written):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_scaling()
-        if self._step % self._every:
+        if not self._is_checked:
             self._attached.pause()
             self._kernels.pause()
         else:
@@ -275,7 +282,7 @@ class Lint(Written):
         self._check_parameters(optimizer)
         self._kernels.end_step()
         self._step += 1
-        if not self._step % self._every:
+        if self._is_checked:
             self._attached.resume()
             self._kernels.resume()
         self._trace, self._origins = Trace(self._intended), Origins()  # which keep tensors alive
@@ -349,7 +356,7 @@ def lint(*, every: int = 50, select: Iterable[str] = (), ignore: Iterable[str] =
     leaves it out. Keeps the arguments of the last 64 calls alive.
 
     Args:
-        every: Checks one optimizer step in ``every``, from the first on. A checked step is much
+        every: Checks the first two optimizer steps, then one in ``every``. A checked step is much
             slower.
         select: Codes to check; default: all.
         ignore: Codes to leave out.

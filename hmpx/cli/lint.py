@@ -33,7 +33,7 @@ Runs SCRIPT without converting torch, and measures each finding in float64.
 ---
 --select CODES  check these codes only: HP101,HP103
 --ignore CODES  leave these codes out
---every N=50  check every N-th optimizer step; default: 50
+--every N=50  check the first two optimizer steps and every N-th; default: 50
 --baseline FILE  known findings, which are not shown
 --write-baseline  write the findings to --baseline instead of showing them
 --output-format text|json|sarif|github=text  default: text
