@@ -44,7 +44,7 @@ ALLOWED = {
     "checkpoints/reading.py": {"safe_open": "of a file that is open"},
     "checkpoints/writing.py": {"safe_open": "the header alone, of a file to replace"},
     "checking/states.py": {"load_file": "of a file that is open"},
-    "checking/findings.py": {"getline": "the running program"},
+    "checking/findings.py": dict.fromkeys(("getline", "getlines"), "the running program"),
     "reports/report_page.py": {"getlines": "the cache, for what is not on the disk"},
     "tracing/tracing.py": {"open": "a trace, written as it goes"},
     "tuning/checking.py": {"open": "the output of a command", "unlink": "reports of an earlier run"},

@@ -102,6 +102,14 @@ def _file(location: str) -> str:
 _IGNORED: Final = re.compile(r"#\s*hmpx:\s*ignore(?:\[([A-Z0-9, ]+)\])?")
 
 
+def function_of(location: str) -> tuple[str, int]:
+    """Returns the file and the line where the function begins that holds a line."""
+    path, _, line = location.rpartition(":")
+    lines = linecache.getlines(path)[: int(line)] if line.isdigit() else []
+    starts = [n for n, text in enumerate(lines) if text.lstrip().startswith(("def ", "async def "))]
+    return path, max(starts, default=-1)
+
+
 def is_ignored(finding: Finding) -> bool:
     """Whether the program's line says ``# hmpx: ignore[HP103]``, or ``# hmpx: ignore`` for all codes."""
     path, _, line = finding.location.rpartition(":")

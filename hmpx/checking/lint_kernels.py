@@ -20,7 +20,7 @@ from ..errors import raised_here
 from ..observers import Kernels, OpCall, user_location
 from ..patches import SCALERS
 from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, tensors_in
-from ..torch_internals import call_in, current_graph_task, dispatch_modes, unseen
+from ..torch_internals import call_in, current_graph_task, dispatch_modes, schemas_of, unseen
 from ..torch_state import spot
 from .findings import LEAST, TIMES, Finding
 from .lint_trace import CONVERTING, COPIES, DIFFERENCES, SAMPLE, LintedCall, Trace, memory
@@ -61,8 +61,9 @@ _SHARING: Final = frozenset({"backward", "col2im"})
 #: Names of running averages, which most norms write to without saying so.
 _AVERAGES: Final = frozenset(
     each.name
-    for each in torch.ops.aten._native_batch_norm_legit.default._schema.arguments
-    if each.alias_info is not None and each.alias_info.is_write
+    for schema in schemas_of("aten::_native_batch_norm_legit")
+    for each in schema.arguments
+    if not schema.overload_name and each.alias_info is not None and each.alias_info.is_write
 )
 
 _KEEP: Final = "keep them in float32"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import linecache
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -18,7 +17,7 @@ from ..ops import kind
 from ..places import located
 from ..tensors import LOW_DTYPES, short_name
 from ..torch_state import named_modules
-from .findings import LEAST, MOST, TIMES, Finding
+from .findings import LEAST, MOST, TIMES, Finding, function_of
 from .lint_kernels import rounded_integers, whole_numbers
 from .lint_trace import CONVERTING, DIFFERENCES, PRODUCTS, SAMPLE, LintedCall, Trace, first_rows
 
@@ -304,19 +303,11 @@ def _round_trip(seen: LintedCall, trace: Trace) -> Iterator[Finding]:
         error = made and _error(seen.inputs[:1], made.inputs[:1])
         # In one line it rounds on purpose; a function may take or return low values.
         lines = set() if made is None else {made.call.location, place}
-        if made and error and len(lines) > 1 and len({*map(_function, lines)}) == 1:
+        if made and error and len(lines) > 1 and len({*map(function_of, lines)}) == 1:
             seen.rounding = made
             low = short_name(seen.inputs[0].dtype)
             evidence = f"float32 values are rounded to {low}, and upcast at once at {located(seen.call.location)}"
             yield Finding("HP106", *made.place, evidence, error, 0.0, "neither cast")
-
-
-def _function(location: str) -> tuple[str, int]:
-    """Returns the file and the line where the function begins that holds a line."""
-    path, _, line = location.rpartition(":")
-    lines = linecache.getlines(path)[: int(line)] if line.isdigit() else []
-    starts = [n for n, text in enumerate(lines) if text.lstrip().startswith(("def ", "async def "))]
-    return path, max(starts, default=-1)
 
 
 @functools.cache

@@ -101,7 +101,9 @@ def test_names_that_come_later_are_those_that_the_types_say(room: str) -> None:
     module = importlib.import_module(room)
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
-    [choice] = [node for node in tree.body if isinstance(node, ast.If)]
+    [choice] = [
+        node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+    ]
     typed = {
         (node.module or alias.name, alias.name if node.module else "")
         for node in choice.body
