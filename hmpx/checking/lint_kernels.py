@@ -20,7 +20,14 @@ from ..errors import raised_here
 from ..observers import Kernels, OpCall, user_location
 from ..patches import SCALERS
 from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, tensors_in
-from ..torch_internals import call_in, current_graph_task, dispatch_modes, schemas_of, unseen
+from ..torch_internals import (
+    call_in,
+    current_graph_task,
+    dispatch_modes,
+    in_compiled_call,
+    schemas_of,
+    unseen,
+)
 from ..torch_state import spot
 from .findings import LEAST, TIMES, Finding
 from .lint_trace import CONVERTING, COPIES, DIFFERENCES, SAMPLE, LintedCall, Trace, memory
@@ -94,7 +101,10 @@ def _rounded(
     values = whole_numbers(exact)
     if values is None or not values.numel():
         return None
-    given = values.to(low) if found is None else found.reshape(-1)[:SAMPLE]
+    given = values.to(low)
+    if found is not None:
+        is_counted = exact.detach().reshape(-1)[:SAMPLE].double().abs() < _MOST_COUNTED
+        given = found.reshape(-1)[:SAMPLE][is_counted]
     changed, remedied = (
         (each.double() != values).double().mean().item() for each in (given, values.float())
     )
@@ -180,6 +190,10 @@ def _computed(func: Any, args: Any, kwargs: Any, dtype: torch.dtype, at: int = -
     return results[0] if at < 0 else tensors_in([copies[at]])[0]
 
 
+def _may_switch() -> bool:
+    return current_graph_task() < 0 and not in_compiled_call()
+
+
 class _Sum(NamedTuple):
     """A total that terms were added to, and what it would be: in float64 and float32. Part of its values."""
 
@@ -236,15 +250,18 @@ class LintedKernels(Kernels):
         self.written.clear()
         self._sums.clear()
 
-    def pause(self) -> None:
-        """Leaves the mode, unless it is paused, belongs to another thread, or is below one of the program."""
-        if self._is_on and self._is_at(self._depth + 1):
+    def pause(self, *, at_end: bool = False) -> None:
+        """Leaves the mode, unless it is paused, belongs to another thread, or is below one of the program.
+
+        Nor in a backward or a compiled function, at whose end torch has its dispatch keys back, without the mode.
+        """
+        if self._is_on and self._is_at(self._depth + 1) and (at_end or _may_switch()):
             self._is_on = False
             self.__exit__(None, None, None)
 
     def resume(self) -> None:
         """Enters the mode again where it was."""
-        if not self._is_on and self._is_at(self._depth):
+        if not self._is_on and self._is_at(self._depth) and _may_switch():
             self.__enter__()
 
     def _is_at(self, depth: int) -> bool:

@@ -135,6 +135,8 @@ class LintedCall:
             return None
         result = self.outputs[0]
         terms = [torch.as_tensor(each, device=result.device) for each in self.args[:2]]
+        if any(each.dim() > result.dim() for each in terms):  # it has another shape now
+            return None
         sizes = [first_rows(each.detach().expand(result.shape)).abs() for each in terms]
         found, least = first_rows(result).abs(), torch.minimum(*sizes)
         is_term = (least > 0) & least.isfinite()

@@ -132,7 +132,7 @@ class Lint(Written):
             block.enter_context(register_optimizer_step_post_hook(self._after_step))
             block.enter_context(uncompiled())
             self._kernels.__enter__()
-            block.callback(self._kernels.pause)
+            block.callback(self._kernels.pause, at_end=True)
             self._block = block.pop_all()
         return self
 
@@ -207,6 +207,7 @@ class Lint(Written):
             self._attached.pause()
             self._kernels.pause()
             return
+        self._kernels.resume()
         if id(module) not in self._lines:
             self._lines[id(module)] = own_line(user_location())
         if module is spot()[0] and id(module) not in self._models and may_read():
@@ -268,7 +269,11 @@ class Lint(Written):
                 if (undone := self._kernels.undone(tensor)) is not None:  # a compensated sum
                     self._intended |= {("HP107", undone)} if undone else set()
                     continue
-                before = self._kernels.before[memory(tensor)]
+                before = self._kernels.before.get(memory(tensor))
+                if (
+                    before is None
+                ):  # it has other memory now, or another thread's step ran meanwhile
+                    continue
                 moves = (before if tensor.grad is None else tensor.grad) != 0
                 count = moves.sum().item()
                 share = ((tensor == before) & moves).sum().item() / count if count else 0.0

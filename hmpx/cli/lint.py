@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from typing import Final
 
 from .. import checking, files, reports
@@ -66,15 +67,19 @@ def _lint(options: argparse.Namespace) -> int:
     }
     checked = checking.lint(every=options.every, **codes)
     name = scripts.prepare(options)
-    failed = False
+    failed, process = False, os.getpid()
     try:
         with checked:
             scripts.execute(name, options.is_module)
     except SystemExit as end:
+        if os.getpid() != process:
+            raise  # a child that the program has forked
         failed = bool(end.code)
     except Exception as error:
         failed = True
         scripts.show_uncaught(error)
+    if os.getpid() != process:
+        return int(failed)
     found = [each for each in checked if each.key not in known]
     if options.write_baseline:
         lines = sorted({each.key for each in checked})

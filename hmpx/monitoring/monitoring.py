@@ -312,8 +312,9 @@ class Monitor:
     def _step_of(self, optimizer: Optimizer) -> None:
         if self._steps_by_hand:
             return
+        is_new = id(optimizer) not in self._optimizers
         self._optimizers.add(id(optimizer))
-        if len(self._optimizers) == 2:
+        if is_new and len(self._optimizers) == 2:
             LOGGER.warning(
                 "hmpx.monitor: each step of one of several optimizers counts as a step; call the monitor's "
                 ".step() at the end of an iteration instead"

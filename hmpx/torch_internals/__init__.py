@@ -11,6 +11,7 @@ from .compiler import (
     casts_of_aten,
     disable_inductor_caches,
     forget_traced,
+    in_compiled_call,
     is_dynamo_frame,
     is_in_subgraph,
     later_parts,

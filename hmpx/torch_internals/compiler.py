@@ -343,6 +343,16 @@ def uncompiled() -> Iterator[None]:
                         sys.meta_path.remove(_later_stance)
 
 
+def in_compiled_call() -> bool:
+    """Whether a compiled function is running in this thread, compiled or not."""
+    module, frame = sys.modules.get("torch._dynamo.eval_frame"), sys._getframe(1)
+    while module is not None and frame is not None:
+        if frame.f_code.co_filename == module.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def _set_stance(module: object) -> None:
     with _stance_lock:
         if _asking:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import linecache
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -1092,6 +1093,61 @@ def test_steps_between_the_checked_ones_are_not_looked_at() -> None:
             optimizer.step()
     (found,) = findings
     assert (found.code, found.calls) == ("HP102", 4)  # in steps 0, 1, 3 and 6
+
+
+def test_a_compiled_function_that_calls_a_module_is_run() -> None:
+    """Torch has its dispatch keys back where a compiled function ends: lint's mode may not end within one."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = torch.compile(lambda x: model(x).square().mean(), backend="eager")
+    with hmpx.lint():
+        for _ in range(5):
+            loss(torch.ones(2, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.ones(2).sum() == 2
+
+
+def test_infinite_and_moved_values_do_not_stop_a_program() -> None:
+    x = torch.tensor([0.0, 1.0, 3.0, float("inf")], dtype=FP16)
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def give_new_memory(*given: object) -> None:
+        for each in model.parameters():
+            each.data = each.data.clone()
+
+    optimizer.register_step_pre_hook(give_new_memory)
+    shaped = torch.ones(1, 4, 4).half()
+    with hmpx.lint() as findings:
+        found = [x * 10000, x + x, x.cumsum(0)]
+        model(torch.ones(2, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        shaped.set_(torch.ones(3).half())
+        torch.add(shaped, shaped, out=shaped)
+    assert found[0].tolist() == [0.0, 10000.0, 30000.0, float("inf")]
+    assert shaped.tolist() == [2.0] * 3
+    assert len(findings) == 0
+
+
+def test_threads_that_train_models_of_their_own() -> None:
+    done = []
+
+    def train() -> None:
+        model = nn.Linear(8, 4).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            model(torch.ones(32, 8).bfloat16()).sum().backward()
+            optimizer.step()
+        done.append(None)
+
+    with hmpx.lint():
+        threads = [threading.Thread(target=train) for _ in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert len(done) == 3
 
 
 def test_what_the_first_step_hides_is_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,23 @@ def test_findings_as_text_and_as_sarif_and_a_baseline(tmp_path: Path) -> None:
     assert result["ruleId"] == "HP102"
     place = result["locations"][0]["physicalLocation"]
     assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("train.py", 7)
+
+
+FORKS = """
+import os, sys, torch
+torch.arange(1000).bfloat16()
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_child_that_the_program_forks_does_not_report(tmp_path: Path) -> None:
+    (tmp_path / "forks.py").write_text(FORKS)
+    done = forks.run("-m", "hmpx", "lint", "forks.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.count("HP102") == done.stdout.count("1 finding") == 1
 
 
 @pytest.mark.parametrize(

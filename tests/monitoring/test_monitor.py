@@ -312,6 +312,17 @@ def test_odd_optimizers_do_not_stop() -> None:
     assert monitor.step_number == 1
 
 
+def test_several_optimizers_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (a, b)]
+    with hmpx.monitor(every=1):
+        for _ in range(3):
+            b(a(torch.ones(1, 2))).sum().backward()
+            for each in optimizers:
+                each.step()
+    assert caplog.text.count("call the monitor's .step()") == 1
+
+
 def test_steps_by_hand_of_two_optimizers(caplog: pytest.LogCaptureFixture) -> None:
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (a, b)]
