@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comparing import Origins, is_readable, may_read
-from ..errors import raised_here
+from ..errors import passing_over, raised_here
 from ..observers import Kernels, OpCall, user_location
 from ..patches import SCALERS
 from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, tensors_in
@@ -284,13 +284,16 @@ class LintedKernels(Kernels):
                 self._note_undone(args)
         if SCALERS and traits.name == "mul" and (task := current_graph_task()) >= 0:
             scales = {each.get_scale() for each in list(SCALERS)}
-            factors = [each for each in tensors_in(args[1:2]) if not each.dim() and may_read()]
+            given = tensors_in(args[1:2]) if may_read() else []
+            factors = [each for each in given if not each.dim() and is_readable(each)]
             self._scaled |= {task for each in factors if each.item() in scales}
-        places = [n for n in traits.statistics if getattr(args[n], "dtype", None) in LOW_DTYPES]
+        given_places = [n for n in traits.statistics if n < len(args)]  # defaults are left out
+        places = [n for n in given_places if getattr(args[n], "dtype", None) in LOW_DTYPES]
         if places and may_read() and all(is_readable(args[n]) for n in places):
             olds = {n: args[n].clone() for n in places}
             result = call_in(self, func, args, kwargs)
-            self._check_averages(func, args, kwargs, olds)
+            with passing_over(RuntimeError):  # it may have no kernel for float64
+                self._check_averages(func, args, kwargs, olds)
             return result
         if not traits.is_checked or (traits.writes and not may_read()):
             return call_in(self, func, args, kwargs)

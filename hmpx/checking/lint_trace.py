@@ -127,7 +127,7 @@ class LintedCall:
         return self.call.op in CONVERTING or self.call.op in COPIES
 
     def cancels(self, least_bits: int = 3) -> Tensor | None:
-        """Returns where the first rows of a sum or difference are so many bits smaller than both terms.
+        """Returns the places at which a sum or difference is that many bits smaller than both terms, in its first rows.
 
         None if that's as rare as among random terms, of which one in eight is at least 3 bits smaller still.
         """

@@ -414,8 +414,8 @@ class Monitor:
                     alarms.append(
                         Alarm(name, self.step_number, value, limit, where.module, where.op, said)
                     )
-        if not self.figures and self._limits is not ALARMS:
-            for pattern in self._limits:
+        if not self.figures:
+            for pattern in self._limits.keys() - ALARMS.keys():
                 if not any(matches(name, pattern) for name in found):
                     warn(
                         f"hmpx.monitor: alarms[{pattern!r}] matches none of the figures of step {self.step_number}, "

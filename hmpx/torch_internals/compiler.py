@@ -345,11 +345,12 @@ def uncompiled() -> Iterator[None]:
 
 def in_compiled_call() -> bool:
     """Whether a compiled function is running in this thread, compiled or not."""
-    module, frame = sys.modules.get("torch._dynamo.eval_frame"), sys._getframe(1)
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    frame: types.FrameType | None = sys._getframe(1)
     while module is not None and frame is not None:
         if frame.f_code.co_filename == module.__file__:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

@@ -1130,6 +1130,28 @@ def test_infinite_and_moved_values_do_not_stop_a_program() -> None:
     assert len(findings) == 0
 
 
+def test_operators_of_others_that_have_running_averages() -> None:
+    """They are given or left out; float64 may have no kernel."""
+    library = torch.library.Library("lint_test", "DEF")
+    library.define("shift(Tensor x, Tensor(a!)? running_mean=None) -> Tensor")
+
+    def shift(x: Tensor, running_mean: Tensor | None = None) -> Tensor:
+        if x.dtype is torch.float64:
+            raise NotImplementedError("no kernel for float64")
+        if running_mean is not None:
+            running_mean.mul_(0.9)
+        return x + 1
+
+    library.impl("shift", shift, "CPU")
+    x = torch.ones(4, dtype=BF16)
+    with hmpx.lint():
+        found = (
+            torch.ops.lint_test.shift(x),
+            torch.ops.lint_test.shift(x, torch.ones(4, dtype=BF16)),
+        )
+    assert all(torch.equal(each, x + 1) for each in found)
+
+
 def test_threads_that_train_models_of_their_own() -> None:
     done = []
 
