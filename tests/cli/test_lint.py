@@ -50,8 +50,10 @@ FORKS = """
 import os, sys, torch
 torch.arange(1000).bfloat16()
 if os.fork() == 0:
-    sys.exit(0)
-os.wait()
+    sys.exit(3)
+print("status", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+if os.fork():
+    os.wait()
 """
 
 
@@ -60,6 +62,7 @@ def test_a_child_that_the_program_forks_does_not_report(tmp_path: Path) -> None:
     (tmp_path / "forks.py").write_text(FORKS)
     done = forks.run("-m", "hmpx", "lint", "forks.py", cwd=tmp_path)
     assert done.returncode == 1
+    assert "status 3\n" in done.stdout
     assert done.stdout.count("HP102") == done.stdout.count("1 finding") == 1
 
 
