@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .. import torch_internals
 from ..number_formats import (
+    Format,
     FormatRounding,
     Rounder,
     Scaled,
@@ -28,16 +30,29 @@ from ..tensors import PLAIN_TENSORS
 from ..torch_state import is_training, spot, without_casts
 from .amaxes import end_step_in_force, in_force
 
+#: Returns a tensor's scale by earlier steps, or None for its own.
+Scaler: TypeAlias = Callable[[Tensor], Tensor | None]
+
 _NO_CONTEXT: Final = contextlib.nullcontext()
 
 
 def rounder_for(rounding: Rounder, op: str, role: str) -> Rounder:
     assert isinstance(rounding, FormatRounding)
+    return functools.partial(round_delayed, rounding, *_history_of(op, role, rounding.format))
+
+
+def scaler_for(format: Format, op: str, role: str) -> Scaler:
+    """Returns the function that returns a tensor's `delayed_scale` for this role in the current call."""
+    assert isinstance(format, Scaled)
+    return functools.partial(delayed_scale, format, *_history_of(op, role, format))
+
+
+def _history_of(op: str, role: str, format: Format) -> tuple[str, bool]:
+    """Returns the key of a tensor's history, and whether the tensor is recorded in it."""
     records = is_training()
     # A graph's keys are fixed.
     is_taken = records or torch.compiler.is_dynamo_compiling()
-    key = key_of(op, role, rounding.format.name, is_taken)
-    return functools.partial(round_delayed, rounding, key, records)
+    return key_of(op, role, format.name, is_taken), records
 
 
 @torch_internals.run_when_traced
@@ -59,30 +74,34 @@ def round_delayed(rounding: FormatRounding, key: str, records: bool, x: Tensor) 
     With ``records`` its amax affects later steps.
     """
     format = rounding.format
-    if torch.compiler.is_dynamo_compiling() or not _has_values(x):
+    if not has_values(x):
         if not takes_operators(x):
             return rounding(x)
         operator = _ROUNDED_BY_CHANCE if rounding.mode == "stochastic" else _ROUNDED
         text = text_of(format, rounding.mode, rounding.overflow)
         rounded: Tensor = operator(x.detach(), text, key, records)
         return rounded
+    assert isinstance(format, Scaled)
+    scale = delayed_scale(format, key, records, x)
+    return rounding(x) if scale is None else rounding(x, None, scale)
+
+
+def delayed_scale(format: Scaled, key: str, records: bool, x: Tensor) -> Tensor | None:
+    """Returns the scale of a tensor by earlier steps, or None for its own; ``x`` must have values."""
     histories = in_force()
     if histories is None:
-        return rounding(x)
-    assert isinstance(format, Scaled)
+        return None
     amax: float | Tensor | None = largest_magnitude(x) if _is_on_host(x) else None
-    if amax is None:
-        with (
-            torch.no_grad(),
-            without_casts(),
-            torch_internals.disable_modes() if torch_internals.dispatch_modes() else _NO_CONTEXT,
-        ):
-            found = format.amax(x)
-            amax = found.item() if _is_on_host(x) else found
-            scale = histories.scale_for(key, format, amax, records=records)
-    else:
-        scale = histories.scale_for(key, format, amax, records=records)
-    return rounding(x) if scale is None else rounding(x, None, scale)
+    if amax is not None:
+        return histories.scale_for(key, format, amax, records=records)
+    with (
+        torch.no_grad(),
+        without_casts(),
+        torch_internals.disable_modes() if torch_internals.dispatch_modes() else _NO_CONTEXT,
+    ):
+        found = format.amax(x)
+        amax = found.item() if _is_on_host(x) else found
+        return histories.scale_for(key, format, amax, records=records)
 
 
 def _is_on_host(x: Tensor) -> bool:
@@ -90,10 +109,11 @@ def _is_on_host(x: Tensor) -> bool:
     return x.is_cpu
 
 
-def _has_values(x: Tensor) -> bool:
+def has_values(x: Tensor) -> bool:
     """Whether ``x`` has its own values, rather than a graph's or a transform's."""
     return (
-        type(x) in PLAIN_TENSORS
+        not torch.compiler.is_dynamo_compiling()
+        and type(x) in PLAIN_TENSORS
         and not x.is_meta
         and torch_internals.transforms() is None
         and not torch_internals.has_tangents()

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from .emulated_products import ByAxis, EmulatedProduct, factored, has_axis, may_
 from .float8_products import Float8Product, why_not
 from .lowering import Lowering
 from .watching import EMULATION_WATCHERS, note_data, note_rounding
+
+if TYPE_CHECKING:
+    from .delayed import Scaler
 
 #: fp32 results may be rounded again to formats with up to this many significand bits: 2 * 11 + 2 <= 24.
 _MOST_BITS: Final = 11
@@ -134,6 +137,13 @@ class Emulation:
         from .delayed import rounder_for
 
         return rounder_for(found, self.op, role)
+
+    def _scaler_for(self, format: Format | None, role: str) -> Scaler | None:
+        if format is None or not has_history(format):
+            return None
+        from .delayed import scaler_for
+
+        return scaler_for(format, self.op, role)
 
     def _straight_through(self, tensor: Tensor, round_: Rounder | None, role: str) -> Tensor:
         """Rounds an input by ``round_``, and its gradient."""
@@ -260,11 +270,13 @@ class Emulation:
         axes = call.contraction.axes()
         formats: list[Format] = []
         rounders: list[ByAxis | None] = []
+        scalers: list[Scaler | None] = []
         for i, (name, factor) in enumerate(zip(call.names, call.factors, strict=True)):
             role = name or f"factor {i}"
             kind = self._kind(name, originals.get(id(factor), factor))
             format = getattr(self.formats, kind)
             formats.append(format)
+            scalers.append(self._scaler_for(format, role) if lowers else None)
             if has_axis(format) and not self._is_watched(factor):
                 factors.append(self._straight_through(factor, None, role))
                 rounders.append(functools.partial(self._rounder, format))
@@ -288,6 +300,7 @@ class Emulation:
                 op=self.op,
                 formats=tuple(formats),
                 of_gradient=gradients,
+                scalers=(*scalers, self._scaler_for(gradients, "gradient")),
                 output_dtype=self.output_dtype or torch.float32,
                 saturates=self.formats.overflow == "saturate",
                 is_required=self.hardware == "require",

@@ -26,6 +26,7 @@ from .emulated_products import WINDOW, EmulatedProduct
 from .watching import COMPUTED
 
 if TYPE_CHECKING:
+    from .delayed import Scaler
     from .emulation import Formats
 
 #: The elements that kernels multiply.
@@ -84,7 +85,7 @@ def element_of(format: Format) -> torch.dtype | None:
     """Returns the dtype of a format's codes if kernels take them with its scales, or None."""
     if not isinstance(format, Scaled):
         return _ELEMENTS.get(format)
-    is_shared = format.granularity in ("tensor", "row") and format.history is None
+    is_shared = format.granularity in ("tensor", "row")
     return _ELEMENTS.get(format.element) if is_shared and format.scale_format != "e4m3" else None
 
 
@@ -108,7 +109,7 @@ def why_not(
     for format in given:
         if format is not None and element_of(format) is None:
             return (
-                "kernels take float8_e4m3fn and float8_e5m2, alone or with current scales by tensor or row, "
+                "kernels take float8_e4m3fn and float8_e5m2, alone or with scales by tensor or row, "
                 f"not {format.name}"
             )
     return ""
@@ -121,6 +122,9 @@ class Float8Product(EmulatedProduct):
     op: str
     formats: tuple[Format, ...]  # of factors
     of_gradient: Format | None
+    scalers: tuple[
+        Scaler | None, ...
+    ]  # of factors with scales by earlier steps, and of the gradient
     output_dtype: torch.dtype
     saturates: bool
     is_required: bool  # rather than emulated where kernels can't
@@ -132,7 +136,9 @@ class Float8Product(EmulatedProduct):
         """Returns the product, by codes where a kernel takes them."""
         dtype = torch.float32 if self.is_added_to else self.output_dtype
         letters, result = self.contraction.factors, self.contraction.result
-        matrices = _Matrices(letters, result, tuple(factors), self.formats, dtype)
+        matrices = _Matrices(
+            letters, result, tuple(factors), self.formats, self.scalers[:-1], dtype
+        )
         found = self._by_kernel(matrices, self.op)
         return super().multiplied(factors) if found is None else found
 
@@ -150,6 +156,7 @@ class Float8Product(EmulatedProduct):
                     letters[target],
                     (gradient, factors[other]),
                     (self.of_gradient, self.formats[other]),
+                    (self.scalers[-1], self.scalers[other]),
                     torch.float32,
                 ),
                 f"a gradient of {self.op}, the product",
@@ -184,6 +191,7 @@ class _Matrices:
     result: str
     factors: tuple[Tensor, ...]
     formats: tuple[Format, ...]
+    scalers: tuple[Scaler | None, ...]
     dtype: torch.dtype  # of the result
 
     @property
@@ -215,6 +223,11 @@ class _Matrices:
             return f"with scales by row, kernels return {named}, without adding to it"
         if is_by_row and len(shared) > 1:
             return "it sums over several dimensions, and scales by row are of one"
+        if any(self.scalers):
+            from .delayed import has_values  # not in a graph
+
+            if not all(map(has_values, self.factors)):
+                return "scales by earlier steps are emulated in graphs, and without values"
         return ""
 
     def multiplied(self, kernels: Float8Kernels, *, saturates: bool) -> Tensor:
@@ -223,14 +236,16 @@ class _Matrices:
         codes, scales, order = [], [], ""
         shape: list[int] = []
         with without_casts():
-            for x, letters, format in zip(self.factors, self.letters, self.formats, strict=True):
+            given = zip(self.factors, self.letters, self.formats, self.scalers, strict=True)
+            for x, letters, format, scaler in given:
                 free = [letter for letter in letters if letter in self.result]
                 moved = x.permute([letters.index(letter) for letter in (*free, *summed)])
                 shape += moved.shape[: len(free)]
                 order += "".join(free)
                 rows, columns = moved.shape[: len(free)], moved.shape[len(free) :]
                 matrix = moved.reshape(math.prod(rows), math.prod(columns))
-                code, scale = _coded(matrix, format, saturates=saturates)
+                known = None if scaler is None else scaler(x)
+                code, scale = _coded(matrix, format, known, saturates=saturates)
                 codes.append(code)
                 scales.append(scale)
             product = _matmul(kernels, codes, scales, self.dtype).reshape(shape)
@@ -241,15 +256,22 @@ def _is_by_row(format: Format) -> bool:
     return isinstance(format, Scaled) and format.granularity == "row"
 
 
-def _coded(matrix: Tensor, format: Format, *, saturates: bool) -> tuple[Tensor, Tensor]:
-    """Returns the codes of a matrix, [rows, summed], and its scales, [1, 1] or [rows, 1] in float32."""
+def _coded(
+    matrix: Tensor, format: Format, scale: Tensor | None, *, saturates: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the codes of a matrix, [rows, summed], and its scales, [1, 1] or [rows, 1] in float32.
+
+    ``scale`` is known from earlier steps, or None.
+    """
     dtype = element_of(format)
     assert dtype is not None
-    scale = torch.ones((1, 1), dtype=torch.float32, device=matrix.device)
     if isinstance(format, Scaled):
         along = replace(format, axis=-1) if _is_by_row(format) else format
-        scale = along.scale(along.amax(matrix)).reshape(-1, 1)
+        scale = along.scale(along.amax(matrix)) if scale is None else scale
+        scale = scale.reshape(-1, 1)
         matrix = matrix / scale
+    else:
+        scale = torch.ones((1, 1), dtype=torch.float32, device=matrix.device)
     if saturates or isinstance(format, Scaled):
         largest = torch.finfo(dtype).max
         matrix = matrix.clamp(-largest, largest)

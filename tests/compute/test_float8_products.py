@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import ScalingType
 
 import hmpx
@@ -34,6 +35,7 @@ RECIPES = {
     "powers of two": "float8_e4m3fn_pow2",
     "plain gradients": "float8_e4m3fn gradients=float8_e5m2",
     "tensor gradients": "float8_e4m3fn_tensor gradients=float8_e5m2_tensor",
+    "delayed": "float8_e4m3fn_delayed gradients=float8_e5m2_delayed",
 }
 
 #: Op -> a call, and the shapes of its inputs; of matrices [m, k] and [k, n].
@@ -166,12 +168,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def trained(hardware: str) -> tuple[list[float], hmpx.record]:
+def trained(hardware: str, recipe: str) -> tuple[list[float], hmpx.record, dict[str, Any]]:
+    """Returns the losses, the record and the histories of amaxes."""
     torch.manual_seed(0)
     model, x = nn.Sequential(Block(), Block(), nn.Linear(32, 16)), normal(2, 16, 32)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     with (
-        converted("linear", RECIPES["tensor gradients"], hardware, "bfloat16"),
+        converted("linear", RECIPES[recipe], hardware, "bfloat16") as session,
         hmpx.record() as rec,
     ):
         for _ in range(5):
@@ -180,12 +183,18 @@ def trained(hardware: str) -> tuple[list[float], hmpx.record]:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    return losses, rec
+    return losses, rec, session.histories.state_dict()
 
 
-def test_a_gpt_trains_without_an_emulated_call() -> None:
-    losses, rec = trained("require")
-    expected, emulated = trained("never")
+@pytest.mark.parametrize("recipe", ["tensor gradients", "delayed"])
+def test_a_gpt_trains_without_an_emulated_call(recipe: str) -> None:
+    losses, rec, amaxes = trained("require", recipe)
+    expected, emulated, emulated_amaxes = trained("never", recipe)
+    assert amaxes.keys() == emulated_amaxes.keys()
+    assert len(amaxes) == 27 * (recipe == "delayed")  # input, weight and gradient of 9 layers
+    for key, each in amaxes.items():
+        assert each["steps"] == 5
+        assert each["amaxes"] == pytest.approx(emulated_amaxes[key]["amaxes"], rel=0.05), key
     assert losses == pytest.approx(expected, rel=1e-3)
     assert losses[-1] < 0.8 * losses[0]
     for each, is_emulated in ((rec, False), (emulated, True)):
@@ -217,7 +226,6 @@ def test_cpus_emulate_unless_kernels_are_required() -> None:
         ("linear posit8_2 output=bfloat16", "not posit8_2"),
         ("linear nvfp4 output=bfloat16", "not nvfp4"),
         ("mm float8_e4m3fn gradients=mxfp8_e4m3 output=float32", "not mxfp8_e4m3"),
-        ("linear float8_e4m3fn_delayed output=bfloat16", "not float8_e4m3fn_delayed"),
         ("linear float8_e4m3fn output=bfloat16 rounding=stochastic", "rounded to nearest"),
         (
             "linear float8_e4m3fn output=bfloat16 accumulate=float64",
@@ -294,6 +302,15 @@ def test_a_call_without_a_kernel(call: Callable[[], Any], said: str) -> None:
         call()
     assert said in str(error.value)
     assert 'convert with hardware="auto"' in str(error.value)
+
+
+def test_scales_of_earlier_steps_need_values() -> None:
+    with (
+        converted("linear", RECIPES["delayed"], "require"),
+        FakeTensorMode(),
+        pytest.raises(hmpx.OptionError, match="scales by earlier steps are emulated in graphs"),
+    ):
+        F.linear(torch.ones(4, 16), torch.ones(8, 16))
 
 
 def test_gradients_by_row_over_several_dimensions_have_no_kernel() -> None:
