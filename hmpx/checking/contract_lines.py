@@ -89,10 +89,12 @@ class ContractLine:
 
 
 def is_contract(path: str | os.PathLike[str]) -> bool:
-    """Whether a file looks like a contract: YAML with a line that begins with ``expect:``."""
+    """Whether a file looks like a contract: YAML named so, or with a line that begins with ``expect:``."""
     name = os.fspath(path)
     if not name.endswith((".yaml", ".yml")):
         return False
+    if Path(name).stem.lower().endswith("contract"):
+        return True
     try:
         text = files.read_text(name, files.CONTRACT)
     except raised_here(PolicyFileError):  # reading it as a policy says why

@@ -91,7 +91,7 @@ def _lint(options: argparse.Namespace) -> int:
     wrote = [*output.written(options, None, html=functools.partial(reports.written, page))]
     lines = [_FORMATS[options.output_format](found)]
     if options.output_format == "text":
-        lines += [output.counted(len(found), "finding"), *wrote]
+        lines += [output.counted(len(found), "finding") if found else "no findings", *wrote]
     return output.show(filter(None, lines), status=1 if found or failed else 0)
 
 

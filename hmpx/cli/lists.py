@@ -21,6 +21,13 @@ from .options import DEVICE_TYPES, LIST_SETTINGS, Command, device_options, list_
 #: Options that name op lists.
 _KINDS: Final = ("bf16", "fp16", "fp32")
 
+#: Suffixes of files that are not op lists -> the command for them.
+_OTHERS: Final = {
+    ".py": "hmpx lint runs a program and shows where it loses precision",
+    ".jsonl": "hmpx diff-runs compares two traces, hmpx monitor shows figures over time",
+    **dict.fromkeys((".pt", ".pth", ".bin"), "hmpx check --state compares two files of tensors"),
+}
+
 _CHECK: Final = f"""\
 find the faults of op lists, policy files, contracts, ONNX files and checkpoints
 ---
@@ -92,6 +99,8 @@ def _check(options: argparse.Namespace) -> int:
             options.parser.error(
                 f"{name}: no such file or directory; give an op list, a policy file or the directory of a checkpoint"
             )
+        if given.suffix in _OTHERS:
+            options.parser.error(f"{name} is not an op list: {_OTHERS[given.suffix]}")
         if is_checkpoint(given):
             options.parser.error(f"{name} is a checkpoint; check it alone: hmpx check {name}")
         if given.suffix == ".safetensors" or (

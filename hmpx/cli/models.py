@@ -254,7 +254,7 @@ and prints the time of each over that of float32, the loss, and the memory of a 
 ---
 step FILE.py:FUNCTION  the function that makes the step, see below
 --inputs FUNCTION  function that returns the model's inputs; default: inputs
---variants NAME+  variants to run, of fp32, autocast, auto, fast, frozen, fixes, always, never;
+--variants NAME+  variants to run, with blanks or commas between them, of fp32, autocast, auto, fast, frozen, fixes, always, never;
   default: the first four, and frozen for models
 --runs N  runs of each variant; default: 10
 --warmup N  steps before the first run; default: 3
@@ -296,7 +296,7 @@ def _bench(options: argparse.Namespace) -> int:
         found = bench(
             _maker(source, name, has_inputs=options.inputs is not None),
             functools.partial(_inputs, source, options.inputs),
-            variants=options.variants,
+            variants=options.variants and ",".join(options.variants).split(","),
             device=options.device,
             progress=not options.no_progress
             and functools.partial(print, file=sys.stderr, flush=True),

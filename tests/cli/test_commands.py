@@ -73,6 +73,31 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- check -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train.py", "train.py is not an op list: hmpx lint runs a program"),
+        ("steps.jsonl", "steps.jsonl is not an op list: hmpx diff-runs compares two traces"),
+        ("last.pt", "last.pt is not an op list: hmpx check --state compares"),
+    ],
+)
+def test_check_names_the_command_for_other_files(
+    name: str, said: str, capsys: pytest.CaptureFixture[str], directory: Path
+) -> None:
+    write(directory, name, "x = 1\n")
+    with pytest.raises(SystemExit):
+        cli.main(["check", name])
+    assert said in capsys.readouterr().err
+
+
+def test_check_judges_a_contract_by_its_name(
+    capsys: pytest.CaptureFixture[str], directory: Path
+) -> None:
+    write(directory, "my.contract.yaml", "rules:\n- op: linear\n")
+    assert cli.main(["check", "my.contract.yaml"]) == 1
+    assert "unknown key 'rules' of a contract (expect)" in capsys.readouterr().out
+
+
 def test_check_prints_every_fault_with_file_and_line(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
