@@ -25,7 +25,6 @@ def spared(function: _F) -> _F:
 
     It then returns None. Deliberate errors go on, and those of the program's code, such as an alarm's function.
     """
-
     name = f"{function.__module__.rpartition('.')[0]}.{function.__qualname__}"
 
     @functools.wraps(function)
