@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ..comparing import Origins, is_readable, may_read
 from ..compute import nodes_made, tensors_saved_by
 from ..errors import ContractError, OptionError, shown, to_the_end
 from ..inputs import Steps
-from ..observers import Attached, OpCall, Values, user_location
+from ..observers import Attached, OpCall, Values, faults, spared, user_location
 from ..ops import facts
 from ..places import located
 from ..policy import Call
@@ -139,6 +140,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         self._names: dict[int, str] = {}  # id of a parameter -> its name
         self._models: dict[int, nn.Module] = {}
         self._block: contextlib.ExitStack | None = None
+        self._faults = faults()
         self._reads_saved, self._first_node, self._thread = False, 0, 0
 
     # --- the block -------------------------------------------------------------------------------
@@ -168,6 +170,8 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         if error is None:
             for model in self._models.values():
                 self._check_tensors(model)
+            for fault in faults() - self._faults:
+                self._report(Breach("a call was not checked", "", fault))
             for line in self._lines:
                 if line not in self._met:
                     about = "call" if line.is_about_calls else "tensor"
@@ -196,6 +200,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
 
     # --- calls -----------------------------------------------------------------------------------
 
+    @spared
     def _check_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         if not may_read():
             return
@@ -235,14 +240,18 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
             self._compare(line, "contents", place, found, lost)
 
     def _check_gradients(self, line: ContractLine, place: _Subject, result: Any) -> None:
-        @unseen
-        def check(gradients: tuple[Tensor | None, ...]) -> None:
-            for each in gradients:
-                if each is not None and each.is_floating_point():
-                    self._compare(line, "gradient", place, each.dtype)
-
+        check = functools.partial(self._check_arrived, line, place)
         for node in {node_of(each) for each in tensors_in([result])} - {None}:
             node.register_prehook(check)
+
+    @spared
+    @unseen
+    def _check_arrived(
+        self, line: ContractLine, place: _Subject, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        for each in gradients:
+            if each is not None and each.is_floating_point():
+                self._compare(line, "gradient", place, each.dtype)
 
     def _check_saved(self, results: Any) -> None:
         """Checks what the nodes behind results save; not by torch's hooks, which change the program."""
@@ -259,12 +268,14 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
 
     # --- modules and their tensors -----------------------------------------------------------------
 
+    @spared
     @unseen
     def _note_model(self, module: nn.Module, args: Any) -> None:
         if module is spot()[0] and id(module) not in self._models and may_read():
             self._models[id(module)] = module
             self._check_tensors(module)
 
+    @spared
     @unseen
     def _check_module(self, module: nn.Module, args: Any, result: Any) -> None:
         self._check_saved(result)
@@ -287,6 +298,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
                 if line.is_about(name) and not line.optimizer and is_readable(tensor):
                     self._check_tensor(line, name, tensor)
 
+    @spared
     @unseen
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, state in optimizer.state.items():

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comparing import Origins, is_readable, may_read
 from ..errors import passing_over, raised_here
-from ..observers import Kernels, OpCall, user_location
+from ..observers import Kernels, OpCall, spared, user_location
 from ..patches import SCALERS
 from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, tensors_in
 from ..torch_internals import (
@@ -274,7 +274,19 @@ class LintedKernels(Kernels):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs, traits = kwargs or {}, _traits(func)
+        kwargs = kwargs or {}
+        before = self._begin_kernel(func, args, kwargs)
+        result = call_in(self, func, args, kwargs)
+        if before is not None:
+            self._end_kernel(func, args, kwargs, result, *before)
+        return result
+
+    @spared
+    def _begin_kernel(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[int, Tensor], list[Tensor]] | None:
+        """Returns what a kernel will write to, before it: averages by place, and others; None if it is not checked."""
+        traits = _traits(func)
         self.note(func, args, kwargs)
         if self.stepped is not None:
             self.has_drawn |= traits.is_random
@@ -290,15 +302,26 @@ class LintedKernels(Kernels):
         given_places = [n for n in traits.statistics if n < len(args)]  # defaults are left out
         places = [n for n in given_places if getattr(args[n], "dtype", None) in LOW_DTYPES]
         if places and may_read() and all(is_readable(args[n]) for n in places):
-            olds = {n: args[n].clone() for n in places}
-            result = call_in(self, func, args, kwargs)
-            with passing_over(RuntimeError):  # it may have no kernel for float64
-                self._check_averages(func, args, kwargs, olds)
-            return result
+            return {n: args[n].clone() for n in places}, []
         if not traits.is_checked or (traits.writes and not may_read()):
-            return call_in(self, func, args, kwargs)
-        before = self._before(args) if traits.writes else []
-        result = call_in(self, func, args, kwargs)
+            return None
+        return {}, self._before(args) if traits.writes else []
+
+    @spared
+    def _end_kernel(  # noqa: PLR0917  # all there is to one kernel
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        averages: dict[int, Tensor],
+        before: list[Tensor],
+    ) -> None:
+        if averages:
+            with passing_over(RuntimeError):  # it may have no kernel for float64
+                self._check_averages(func, args, kwargs, averages)
+            return
+        traits = _traits(func)
         results = tensors_in(args[:1] if traits.writes else [result])
         low = [n for n, each in enumerate(results) if each.dtype in LOW_DTYPES or traits.is_noted]
         if low and may_read() and all(map(is_readable, results)):
@@ -307,7 +330,6 @@ class LintedKernels(Kernels):
                 if traits.writes and isinstance(args[0], (list, tuple)):
                     own = [[of[number]] if isinstance(of, (list, tuple)) else of for of in args]
                 self._check(func, own, kwargs, results[number], before[number] if before else None)
-        return result
 
     def _report(self, code: str, func: Any, found: _Found | None, remedy: str = _KEEP) -> bool:
         if found is not None:

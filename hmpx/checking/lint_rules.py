@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import ops
 from ..comparing import Origins, is_readable
+from ..observers import spared
 from ..ops import kind
 from ..places import located
 from ..tensors import LOW_DTYPES, short_name
@@ -494,15 +495,24 @@ def _worse_than_fp32(seen: LintedCall) -> tuple[float, float] | None:
     return error, remedied
 
 
-RULES_OF_CALLS: Final[tuple[Callable[[LintedCall, Trace, Origins], Iterator[Finding]], ...]] = (
+_Rule = Callable[[LintedCall, Trace, Origins], Iterator[Finding]]
+
+RULES_OF_CALLS: Final[tuple[_Rule, ...]] = (
     late_upcast, rounded_integers, merged_steps, cancellation, long_sum, silent_fp32, useless_island,
     mixed_siblings, out_of_range,
 )  # fmt: skip
 
 
+@spared
+def _findings_by(
+    rule: _Rule, seen: LintedCall, trace: Trace, origins: Origins
+) -> list[Finding] | None:
+    return list(rule(seen, trace, origins))
+
+
 def findings_of(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """Yields the findings of all rules about one call."""
     for rule in RULES_OF_CALLS:
-        for found in rule(seen, trace, origins):
+        for found in _findings_by(rule, seen, trace, origins) or ():
             seen.is_reported |= found.code in {"HP101", "HP103"}
             yield found

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import arguments
 from ..comparing import Origins, contents, is_readable, may_read
 from ..errors import OptionError, to_the_end
-from ..observers import Attached, OpCall, Values, user_location
+from ..observers import Attached, OpCall, Values, spared, user_location
 from ..ops import kind
 from ..patches import SCALERS
 from ..places import located, own_line
@@ -110,7 +110,9 @@ class Lint(Written):
         return findings_page(self.findings, self.about)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.findings)) or "no findings"
+        faults = self.about.get("not looked at")
+        left_out = [f"not looked at: {faults}"] if faults else []
+        return "\n".join([*(list(map(str, self.findings)) or ["no findings"]), *left_out])
 
     def __repr__(self) -> str:
         return f"<hmpx.Lint: {len(self)} findings in {self._step + 1} steps>"
@@ -140,9 +142,8 @@ class Lint(Written):
         if self._block is not None:
             to_the_end(self._block.close)
         self._check_scaling()
-        for key, model in self._models.items():
-            self._check_made(named_tensors(model))
-            self._add(mixed_modules(model, self._products.get(key, {}), self._lines))
+        self._check_models()
+        self.about = about_run()
         self._trace, self._origins, self._before = Trace(self._intended), Origins(), []
         self._leaves.clear()
         self._kernels.forget()
@@ -163,6 +164,7 @@ class Lint(Written):
 
     # --- calls -----------------------------------------------------------------------------------
 
+    @spared
     def _check_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         if not self._is_checked and torch.is_grad_enabled():  # the next step
             self._attached.pause()
@@ -197,11 +199,13 @@ class Lint(Written):
                 node.register_prehook(self._note_backward)
                 return
 
+    @spared
     def _note_backward(self, gradients: object) -> None:
         self._backward = user_location()
 
     # --- models and steps --------------------------------------------------------------------------
 
+    @spared
     def _note_model(self, module: nn.Module, args: Any) -> None:
         if not self._is_checked:
             self._attached.pause()
@@ -219,11 +223,18 @@ class Lint(Written):
         self._owned |= {id(each) for _, each in named_tensors(model)}
         self._check_made(named_tensors(model))
 
+    @spared
+    def _check_models(self) -> None:
+        for key, model in self._models.items():
+            self._check_made(named_tensors(model))
+            self._add(mixed_modules(model, self._products.get(key, {}), self._lines))
+
     def _parameters(self) -> list[Tensor]:
         """Returns the models' parameters and the other leaves."""
         known = [each for model in self._models.values() for each in model.parameters()]
         return [*{id(each): each for each in [*known, *self._leaves]}.values()]
 
+    @spared
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_scaling()
         if not self._is_checked:
@@ -258,6 +269,7 @@ class Lint(Written):
             ]
             self._kernels.before = {memory(of): of.detach().clone() for _, of in self._before}
 
+    @spared
     @unseen
     def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """HP107: low-precision parameters that a step can't move."""
@@ -283,6 +295,7 @@ class Lint(Written):
                     place = name, "", user_location()
                     self._add([Finding("HP107", *place, evidence, share, None, remedy)])
 
+    @spared
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_parameters(optimizer)
         self._kernels.end_step()
@@ -292,6 +305,7 @@ class Lint(Written):
             self._kernels.resume()
         self._trace, self._origins = Trace(self._intended), Origins()  # which keep tensors alive
 
+    @spared
     @unseen
     def _check_scaling(self) -> None:
         """HP110: a backward through float16 without a loss scaler."""
@@ -312,6 +326,7 @@ class Lint(Written):
             place = call.op, call.module, line or call.location
             self._add([Finding("HP110", *place, evidence, share or 1.0, None, remedy)])
 
+    @spared
     @unseen
     def _check_made(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """HP111: fp32 parameters and buffers whose contents are low."""

@@ -11,6 +11,7 @@ import torch
 
 from ..tensors import floating_in, promoted
 from ..torch_internals import DispatchMode, call_in, innermost_mode
+from .faults import spared
 
 #: Kernels that move values or call other kernels, and whose schemas don't tell so.
 _MOVES: Final = frozenset(
@@ -52,6 +53,7 @@ class Kernels(DispatchMode):
         super().__init__()
         self.dtypes: dict[torch.dtype, None] | None = None
 
+    @spared
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes the dtypes of a kernel's inputs."""
         if self.dtypes is not None and _is_computing(func):

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import arguments
 from ..errors import OptionError, said_by, to_the_end
-from ..observers import Attached, user_location
+from ..observers import Attached, spared, user_location
 from ..patches import SCALERS
 from ..reports import Memory, Report, Row, Views, Waste
 from ..session import about_run, restoring
@@ -87,6 +87,7 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
             if self._block is not None:
                 to_the_end(self._block.close)
 
+    @spared
     def _note_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Notes the dtypes of an optimizer's parameters and state after its first step."""
         self._is_scaled |= any(scaler.is_enabled() for scaler in list(SCALERS))

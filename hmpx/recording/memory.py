@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import torch_internals
 from ..compute import nodes_made, tensors_saved_by
 from ..errors import raised_here
+from ..observers import spared
 from ..reports import Memory, Moment
 from ..tensors import tensors_in, tensors_of
 from ..torch_internals import DispatchMode, unseen
@@ -144,6 +145,7 @@ class Ledger:
 
     # --- current memory ----------------------------------------------------------------------------
 
+    @spared
     @unseen
     def note(self, tensor: Tensor) -> Stored | None:
         """Returns the record of a tensor's memory; None if it has none of its own."""
@@ -168,6 +170,7 @@ class Ledger:
             stored = self._start(key, storage, Stored(size_bytes, stored.dtype, stored))
         return stored
 
+    @spared
     @unseen
     def note_saved(self, tensors: list[Tensor]) -> None:
         """Records what the nodes of tensors, and of the last results, save; torch's hooks would change it."""
@@ -220,11 +223,13 @@ class Ledger:
 
     # --- hooks -------------------------------------------------------------------------------------
 
+    @spared
     @unseen
     def _note_call(self, module: nn.Module, args: Any) -> None:
         if module not in self._modules:
             self.note_module(module)
 
+    @spared
     @unseen
     def _note_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._is_stepping = True
@@ -233,11 +238,13 @@ class Ledger:
                 self._note_parameter(parameter)
         self._note_gradients()
 
+    @spared
     @unseen
     def _note_state(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._is_stepping = False
         self._mark(tensors_of(list(optimizer.state.values())), "optimizer state")
 
+    @spared
     @unseen
     def _note_gradients(self) -> None:
         found = [parameter.grad for parameter in self._parameters]

@@ -14,7 +14,7 @@ from .. import ops
 from ..errors import raised_here
 from ..forks import in_own_thread, new_lock
 from ..number_formats import is_format
-from ..observers import OpCall, Values
+from ..observers import OpCall, Values, spared
 from ..reports import Row, Waste, add_up, added_waste, by_cost
 from ..tensors import LOW_DTYPES, floating_in, long_name, node_of, promoted, tensors_in
 from ..torch_internals import DispatchMode, disable_modes, is_jit_tracing, is_noted_in_graph
@@ -92,6 +92,7 @@ class Recorder:
 
     # --- calls -----------------------------------------------------------------------------------
 
+    @spared
     def __call__(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         """Counts one call, unless it becomes part of a graph and says nothing about the program."""
         inputs, _, _, result = values

@@ -19,7 +19,7 @@ from .. import arguments, session
 from ..comparing import may_read
 from ..errors import OptionError, raised_here, short, to_the_end, warn
 from ..files import unwritable
-from ..observers import Attached, CallTensors, OpCall
+from ..observers import Attached, CallTensors, OpCall, spared
 from ..policy import load_policy, matches
 from ..torch_state import spot
 from .writing import Writer
@@ -114,6 +114,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
 
     # --- what is seen ----------------------------------------------------------------------------
 
+    @spared
     def _observe(self, call: OpCall, tensors: CallTensors | None, /) -> None:
         is_wanted = not self._modules or any(
             matches("module", f"{each}{inner}", call.module)
@@ -128,6 +129,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
         if tensors is not None and is_wanted and may_read() and call.op != "set":
             self._writer.call(call, tensors)
 
+    @spared
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_dynamo_compiling() and self._is_traced():
             for group in optimizer.param_groups:
@@ -136,6 +138,7 @@ class trace:  # noqa: N801  # a context manager, like torch.no_grad
                         self._writer.parameter_gradient(each, each.grad)
             self._writer.optimizer(optimizer)
 
+    @spared
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return

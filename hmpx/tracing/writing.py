@@ -21,7 +21,7 @@ from ..comparing import has_values
 from ..errors import passing_over, raised_here, warn
 from ..files import unwritable
 from ..forks import new_lock
-from ..observers import CallTensors, OpCall
+from ..observers import CallTensors, OpCall, spared
 from ..tensors import long_name, map_tensors, node_of, tensors_in, version_of
 from ..torch_internals import unseen
 from ..torch_state import apart, named_tensors, without_casts
@@ -83,21 +83,21 @@ class Writer:
         self._lock = new_lock()  # threads, and autograd's
         self._write("trace", asdict(_header()))
 
+    @spared
     def _write(self, kind: str, values: Any, *, flushes: bool = False) -> None:
         """Writes a line; a full disk ends the trace, not the program."""
         if not self.is_open or os.getpid() != self._pid:  # a fork has its parent's lines
             return
         self._lines.append((kind, values))
         if flushes or len(self._lines) >= _MOST_LINES:
+            lines, self._lines = self._lines, []
             self._read(self._waiting)
-            lines = [self._line(*each) for each in self._lines]
             try:
-                self._file.writelines(lines)
+                self._file.writelines([self._line(*each) for each in lines])
                 self._file.flush()
             except raised_here(OSError) as error:
                 self.is_open = False
                 warn(f"{unwritable(self._file.name, error)}; the trace ends, the program goes on")
-            self._lines.clear()
 
     def _line(self, kind: str, values: Any) -> str:
         """Returns a line; "" for a copy of a tensor that was written."""
@@ -184,17 +184,19 @@ class Writer:
         self.calls += 1
 
     def _follow_gradients(self, call: int, results: list[Tensor]) -> None:
-        @unseen
-        def note(gradients: tuple[Tensor | None, ...]) -> None:
-            if torch.compiler.is_dynamo_compiling():  # a compiled backward
-                return
-            with self._lock, without_casts(), torch.no_grad():
-                for number, each in enumerate(gradients):
-                    if each is not None and self.is_open:
-                        self._write("gradient", [call, number, self._tensor(each)])
-
+        note = functools.partial(self._note_gradients, call)
         for node in {node_of(each) for each in results if each.requires_grad} - {None}:
             node.register_prehook(note)
+
+    @spared
+    @unseen
+    def _note_gradients(self, call: int, gradients: tuple[Tensor | None, ...]) -> None:
+        if torch.compiler.is_dynamo_compiling():  # a compiled backward
+            return
+        with self._lock, without_casts(), torch.no_grad():
+            for number, each in enumerate(gradients):
+                if each is not None and self.is_open:
+                    self._write("gradient", [call, number, self._tensor(each)])
 
     @unseen
     def parameter_gradient(self, parameter: Tensor, gradient: Tensor) -> None:

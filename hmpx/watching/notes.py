@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..forks import new_lock
-from ..observers import OpCall, Values
+from ..observers import OpCall, Values, spared
 from ..ops import facts
 from ..places import own_line
 from ..tensors import edges_of, is_captured, is_leaf, map_tensors, node_of, tensors_in, version_of
@@ -443,12 +443,14 @@ class _Hooks:
         for node, edges in exits.items():
             node.register_hook(functools.partial(self._pass_on, edges, entries.get(node)))
 
+    @spared
     @unseen
     def _arrive(self, numbers: Mapping[int, int], grad_outputs: Sequence[Tensor | None]) -> None:
         if not self._is_closed():
             self._take(numbers, grad_outputs)
             self._add([])
 
+    @spared
     @unseen
     def _pass_on(
         self,

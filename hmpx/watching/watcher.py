@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 
 from .. import arguments, session
 from ..errors import NonFiniteError, OptionError, noted, shown, to_the_end
-from ..observers import LOGGER, Attached, OpCall, Values, user_location
+from ..observers import LOGGER, Attached, OpCall, Values, spared, user_location
 from ..patches import SCALERS
 from ..places import own_line
 from ..renames import old_window
@@ -206,6 +206,7 @@ class Watch:
         else:
             self._attached.pause()
 
+    @spared
     def _before_optimizer(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -229,6 +230,7 @@ class Watch:
         new_kwargs = {name: watched.get(id(value), value) for name, value in kwargs.items()}
         return tuple(watched.get(id(value), value) for value in args), new_kwargs
 
+    @spared
     def _after_optimizer(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -268,6 +270,7 @@ class Watch:
 
     # --- calls -----------------------------------------------------------------------------------
 
+    @spared
     def _observe(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         notes = self._notes
         if notes.is_full:
@@ -297,6 +300,7 @@ class Watch:
 
     # --- verdicts --------------------------------------------------------------------------------
 
+    @spared
     @unseen
     def _judge_notes(self, *, ends_step: bool, may_raise: bool = True) -> bool:
         """Reads the measurements; returns whether anything was wrong."""
