@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -514,6 +515,56 @@ def test_layers_that_stay_whole_are_named_and_buffers_come_back(tmp_path: Path) 
     assert read_checkpoint(tmp_path / "m", model).faults == (
         "count: differs from the model's by 1 of its norm",
     )
+
+
+class Mixture(torch.nn.Module):
+    """A router and stacked experts, as models of transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(32, 32)
+        self.router, self.stacked = Product(4, 32), Product(4, 16, 32)
+        self.class_token = torch.nn.Parameter(torch.randn(1, 1, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj(x) + self.class_token[0]
+        chosen = nn.functional.linear(x, self.router.weight).argmax(-1)
+        found = [
+            nn.functional.linear(row, self.stacked.weight[e])
+            for row, e in zip(x, chosen, strict=True)
+        ]
+        return torch.stack(found)
+
+
+class Product(torch.nn.Module):
+    """A weight that its model uses."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(shape))
+
+
+def test_routers_and_stacked_experts_stay_whole_and_are_ignored(tmp_path: Path) -> None:
+    model, again, x = Mixture(), Mixture(), torch.randn(5, 32)
+    with pytest.warns(
+        hmpx.HmpxWarning, match=r"stacked\.weight \(experts in 3 dimensions\), router\.w"
+    ):
+        frozen_to(tmp_path, model, x)
+    ignored = config_of(tmp_path)["quantization_config"]["ignore"]
+    assert ignored == ["router", "stacked", r"re:stacked\.\d+\..*"]
+    # vLLM asks for each of an expert's layers by these names, transformers and compressed-tensors by modules'.
+    layers = [
+        f"stacked.{i}.{name}" for i in (0, 3) for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    assert all(re.match(ignored[2][3:], each) for each in layers)
+    assert not re.match(ignored[2][3:], "stacked2.0.up_proj")
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(stored[n], p) for n, p in model.named_parameters() if "proj" not in n)
+    assert not read_checkpoint(tmp_path, model).faults
+    hmpx.load_frozen(tmp_path, again.eval())
+    policy = {"low": ["linear int8_row output=bfloat16"]}
+    with hmpx.convert(policy=policy, device_types={"cpu"}), torch.no_grad():
+        assert torch.equal(again(x), model(x))
 
 
 @pytest.mark.parametrize(
