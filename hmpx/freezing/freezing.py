@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
@@ -27,7 +28,7 @@ from ..inputs import arguments_of
 from ..policy import LowType
 from ..tensors import chunk_of, short_name
 from ..torch_internals import FakeTensor
-from .layer_cast import decode_parameters, is_layer_cast, upcast_parameters
+from .layer_cast import decode_parameters, is_layer_cast, other_objects, upcast_parameters
 from .seal import REMEDY, Widens, complete_undo, is_sealed, seal
 from .undo import LOCK, Originals, Undo
 from .weights import (
@@ -128,7 +129,8 @@ def freeze(
     else:
         in_force = _checked(model, has_example=has_example)
         found = slots_of(model)
-        with torch_state.unchanged(model, inputs, but=[f.tensor for f in found]):
+        reads = other_objects(model) if store == "codes" else contextlib.nullcontext()
+        with torch_state.unchanged(model, inputs, but=[f.tensor for f in found]), reads:
             watch = watch_forward(model, found, inputs)
             gone = replaced(model, found)
         with LOCK:
