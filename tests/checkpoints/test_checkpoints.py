@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -73,7 +74,7 @@ def test_a_checkpoint_is_loaded_bit_for_bit(
     line: str, spread: float, tmp_path: Path, own_formats: None
 ) -> None:
     layout, strategy, of_inputs, tensors = LINES[line]
-    model, again, x = mlp(), mlp(1), torch.randn(3, 256)
+    model, again, coded, x = mlp(), mlp(1), mlp(1), torch.randn(3, 256)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(torch.exp(spread * torch.randn_like(parameter)))
@@ -83,6 +84,13 @@ def test_a_checkpoint_is_loaded_bit_for_bit(
             expected = model(x)
         hmpx.load_frozen(tmp_path / "served", again)
         assert torch.equal(again(x).float(), expected)
+        assert hmpx.load_frozen(tmp_path / "served", coded, store="codes") is not None
+        assert torch.equal(coded(x).float(), expected)
+        assert [p.dtype for n, p in coded.named_parameters() if n in {"0.weight", "3.weight"}] == [
+            torch.uint8
+        ] * 2
+        kept = zip(coded.state_dict().values(), again.state_dict().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in kept)
         with hmpx.freeze(again, x) as frozen:
             frozen.save(tmp_path / "twice")
             assert torch.equal(again(x), expected)
@@ -348,6 +356,44 @@ def test_infinite_weights_and_an_undone_model_are_refused(tmp_path: Path) -> Non
         with pytest.raises(hmpx.FreezeError, match="not frozen any more"):
             frozen.save(tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+def test_codes_are_served_from_a_checkpoint(tmp_path: Path) -> None:
+    policy = {"low": ["linear int4_block128 output=bfloat16"]}
+    model, again, x = mlp(), mlp(1), torch.randn(3, 256)
+    again[3].weight = nn.Parameter(torch.randn(192, 128))
+    again.append(nn.Module())
+    again[4].tied, again[4].forward = again[3].weight, lambda x: x
+    with (
+        hmpx.convert(policy=policy, device_types={"cpu"}),
+        hmpx.freeze(model, x, store="codes") as frozen,
+    ):
+        frozen.save(tmp_path)
+        expected, size = model(x), frozen.weights[0].stored_bytes
+    with pytest.raises(
+        hmpx.FreezeError, match=r"in training mode, and frozen weights can't be trained"
+    ):
+        hmpx.load_frozen(tmp_path, again.train(), store="codes")
+    found = hmpx.load_frozen(tmp_path, again.eval(), store="codes")
+    assert found is not None
+    stored = {each.name: (each.stored_bytes, each.reason) for each in found.weights}
+    assert stored["0.weight"] == (size, "quantized in the checkpoint")
+    assert stored["2.weight"] == (512, "not stored as codes")
+    assert stored["4.tied"] == (0, "is 3.weight")
+    plain = again(x)  # no conversion is needed
+    with hmpx.convert(policy=policy, device_types={"cpu"}), torch.no_grad():
+        assert torch.equal(again(x).float(), expected)
+        assert torch.equal(copy.deepcopy(again)(x).float(), expected)
+    hmpx.load_frozen(tmp_path, other := mlp(2))
+    assert torch.equal(other(x), plain)
+    with pytest.raises(hmpx.FreezeError, match="is frozen and can't load weights"):
+        again.load_state_dict(other.state_dict(), strict=False)
+    with pytest.raises(hmpx.FreezeError, match="its fp32 weights are gone"):
+        found.undo()
+    with pytest.raises(hmpx.FreezeError, match="is frozen already"):
+        hmpx.load_frozen(tmp_path, again, store="codes")
+    with pytest.raises(hmpx.OptionError, match="store must be"):
+        hmpx.load_frozen(tmp_path, again, store="bytes")
 
 
 def test_load_refuses_another_model(tmp_path: Path) -> None:
