@@ -145,6 +145,8 @@ def faults_of_others(
             continue
         if bool(tensor.isnan().any()):
             yield f"{name}: holds NaN"
+        elif name.endswith(("weight", "bias")) and bool(tensor.isinf().any()):  # masks may
+            yield f"{name}: holds infinities"
         elif weight is not None and weight.shape != tensor.shape:
             yield f"{name}: of shape {tuple(tensor.shape)}, and the model's is {tuple(weight.shape)}"
         elif weight is not None and _error(tensor, weight) > _MOST_ROUNDING:
