@@ -42,6 +42,9 @@ _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 #: hexadecimal digits.
 METADATA: Final = "hmpx"
 
+#: Modules that servers know by their classes.
+_KNOWN: Final = (nn.Linear, nn.Embedding)
+
 _PARALLEL: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 _REMEDY: Final = "leave it in another type by a section, or exclude it, before hmpx.freeze"
@@ -105,7 +108,8 @@ def save(
     # Servers have linear layers for these, too: routers, experts.
     for name, _ in model.named_parameters(remove_duplicate=False):
         path, dims = name.rpartition(".")[0], state[name].shape
-        if len(dims) < 2 or not path or _is_of_torch(modules[path]):
+        is_of_torch = type(modules[path]).__module__.startswith("torch.nn.")
+        if len(dims) < 2 or not path or is_of_torch or isinstance(modules[path], _KNOWN):
             continue
         whole.setdefault(path, "")
         if len(dims) > 2 and dims[0] > 1:
@@ -144,12 +148,6 @@ def save(
             to_the_end(functools.partial(_put, folder, target, names, earlier))
         except raised_here(OSError, refused) as error:
             raise unwritable(target, error) from error
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    """Whether servers know a module as other than linear layers by its class; or as a linear one."""
-    is_known = isinstance(module, nn.Linear | nn.Embedding)
-    return is_known or type(module).__module__.startswith("torch.nn.")
 
 
 def _size(given: int | str) -> int:

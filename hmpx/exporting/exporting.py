@@ -329,10 +329,8 @@ def _annotate(program: Any, rows: Iterable[Row], *, is_typed: bool) -> None:
     )
     for node, name in made.items():
         metadata, op = node.metadata_props, roots.get(name)
-        module, line = (
-            module_of(metadata),
-            _location(metadata.get("pkg.torch.onnx.stack_trace", "")),
-        )
+        module = module_of(metadata)
+        line = _location(metadata.get("pkg.torch.onnx.stack_trace", ""))
         if line:
             metadata[LOCATION] = line
         calls = by_module.get(module, [])

@@ -316,11 +316,8 @@ class _GraphReader:
         ]
         is_cast = node.op_type in {"Cast", "CastLike"}
         dtype = (outputs[0] if is_cast else next(iter(floats), "")) if floats else ""
-        faults = (
-            [*self._cast_faults(node, scope, inputs, outputs)]
-            if is_cast
-            else [*self._mixed(node, inputs)]
-        )
+        found = self._cast_faults(node, scope, inputs, outputs)
+        faults = [*(found if is_cast else self._mixed(node, inputs))]
         decided = metadata.get(DTYPE, "")
         if decided and dtype and not is_cast and decided != dtype:
             faults.append(

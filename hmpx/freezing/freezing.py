@@ -194,12 +194,11 @@ def load_frozen(
     weights, firsts = [], {id(f.tensor): f for f in reversed(found)}
     for f in found:
         first, given = firsts[id(f.tensor)], packed.get(id(f.tensor))
-        dtype: LowType = f.tensor.dtype
-        size = stored = f.tensor.nbytes if f is first else 0
-        why = f"is {first.name}" if f is not first else "not stored as codes" if not given else ""
-        if given:
-            dtype, stored = given[0].format, given[1].nbytes if f is first else 0
-            why = why or "quantized in the checkpoint"
+        dtype: LowType = given[0].format if given else f.tensor.dtype
+        size, stored = f.tensor.nbytes, (given[1] if given else f.tensor).nbytes
+        why = "quantized in the checkpoint" if given else "not stored as codes"
+        if f is not first:
+            size, stored, why = 0, 0, f"is {first.name}"
         weight = Weight(f.name, f.kind, f.tensor.dtype, dtype, size, stored, why)
         weights.append(Judged(weight, None, given))
     with LOCK:
