@@ -455,6 +455,10 @@ class Frozen:
         model = self._undo.model()
         if model is None or self._undo.is_done:
             raise FreezeError(f"{self._name} is not frozen any more; call save() before undo()")
+        if self._packings and not self._formats:
+            raise FreezeError(
+                f"{self._name} was loaded from a checkpoint; copy that directory in place of save()"
+            )
         reasons = {each.name: each.reason for each in self.weights}
         held = dict(model.named_parameters(remove_duplicate=False))
         encoded = {

@@ -390,6 +390,8 @@ def test_codes_are_served_from_a_checkpoint(tmp_path: Path) -> None:
         again.load_state_dict(other.state_dict(), strict=False)
     with pytest.raises(hmpx.FreezeError, match="its fp32 weights are gone"):
         found.undo()
+    with pytest.raises(hmpx.FreezeError, match="was loaded from a checkpoint; copy that directory"):
+        found.save(tmp_path / "again")
     with pytest.raises(hmpx.FreezeError, match="is frozen already"):
         hmpx.load_frozen(tmp_path, again, store="codes")
     with pytest.raises(hmpx.OptionError, match="store must be"):
@@ -611,6 +613,14 @@ def test_routers_and_stacked_experts_stay_whole_and_are_ignored(tmp_path: Path) 
     policy = {"low": ["linear int8_row output=bfloat16"]}
     with hmpx.convert(policy=policy, device_types={"cpu"}), torch.no_grad():
         assert torch.equal(again(x), model(x))
+        frozen = hmpx.freeze(model, x, store="codes")
+        with pytest.warns(hmpx.HmpxWarning, match="not stored as codes"):
+            frozen.save(tmp_path / "codes")
+    assert not read_checkpoint(tmp_path / "codes", again).faults  # the router is rounded
+    with torch.no_grad():
+        again.router.weight[0] *= -1
+    (fault,) = read_checkpoint(tmp_path / "codes", again).faults
+    assert fault.startswith("router.weight: differs from the model's by ")
 
 
 @pytest.mark.parametrize(
