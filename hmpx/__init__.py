@@ -42,10 +42,9 @@ from .torch_state import disable_casts
 if TYPE_CHECKING:
     from . import formats
     from .checking import Breach, Finding, Lint, expect, lint
-    from .checkpoints import load_frozen
     from .comparing import Comparison, compare, contents
     from .exporting import OnnxFile, export
-    from .freezing import Frozen, Weight, freeze
+    from .freezing import Frozen, Weight, freeze, load_frozen
     from .monitoring import Alarm, Monitor, monitor
     from .planning import Bench, Plan, bench, plan
     from .policy import EngineSettings
@@ -60,10 +59,9 @@ else:  # not needed by a program's first op
         {
             "formats": "",
             "comparing": "Comparison compare contents",
-            "checkpoints": "load_frozen",
             "checking": "Breach Finding Lint expect lint",
             "exporting": "OnnxFile export",
-            "freezing": "Frozen Weight freeze",
+            "freezing": "Frozen Weight freeze load_frozen",
             "monitoring": "Alarm Monitor monitor",
             "planning": "Bench Plan bench plan",
             "policy": "EngineSettings",

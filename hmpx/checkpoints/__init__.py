@@ -9,7 +9,7 @@ from ..later import shown_later
 if TYPE_CHECKING:
     from .checking import read_checkpoint
     from .checkpoint import Checkpoint, CheckpointLayer
-    from .loading import load_frozen
+    from .loading import weights_for
     from .reading import is_checkpoint, read_config
     from .writing import save
 else:  # only needed for number formats
@@ -18,7 +18,7 @@ else:  # only needed for number formats
         {
             "checkpoint": "Checkpoint CheckpointLayer",
             "checking": "read_checkpoint",
-            "loading": "load_frozen",
+            "loading": "weights_for",
             "reading": "is_checkpoint read_config",
             "writing": "save",
         },
@@ -28,8 +28,8 @@ __all__ = [
     "Checkpoint",
     "CheckpointLayer",
     "is_checkpoint",
-    "load_frozen",
     "read_checkpoint",
     "read_config",
     "save",
+    "weights_for",
 ]

@@ -130,6 +130,13 @@ def _against(
     yield f"differs from the model's weight by {error:.2g} of its norm{rows}{''.join(reasons[:1])}"
 
 
+def _nearest(stored: Tensor, weight: Tensor, held: Directory) -> Tensor:
+    """Returns a model's weight, rounded to one of the checkpoint's formats if it is stored so."""
+    found = [each.format for each in held.schemes.values() if each.format and weight.dim() > 1]
+    rounded = [quantize(weight, each, overflow="saturate") for each in dict.fromkeys(found)]
+    return min([weight, *rounded], key=lambda each: _error(stored, each))
+
+
 def faults_of_others(
     held: Directory, model: nn.Module | None, state: Mapping[str, Tensor]
 ) -> Iterator[str]:
@@ -145,9 +152,11 @@ def faults_of_others(
             continue
         if bool(tensor.isnan().any()):
             yield f"{name}: holds NaN"
+        elif name.endswith(("weight", "bias")) and bool(tensor.isinf().any()):  # masks may
+            yield f"{name}: holds infinities"
         elif weight is not None and weight.shape != tensor.shape:
             yield f"{name}: of shape {tuple(tensor.shape)}, and the model's is {tuple(weight.shape)}"
-        elif weight is not None and _error(tensor, weight) > _MOST_ROUNDING:
+        elif weight is not None and _error(tensor, _nearest(tensor, weight, held)) > _MOST_ROUNDING:
             yield f"{name}: differs from the model's by {_error(tensor, weight):.2g} of its norm"
         elif weight is None and model is not None:
             yield f"{name}: not in the model"

@@ -80,9 +80,7 @@ class Checkpoint(Written):
         return ReportTable(columns)
 
     def _page(self) -> str:
-        name, said = (
-            Path(self.path).name,
-            paragraphs([self._verdict(), *self.other_faults], "verdict"),
-        )
+        name = Path(self.path).name
+        said = paragraphs([self._verdict(), *self.other_faults], "verdict")
         parts, tables = said + table_section("layers", "Layers"), {"layers": self._shown()}
         return page(f"hmpx: {name}", f"Quantized layers of {name}", parts, {}, tables=tables)

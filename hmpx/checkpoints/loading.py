@@ -1,10 +1,11 @@
-"""Loads checkpoints of compressed-tensors into models in float32."""
+"""Reads the weights of checkpoints of compressed-tensors, for models in float32."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,33 +16,28 @@ from ..number_formats import Scaled
 from ..tensors import long_name
 from .checking import faults_of_others, faults_of_values
 from .reading import Directory, classes_of, tensors_of
-from .schemes import Scheme, values_of_parts
+from .schemes import Scheme, encoded_of_parts, values_of_parts
 from .writing import inside
 
 
-def load_frozen(directory: str | os.PathLike[str], model: nn.Module) -> None:
-    """Loads a checkpoint that `Frozen.save` wrote into a model in float32.
+class Loaded(NamedTuple):
+    """A weight in float32 that rounds to the stored values; of quantized ones also the scheme, codes and scales."""
 
-    Under the conversion with which it was frozen, the model then computes what the frozen model did, bit for bit.
+    values: Tensor
+    scheme: Scheme | None = None
+    encoded: tuple[Tensor, ...] = ()
 
-    Args:
-        directory: That of the checkpoint, which may also come from elsewhere.
-        model: Its weights are overwritten. Tied ones may be stored once.
+
+def weights_for(directory: str | os.PathLike[str], model: nn.Module) -> dict[str, Loaded]:
+    """Returns a checkpoint's weights by their names in a model.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or does not fit the model, which is then untouched.
+        CheckpointError: The checkpoint is damaged, or does not fit the model.
         OptionError: The directory does not exist, or safetensors is not installed.
-
-    Example:
-        >>> model = torch.nn.Linear(4, 2).eval()
-        >>> with hmpx.convert(policy={"low": ["linear int8_row"]}, device_types={"cpu"}):
-        ...     with hmpx.freeze(model, torch.ones(1, 4)) as frozen:
-        ...         frozen.save("int8")
-        >>> hmpx.load_frozen("int8", torch.nn.Linear(4, 2))
     """
     state = tensors_of(model)
     held = Directory(arguments.path("directory", directory))
-    modules, new = dict(model.named_modules()), dict(held.tensors)
+    modules, new = dict(model.named_modules()), {n: Loaded(t) for n, t in held.tensors.items()}
     with torch.no_grad(), torch_state.without_casts():
         same = {name: held.tensors[name] for name in state.keys() & held.tensors.keys()}
         faults = [*held.faults, *faults_of_others(held, model, same)]
@@ -52,13 +48,13 @@ def load_frozen(directory: str | os.PathLike[str], model: nn.Module) -> None:
             if scheme is not None and scheme.format is None:
                 found.append("hmpx reads no zero points")
             elif scheme is not None and not found:
-                found += faults_of_values(
-                    parts, values_of_parts(parts, scheme, held.scales.get(layer)), scheme
-                )
-                new[inside(layer, "weight")] = _unrounded(parts, scheme, held.scales.get(layer))
+                given = parts, scheme, held.scales.get(layer)
+                found += faults_of_values(parts, values_of_parts(*given), scheme)
+                loaded = Loaded(_unrounded(*given), scheme, encoded_of_parts(*given))
+                new[inside(layer, "weight")] = loaded
             faults += [f"{layer}: {fault}" for fault in found]
         for name in sorted(new.keys() & state.keys()):
-            has, tensor = state[name], new[name]
+            has, tensor = state[name], new[name].values
             if has.shape != tensor.shape:
                 faults.append(f"{name}: of shape {tuple(tensor.shape)}, not {tuple(has.shape)}")
             elif torch.promote_types(has.dtype, tensor.dtype) != has.dtype:
@@ -68,7 +64,7 @@ def load_frozen(directory: str | os.PathLike[str], model: nn.Module) -> None:
                 )
         if faults:
             raise CheckpointError("; ".join(gathered(faults, len(faults))))
-        model.load_state_dict(new, strict=False)  # tied ones are there once
+    return new
 
 
 def _unrounded(parts: Mapping[str, Tensor], scheme: Scheme, tensor_scale: float | None) -> Tensor:

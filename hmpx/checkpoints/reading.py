@@ -40,10 +40,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: It is damaged, or names another method.
     """
-    found, name = (
-        files.parsed(files.read_text(path, files.CHECKPOINT), Path(path).name, files.CHECKPOINT),
-        Path(path).name,
-    )
+    name, text = Path(path).name, files.read_text(path, files.CHECKPOINT)
+    found = files.parsed(text, name, files.CHECKPOINT)
     config = found.get("quantization_config") if isinstance(found, dict) else None
     method = config.get("quant_method") if isinstance(config, dict) else None
     if not isinstance(config, dict) or method != "compressed-tensors":

@@ -222,16 +222,21 @@ def codes_of_parts(parts: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
     return codes & 15 if bits == 4 else codes
 
 
-def values_of_parts(
+def encoded_of_parts(
     parts: Mapping[str, Tensor], scheme: Scheme, tensor_scale: float | None = None
-) -> Tensor:
-    """Returns the weight in float32; the scale of all of NVFP4's tensor may be known exactly."""
-    assert scheme.format is not None
+) -> tuple[Tensor, ...]:
+    """Returns codes and scales, as `encode` does; the scale of all of NVFP4's tensor may be known exactly."""
     codes, scale = codes_of_parts(parts, scheme), parts["weight_scale"]
     if "weight_global_scale" in parts:
         whole = 1 / parts["weight_global_scale"].float() if tensor_scale is None else tensor_scale
-        return decode(
-            (codes, scale.view(torch.uint8), torch.as_tensor(whole).reshape(())), scheme.format
-        )
+        return codes, scale.view(torch.uint8), torch.as_tensor(whole).reshape(())
     scale = scale.reshape(()) if scheme.weights["strategy"] == "tensor" else scale
-    return decode((codes, scale if scale.dtype is torch.uint8 else scale.float()), scheme.format)
+    return codes, scale if scale.dtype is torch.uint8 else scale.float()
+
+
+def values_of_parts(
+    parts: Mapping[str, Tensor], scheme: Scheme, tensor_scale: float | None = None
+) -> Tensor:
+    """Returns the weight in float32, from what `encoded_of_parts` returns."""
+    assert scheme.format is not None
+    return decode(encoded_of_parts(parts, scheme, tensor_scale), scheme.format)

@@ -42,6 +42,9 @@ _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 #: hexadecimal digits.
 METADATA: Final = "hmpx"
 
+#: Modules that servers know by their classes.
+_KNOWN: Final = (nn.Linear, nn.Embedding)
+
 _PARALLEL: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 _REMEDY: Final = "leave it in another type by a section, or exclude it, before hmpx.freeze"
@@ -75,6 +78,7 @@ def save(
         raise unwritable(given, error) from error
     refused = imported("safetensors", "Frozen.save", "checkpoint").SafetensorError
     safetensors = imported("safetensors.torch", "Frozen.save", "checkpoint")
+    modules = dict(model.named_modules(remove_duplicate=False))
     linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
     with torch.no_grad(), torch_state.without_casts():
         state = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
@@ -96,18 +100,26 @@ def save(
             f"{name} has no linear layer that computes in a number format only{said}; {remedy}"
         )
     # Lists and sections leave layers out by intention: these are "used in ..." another type.
-    odd = [
-        f"{name} ({why})"
+    odd = {
+        name: why
         for name, why in whole.items()
         if not why.startswith("used in") and why.removeprefix("is ") not in reasons  # tied
-    ]
-    odd += [
-        f"{name} (not of a linear layer)"
-        for name in formats
-        if name.rpartition(".")[0] not in {*linear}
-    ]
+    }
+    # Servers have linear layers for these, too: routers, experts.
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        path, dims = name.rpartition(".")[0], state[name].shape
+        is_of_torch = type(modules[path]).__module__.startswith("torch.nn.")
+        if len(dims) < 2 or not path or is_of_torch or isinstance(modules[path], _KNOWN):
+            continue
+        whole.setdefault(path, "")
+        if len(dims) > 2 and dims[0] > 1:
+            odd[name] = f"experts in {len(dims)} dimensions"
+            whole[f"re:{re.escape(path)}\\.\\d+\\..*"] = ""
+    others = [n for n in formats if n not in odd and n.rpartition(".")[0] not in {*linear}]
+    odd |= dict.fromkeys(others, "not of a linear layer")
     if odd:
-        warn(f"these weights are not stored as codes: {', '.join(gathered(odd, len(odd)))}")
+        lines = [f"{name} ({why})" for name, why in odd.items()]
+        warn(f"these weights are not stored as codes: {', '.join(gathered(lines, len(lines)))}")
     config = _config(model, schemes, whole)
     earlier = _earlier(target)
     make_directory(target.parent)

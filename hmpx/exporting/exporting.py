@@ -170,16 +170,18 @@ class _Traced:
 
     def compared(self, found: OnnxFile) -> OnnxFile:
         """Returns a file with the errors of its nodes."""
-        differences = errors(Path(found.path), self.values, self.wide)
-        nodes = []
+        differences, computed = errors(Path(found.path), self.values, self.wide)
+        nodes, rest = [], []
         for node in found.nodes:
-            known = [differences[name] for name in node.outputs if name in differences]
-            error, made_of = max(known, default=(None, 0))
-            most = MOST_ULPS.get((*node.output_dtypes, "")[0], math.inf) * made_of
-            is_beyond = error is not None and error > most
+            error = max((differences[n] for n in node.outputs if n in differences), default=None)
+            if node.dtype and computed.isdisjoint(node.outputs):
+                rest.append(node.name)
+            is_beyond = error is not None and error > MOST_ULPS.get(node.output_dtypes[0], math.inf)
             faults = (f"differs from torch by {error:.3g} ulps",) if is_beyond else ()
             nodes.append(dataclasses.replace(node, error=error, faults=node.faults + faults))
-        return dataclasses.replace(found, nodes=tuple(nodes), about=about_run())
+        return dataclasses.replace(
+            found, nodes=tuple(nodes), not_compared=tuple(rest), about=about_run()
+        )
 
 
 @contextlib.contextmanager
@@ -327,10 +329,8 @@ def _annotate(program: Any, rows: Iterable[Row], *, is_typed: bool) -> None:
     )
     for node, name in made.items():
         metadata, op = node.metadata_props, roots.get(name)
-        module, line = (
-            module_of(metadata),
-            _location(metadata.get("pkg.torch.onnx.stack_trace", "")),
-        )
+        module = module_of(metadata)
+        line = _location(metadata.get("pkg.torch.onnx.stack_trace", ""))
         if line:
             metadata[LOCATION] = line
         calls = by_module.get(module, [])

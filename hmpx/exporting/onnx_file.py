@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from .. import files
-from ..errors import OptionError, brief, fielded, raised_here, said_by, short
+from ..errors import OptionError, brief, fielded, gathered, raised_here, said_by, short
 from ..later import imported
 from ..reports import (
     Column,
@@ -57,8 +57,8 @@ class OnnxNode:
         input_dtypes: Types of its inputs.
         output_dtypes: Types of its results.
         faults: Its faults, as text.
-        error: The largest difference from torch's result for the same inputs, in ulps of the largest value; None:
-            not compared.
+        error: The largest difference from torch's result for the same inputs, in ulps of the largest value, by the
+            number of nodes since torch's values; None: not compared.
         outputs: Names of its results.
     """
 
@@ -88,6 +88,7 @@ class OnnxFile(Written):
             ``input_dtypes``, ``output_dtypes``, ``faults``, ``outputs``, and with ``verify=True`` its ``error`` in ulps.
         stored: Type of the initializers -> their bytes.
         weight_faults: Infinities in float16, values that can't be read.
+        not_compared: Names of nodes that could not be computed for a comparison, such as those inside of If, Loop and Scan.
         about: See [results](#results).
 
     Example:
@@ -100,6 +101,7 @@ class OnnxFile(Written):
     nodes: tuple[OnnxNode, ...]
     stored: Mapping[str, int]
     weight_faults: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
     about: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -168,6 +170,9 @@ def _verdict(found: OnnxFile) -> str:
         worst = {node.output_dtypes[0]: node for node in reversed(compared)}
         errors = [f"{node.error:.3g} ulps of {each} ({node.name})" for each, node in worst.items()]
         said += f"; {len(compared)} compared with torch, largest errors {', '.join(sorted(errors))}"
+    if found.not_compared:
+        rest = gathered(found.not_compared, len(found.not_compared), 3)
+        said += f"; not compared: {', '.join(rest)}"
     return f"{short(found.path)}: {len(found.nodes)} nodes, {said}"
 
 
@@ -258,7 +263,7 @@ class _GraphReader:
     def read(self, path: str, about: Mapping[str, str]) -> OnnxFile:
         self._read(self._model.graph, _Scope({}, {}, {}))
         stored = dict(sorted(self._stored.items()))
-        return OnnxFile(path, tuple(self._nodes), stored, tuple(self._weight_faults), about)
+        return OnnxFile(path, tuple(self._nodes), stored, tuple(self._weight_faults), about=about)
 
     def _read(self, graph: Any, scope: _Scope) -> None:
         for value in (*graph.input, *graph.value_info, *graph.output):
@@ -311,11 +316,8 @@ class _GraphReader:
         ]
         is_cast = node.op_type in {"Cast", "CastLike"}
         dtype = (outputs[0] if is_cast else next(iter(floats), "")) if floats else ""
-        faults = (
-            [*self._cast_faults(node, scope, inputs, outputs)]
-            if is_cast
-            else [*self._mixed(node, inputs)]
-        )
+        found = self._cast_faults(node, scope, inputs, outputs)
+        faults = [*(found if is_cast else self._mixed(node, inputs))]
         decided = metadata.get(DTYPE, "")
         if decided and dtype and not is_cast and decided != dtype:
             faults.append(

@@ -12,23 +12,10 @@ from .onnx_file import BEYOND, REASON
 _CASTS: Final = ("_to_copy.", "to.", "convert_element_type.")
 
 #: ONNX's operators that move values and compute nothing.
-_MOVING: Final = frozenset(
-    {
-        "Concat",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "Identity",
-        "Pad",
-        "Reshape",
-        "Slice",
-        "Split",
-        "Tile",
-        "Squeeze",
-        "Transpose",
-        "Unsqueeze",
-    }
-)
+_MOVING: Final = frozenset({
+    "Concat", "Expand", "Flatten", "Gather", "Identity", "Pad", "Reshape",
+    "Slice", "Split", "Tile", "Squeeze", "Transpose", "Unsqueeze",
+})  # fmt: skip
 
 #: Those that view one, so that a cast may come before them. Not `Gather`: embeddings have a type of their own.
 _VIEWS: Final = _MOVING - {"Concat", "Gather", "Pad", "Split"}

@@ -19,7 +19,7 @@ from ..later import imported
 _TYPES: Final = frozenset({"to", "dtype", "output_dtype"})
 
 
-#: Type -> the error per node without a fault: an ulp, as each node rounds once; in float32 1.3e-6, as in
+#: Type -> the error of a node without a fault: an ulp, as each node rounds once; in float32 1.3e-6, as in
 #: `torch.testing.assert_close`, since kernels sum in other orders.
 MOST_ULPS: Final = {"float16": 1.0, "bfloat16": 1.0, "float32": 11.0}
 
@@ -73,11 +73,12 @@ def check_inputs(path: Path, given: Mapping[str, Tensor], *, are_all: bool) -> N
 
 def errors(
     path: Path, expected: Mapping[str, Tensor], skipped: Collection[str]
-) -> dict[str, tuple[float, int]]:
-    """Returns the name of a value of a file -> its error and its nodes, for the floating-point results that torch has.
+) -> tuple[dict[str, float], set[str]]:
+    """Returns the name of a value of a file -> its error, for the floating-point results that torch has; and all names.
 
     Each node is computed in float32, from torch's values where it has them, and its results are rounded to their
-    types. Values in ``skipped``, and those between torch's that are made with them, are not compared.
+    types. Errors are those per node since torch's values. Values in ``skipped``, and those between torch's that are
+    made with them, are not compared. The names are of the values that were computed.
     """
     onnx = imported("onnx", "comparing nodes")
     model = onnx.load(path, load_external_data=False)
@@ -97,7 +98,7 @@ def errors(
         with passing_over(Exception):  # the file's faults say that it can't be read
             array = onnx.numpy_helper.to_array(each, str(path.parent))
             values[name] = array.astype("f4") if _is_low(onnx, each.data_type) else array
-    found: dict[str, tuple[float, int]] = {}
+    found, computed = dict[str, float](), set[str]()
     changed = {lows.get(name, name) for name in skipped}
     between = set[str]()
     made_of: dict[str, int] = {}  # value between torch's -> its nodes
@@ -105,14 +106,15 @@ def errors(
         nodes = 1 + sum(made_of.get(name, 0) for name in {*node.input})
         is_changed = not (between.isdisjoint(node.input) and changed.isdisjoint(node.output))
         for name, result in _results(onnx, model, node, values):
+            computed.add(name)
             got = _rounded(onnx, result, types.get(name))
             want = None if isinstance(got, list) else wanted.get(name)
             if want is None:
                 values[name], made_of[name] = got, nodes
                 between |= {name} if is_changed else set()
             elif want.is_floating_point() and want.numel() and not is_changed:
-                found[name] = _error(torch.tensor(got), want), nodes
-    return found
+                found[name] = _error(torch.tensor(got), want) / nodes
+    return found, computed
 
 
 def _is_low(onnx: ModuleType, code: int | None) -> bool:

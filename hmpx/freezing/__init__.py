@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .freezing import Frozen, freeze
+from .freezing import Frozen, freeze, load_frozen
 from .layer_cast import is_layer_cast
 from .seal import is_sealed
 from .weights import Weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
@@ -27,7 +28,7 @@ from ..inputs import arguments_of
 from ..policy import LowType
 from ..tensors import chunk_of, short_name
 from ..torch_internals import FakeTensor
-from .layer_cast import decode_parameters, is_layer_cast, upcast_parameters
+from .layer_cast import decode_parameters, is_layer_cast, other_objects, upcast_parameters
 from .seal import REMEDY, Widens, complete_undo, is_sealed, seal
 from .undo import LOCK, Originals, Undo
 from .weights import (
@@ -124,11 +125,14 @@ def freeze(
                 Judged(_in_16_bits(f, _LAYER_CAST[store], firsts[id(f.tensor)]), None, None)
                 for f in found
             ]
-            frozen = _frozen(model, found, weights, None, outputs, keep_fp32=keep_fp32)
+            frozen = _frozen(
+                model, found, weights, None, outputs, keep_fp32=keep_fp32, upcasts=True
+            )
     else:
         in_force = _checked(model, has_example=has_example)
         found = slots_of(model)
-        with torch_state.unchanged(model, inputs, but=[f.tensor for f in found]):
+        reads = other_objects(model) if store == "codes" else contextlib.nullcontext()
+        with torch_state.unchanged(model, inputs, but=[f.tensor for f in found]), reads:
             watch = watch_forward(model, found, inputs)
             gone = replaced(model, found)
         with LOCK:
@@ -140,6 +144,67 @@ def freeze(
     return frozen
 
 
+@session.restoring
+def load_frozen(
+    directory: str | os.PathLike[str], model: nn.Module, *, store: str = "dtype"
+) -> Frozen | None:
+    """Loads a checkpoint that `Frozen.save` wrote into a model in float32.
+
+    Under the conversion with which it was frozen, the model then computes what the frozen model did, bit for bit.
+
+    Args:
+        directory: That of the checkpoint, which may also come from elsewhere.
+        model: Its weights are overwritten. Tied ones may be stored once.
+        store: ``"dtype"`` stores all weights in the model's types. ``"codes"`` keeps codes and their scales, decoded
+            where modules read them, as `freeze` does, but without a conversion and for good.
+
+    Returns:
+        With ``"codes"`` a report, whose ``undo`` is an error; else None.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or does not fit the model, which is then untouched.
+        FreezeError: The model is frozen, or with ``"codes"`` in training mode.
+        OptionError: The directory does not exist, safetensors is not installed, or ``store`` is invalid.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2).eval()
+        >>> with hmpx.convert(policy={"low": ["linear int8_row"]}, device_types={"cpu"}):
+        ...     with hmpx.freeze(model, torch.ones(1, 4)) as frozen:
+        ...         frozen.save("int8")
+        >>> hmpx.load_frozen("int8", torch.nn.Linear(4, 2))
+    """
+    are_codes = arguments.choice("store", store, ("dtype", "codes")) == "codes"
+    new = checkpoints.weights_for(arguments.path("directory", directory), model)
+    if are_codes:
+        _check_free(model)
+    found = slots_of(model) if are_codes else []
+    packed = dict[int, tuple[number_formats.Packing, Tensor]]()
+    with torch.no_grad(), torch_state.without_casts():
+        for f in found:
+            each = new.get(f.name)
+            if each and each.scheme and f.place and f.tensor.dtype is torch.float32:
+                assert each.scheme.format is not None  # others are faults
+                how = each.scheme.format, "nearest", "saturate"
+                if given := number_formats.packed(each.values, *how, each.encoded):
+                    packed[id(f.tensor)] = given[0], given[1].to(f.tensor.device)
+        whole = {name: each.values for name, each in new.items()}
+        model.load_state_dict(whole, strict=False)  # tied ones are there once
+    if not are_codes:
+        return None
+    weights, firsts = [], {id(f.tensor): f for f in reversed(found)}
+    for f in found:
+        first, given = firsts[id(f.tensor)], packed.get(id(f.tensor))
+        dtype: LowType = given[0].format if given else f.tensor.dtype
+        size, stored = f.tensor.nbytes, (given[1] if given else f.tensor).nbytes
+        why = "quantized in the checkpoint" if given else "not stored as codes"
+        if f is not first:
+            size, stored, why = 0, 0, f"is {first.name}"
+        weight = Weight(f.name, f.kind, f.tensor.dtype, dtype, size, stored, why)
+        weights.append(Judged(weight, None, given))
+    with LOCK:
+        return _frozen(model, found, weights, None, "keep", keep_fp32=False)
+
+
 def _frozen(
     model: nn.Module,
     found: Sequence[Slot],
@@ -148,8 +213,9 @@ def _frozen(
     outputs: str,
     *,
     keep_fp32: bool,
+    upcasts: bool = False,
 ) -> Frozen:
-    """Stores weights, to the end or not at all; without a conversion, modules upcast them where they read them."""
+    """Stores weights, to the end or not at all; modules may upcast them where they read them."""
     dtypes = {each.name: each.stored_dtype for each, _, _ in weights if each.is_low}
     packed = {each.weight.name: each.packed for each in weights if each.packed}
     lows: dict[int, Slot] = {}
@@ -171,7 +237,7 @@ def _frozen(
                 "keep_fp32=False, or make the model under FakeTensorMode"
             )
         is_real = not (low.is_meta or is_fake)
-        if in_force is None and is_real and bool((low.isinf() & ~tensor.isinf()).any()):
+        if upcasts and is_real and bool((low.isinf() & ~tensor.isinf()).any()):
             raise FreezeError(
                 f"{f.name!r} has values beyond {short_name(low.dtype)}'s largest number"
             )
@@ -192,7 +258,7 @@ def _frozen(
         if lows or in_force is None:
             sealed = {slot.name: dtypes[lows[id(slot.tensor)].name] for slot in slots}
             seal(model, slots, {**sealed, **packings}, in_force, undo)
-        for module in () if in_force else model.modules():
+        for module in model.modules() if upcasts else ():
             upcast_parameters(module)
         for module, several in in_bytes.items():
             decode_parameters(module, several)
@@ -389,6 +455,10 @@ class Frozen:
         model = self._undo.model()
         if model is None or self._undo.is_done:
             raise FreezeError(f"{self._name} is not frozen any more; call save() before undo()")
+        if self._packings and not self._formats:
+            raise FreezeError(
+                f"{self._name} was loaded from a checkpoint; copy that directory in place of save()"
+            )
         reasons = {each.name: each.reason for each in self.weights}
         held = dict(model.named_parameters(remove_duplicate=False))
         encoded = {

@@ -7,6 +7,7 @@ what reading the attributes gives.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from ..errors import to_the_end
 from ..tensors import CAST, LOW_DTYPES, stored_parameters
+from ..torch_internals import FakeTensor
 
 if TYPE_CHECKING:
     from ..number_formats import Packing
@@ -40,6 +43,31 @@ def upcast_parameters(module: nn.Module) -> None:
 def decode_parameters(module: nn.Module, packings: Mapping[str, Packing]) -> None:
     """Decodes these parameters, which are held in bytes, where the module reads them."""
     module.__class__ = _decoding(type(module), frozenset(packings.items()))  # type: ignore[arg-type]
+
+
+class _AsStored:
+    """In place of a `Packing`: the values are those that are stored."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        return type(tensor) in {nn.Parameter, FakeTensor}
+
+    def values(self, stored: Tensor) -> Tensor:
+        return stored
+
+
+_AS_STORED: Final[Any] = _AsStored()
+
+
+@contextlib.contextmanager
+def other_objects(model: nn.Module) -> Iterator[None]:
+    """Inside of the block, parameters that modules read as attributes are other objects, of the same memory."""
+    modules = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
+    try:
+        for module in modules:
+            decode_parameters(module, dict.fromkeys(module._parameters, _AS_STORED))
+        yield
+    finally:
+        to_the_end(lambda: [*map(restore_class, modules)])
 
 
 def restore_class(module: nn.Module) -> None:

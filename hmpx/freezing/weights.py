@@ -147,7 +147,8 @@ class Uses:
 
     ``unrounded_by``: ops in the low-precision list that leave it in fp32. ``decides``: ops whose result
     depends on its stored dtype. ``as_data``: how an op in a number format took it as data, such as "as a first
-    input". ``formats``: those of the ops in which it is a weight.
+    input". ``is_read_elsewhere``: not as an attribute of its module, under `other_objects`. ``formats``: those of the ops
+    in which it is a weight.
     """
 
     converted_to: set[LowType] = field(default_factory=set)
@@ -157,6 +158,7 @@ class Uses:
     written_by: list[str] = field(default_factory=list)
     is_changed: bool = False
     as_data: str = ""
+    is_read_elsewhere: bool = False
     formats: set[compute.Formats] = field(default_factory=set)
 
 
@@ -166,6 +168,7 @@ class UsesMode(DispatchMode):
     def __init__(self, found: Sequence[Slot]) -> None:
         super().__init__()
         self._tensors = {f.place: f.tensor for f in found if f.place is not None}
+        self._held = {id(f.tensor) for f in found}
         self.uses = {place: Uses() for place in self._tensors}
         self._by_storage: dict[int, list[MemorySpan]] = {}
         for place in self._tensors:
@@ -203,6 +206,7 @@ class UsesMode(DispatchMode):
                 self.uses[touched].as_data = self.uses[touched].as_data or of_op
             else:
                 self.uses[touched].formats.add(replace(of_op, weights=format))
+                self.uses[touched].is_read_elsewhere |= id(tensor) in self._held
             if touched == place:
                 self.uses[touched].converted_to.add(format)
             else:
@@ -447,16 +451,19 @@ def judged(
         first = firsts.setdefault(key, f)
         neighbours = by_storage[f.place.storage] if f.place is not None else []
         dtype, reason = _judgement(f, neighbours, watch, replaced)
-        as_data = "" if f.place is None else watch.uses[f.place].as_data
+        uses = Uses() if f.place is None else watch.uses[f.place]
         formats: set[compute.Formats] = set()
         if f.place is not None and number_formats.is_format(dtype):
-            if not as_data:
-                formats = watch.uses[f.place].formats
-            if first is f and rounding and not as_data:
+            formats = uses.formats if not uses.as_data else formats
+            is_free = not (uses.as_data or uses.is_read_elsewhere)
+            if first is f and rounding and is_free:
                 packed[f.place] = number_formats.packed(f.tensor.detach(), dtype, *rounding)
             is_coded = is_plain and isinstance(dtype, number_formats.CodedFormat)
-            if as_data or not (is_coded or packed.get(f.place)):
-                reason = f"used in {dtype.name} {as_data}" if as_data else reason
+            if uses.as_data or not (is_coded or packed.get(f.place)):
+                if uses.as_data:
+                    reason = f"used in {dtype.name} {uses.as_data}"
+                elif rounding and not is_free:
+                    reason += ", read elsewhere than as an attribute of its module"
                 dtype, reason = f.tensor.dtype, f"{reason}, but not stored as codes"
         size_bytes = stored_bytes = 0
         bytes_ = packed.get(f.place) if f.place is not None else None

@@ -82,12 +82,16 @@ class Packing:
 
 
 def packed(
-    x: Tensor, format: Format, rounding: str, overflow: str | None
+    x: Tensor,
+    format: Format,
+    rounding: str,
+    overflow: str | None,
+    encoded: tuple[Tensor, ...] | None = None,
 ) -> tuple[Packing, Tensor] | None:
-    """Returns how bytes hold a tensor, and these; None if they can't."""
+    """Returns how bytes hold a tensor, and these; None if they can't. Its codes and scales may be known."""
     if not isinstance(format, Block | Scaled) or format.element.bits > 8 or x.numel() >= 1 << 31:
         return None
-    codes, *scales = encode(x, format, rounding, overflow)
+    codes, *scales = encoded or encode(x, format, rounding, overflow)
     floats = scales[-1:] if scales[-1].dtype is torch.float32 else []
     parts = [*floats, *scales[: len(scales) - len(floats)]]
     parts.insert(len(floats), in_bytes(codes.flatten(), 4 if format.element.bits <= 4 else 8))

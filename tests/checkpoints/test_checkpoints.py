@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,7 @@ def test_a_checkpoint_is_loaded_bit_for_bit(
     line: str, spread: float, tmp_path: Path, own_formats: None
 ) -> None:
     layout, strategy, of_inputs, tensors = LINES[line]
-    model, again, x = mlp(), mlp(1), torch.randn(3, 256)
+    model, again, coded, x = mlp(), mlp(1), mlp(1), torch.randn(3, 256)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(torch.exp(spread * torch.randn_like(parameter)))
@@ -82,6 +84,13 @@ def test_a_checkpoint_is_loaded_bit_for_bit(
             expected = model(x)
         hmpx.load_frozen(tmp_path / "served", again)
         assert torch.equal(again(x).float(), expected)
+        assert hmpx.load_frozen(tmp_path / "served", coded, store="codes") is not None
+        assert torch.equal(coded(x).float(), expected)
+        assert [p.dtype for n, p in coded.named_parameters() if n in {"0.weight", "3.weight"}] == [
+            torch.uint8
+        ] * 2
+        kept = zip(coded.state_dict().values(), again.state_dict().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in kept)
         with hmpx.freeze(again, x) as frozen:
             frozen.save(tmp_path / "twice")
             assert torch.equal(again(x), expected)
@@ -349,6 +358,46 @@ def test_infinite_weights_and_an_undone_model_are_refused(tmp_path: Path) -> Non
     assert not any(tmp_path.iterdir())
 
 
+def test_codes_are_served_from_a_checkpoint(tmp_path: Path) -> None:
+    policy = {"low": ["linear int4_block128 output=bfloat16"]}
+    model, again, x = mlp(), mlp(1), torch.randn(3, 256)
+    again[3].weight = nn.Parameter(torch.randn(192, 128))
+    again.append(nn.Module())
+    again[4].tied, again[4].forward = again[3].weight, lambda x: x
+    with (
+        hmpx.convert(policy=policy, device_types={"cpu"}),
+        hmpx.freeze(model, x, store="codes") as frozen,
+    ):
+        frozen.save(tmp_path)
+        expected, size = model(x), frozen.weights[0].stored_bytes
+    with pytest.raises(
+        hmpx.FreezeError, match=r"in training mode, and frozen weights can't be trained"
+    ):
+        hmpx.load_frozen(tmp_path, again.train(), store="codes")
+    found = hmpx.load_frozen(tmp_path, again.eval(), store="codes")
+    assert found is not None
+    stored = {each.name: (each.stored_bytes, each.reason) for each in found.weights}
+    assert stored["0.weight"] == (size, "quantized in the checkpoint")
+    assert stored["2.weight"] == (512, "not stored as codes")
+    assert stored["4.tied"] == (0, "is 3.weight")
+    plain = again(x)  # no conversion is needed
+    with hmpx.convert(policy=policy, device_types={"cpu"}), torch.no_grad():
+        assert torch.equal(again(x).float(), expected)
+        assert torch.equal(copy.deepcopy(again)(x).float(), expected)
+    hmpx.load_frozen(tmp_path, other := mlp(2))
+    assert torch.equal(other(x), plain)
+    with pytest.raises(hmpx.FreezeError, match="is frozen and can't load weights"):
+        again.load_state_dict(other.state_dict(), strict=False)
+    with pytest.raises(hmpx.FreezeError, match="its fp32 weights are gone"):
+        found.undo()
+    with pytest.raises(hmpx.FreezeError, match="was loaded from a checkpoint; copy that directory"):
+        found.save(tmp_path / "again")
+    with pytest.raises(hmpx.FreezeError, match="is frozen already"):
+        hmpx.load_frozen(tmp_path, again, store="codes")
+    with pytest.raises(hmpx.OptionError, match="store must be"):
+        hmpx.load_frozen(tmp_path, again, store="bytes")
+
+
 def test_load_refuses_another_model(tmp_path: Path) -> None:
     saved(tmp_path)
     wrong = nn.Sequential(nn.Linear(256, 64)).eval()
@@ -514,6 +563,64 @@ def test_layers_that_stay_whole_are_named_and_buffers_come_back(tmp_path: Path) 
     assert read_checkpoint(tmp_path / "m", model).faults == (
         "count: differs from the model's by 1 of its norm",
     )
+
+
+class Mixture(torch.nn.Module):
+    """A router and stacked experts, as models of transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(32, 32)
+        self.router, self.stacked = Product(4, 32), Product(4, 16, 32)
+        self.class_token = torch.nn.Parameter(torch.randn(1, 1, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj(x) + self.class_token[0]
+        chosen = nn.functional.linear(x, self.router.weight).argmax(-1)
+        found = [
+            nn.functional.linear(row, self.stacked.weight[e])
+            for row, e in zip(x, chosen, strict=True)
+        ]
+        return torch.stack(found)
+
+
+class Product(torch.nn.Module):
+    """A weight that its model uses."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(shape))
+
+
+def test_routers_and_stacked_experts_stay_whole_and_are_ignored(tmp_path: Path) -> None:
+    model, again, x = Mixture(), Mixture(), torch.randn(5, 32)
+    with pytest.warns(
+        hmpx.HmpxWarning, match=r"stacked\.weight \(experts in 3 dimensions\), router\.w"
+    ):
+        frozen_to(tmp_path, model, x)
+    ignored = config_of(tmp_path)["quantization_config"]["ignore"]
+    assert ignored == ["router", "stacked", r"re:stacked\.\d+\..*"]
+    # vLLM asks for each of an expert's layers by these names, transformers and compressed-tensors by modules'.
+    layers = [
+        f"stacked.{i}.{name}" for i in (0, 3) for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    assert all(re.match(ignored[2][3:], each) for each in layers)
+    assert not re.match(ignored[2][3:], "stacked2.0.up_proj")
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(stored[n], p) for n, p in model.named_parameters() if "proj" not in n)
+    assert not read_checkpoint(tmp_path, model).faults
+    hmpx.load_frozen(tmp_path, again.eval())
+    policy = {"low": ["linear int8_row output=bfloat16"]}
+    with hmpx.convert(policy=policy, device_types={"cpu"}), torch.no_grad():
+        assert torch.equal(again(x), model(x))
+        frozen = hmpx.freeze(model, x, store="codes")
+        with pytest.warns(hmpx.HmpxWarning, match="not stored as codes"):
+            frozen.save(tmp_path / "codes")
+    assert not read_checkpoint(tmp_path / "codes", again).faults  # the router is rounded
+    with torch.no_grad():
+        again.router.weight[0] *= -1
+    (fault,) = read_checkpoint(tmp_path / "codes", again).faults
+    assert fault.startswith("router.weight: differs from the model's by ")
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ DAMAGE: dict[str, tuple[Callable[[Files], None], str, bool]] = {
     "wrong weight_shape": (on("int4.weight_shape", first(32)), "int4: weight_packed is of shape .*, and weight_shape says", False),
     "nibbles swapped": (on("mx.weight_packed", nibbles_swapped), "mx: differs from the model's weight by", True),
     "other bias": (on("head.bias", lambda t: t + 1), "head.bias: differs from the model's", True),
-    "bias that is infinite": (on("head.bias", first(float("inf"))), "head.bias: holds infinities or NaN", False),
+    "bias that is infinite": (on("head.bias", first(float("inf"))), "head.bias: holds infinities", False),
     "bias without a weight": (without("head.weight"), "head.weight: missing", True),
     "config.json without a method": (lambda files: files.config.clear(), "config.json: quant_method is None", False),
     "config.json of another method": (config(quant_method="gptq"), "config.json: quant_method is 'gptq'", False),

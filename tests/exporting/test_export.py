@@ -442,6 +442,10 @@ def test_branches_of_a_model(tmp_path: Path) -> None:
     assert found.faults == ()
     products = [each for each in found.nodes if each.op_type == "Gemm"]
     assert [each.dtype for each in products] == ["float16"] * 3
+    choice = next(each.name for each in found.nodes if each.op_type == "If")
+    assert {choice, *(each.name for each in products[1:])} <= {*found.not_compared}
+    assert products[0].name not in found.not_compared
+    assert f"not compared: {choice}, " in " ".join(str(found).split())
     assert found.stored["float16"] == 2 * 300 * 301
     assert "float32" not in found.stored or found.stored["float32"] < 100
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
@@ -38,3 +41,42 @@ def test_all_are_stored_and_round_to_the_same_bits(name: str, most: float) -> No
             assert torch.equal(model(x), expected)
             held = [each.untyped_storage().nbytes() for each in model.parameters()]
     assert max(held) <= most * 32 * 8 * 4
+
+
+class Reader(nn.Module):
+    """Reads one weight as an attribute, and others in ways that hide that it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.by_name, self.listed, self.tied = (nn.Linear(32, 32) for _ in range(4))
+        self.tied.weight = self.plain.weight
+        self.kept = [self.listed.weight]
+        self.several = nn.ParameterList([nn.Parameter(torch.randn(32, 32)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tied(self.plain(x)) + F.linear(x, self.plain.weight)
+        x = F.linear(x, self.by_name._parameters["weight"]) + F.linear(x, self.kept[0])
+        return F.linear(F.linear(x, self.several[0]), dict(self.several.named_parameters())["1"])
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "int8_row"])
+def test_weights_that_are_read_elsewhere_stay_float32(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Reader().eval(), torch.randn(2, 32)
+    classes = [type(each) for each in model.modules()]
+    held = {each: id(p) for each, p in model.named_parameters()}
+    with hmpx.convert(policy={"low": [f"linear {name} output=bfloat16"]}, device_types={"cpu"}):
+        expected = model(x)
+        with hmpx.freeze(model, x, store="codes") as frozen:
+            assert torch.equal(model(x), expected)
+            assert torch.equal(copy.deepcopy(model)(x), expected)
+    stored = {each.name: each.stored_dtype for each in frozen.weights if "weight" in each.name}
+    assert [each for each, dtype in stored.items() if dtype is not torch.float32] == [
+        "plain.weight", "tied.weight"
+    ]  # fmt: skip
+    reasons = {each.name: each.reason for each in frozen.weights}
+    said = f"used in {name} only, read elsewhere than as an attribute of its module, but not stored as codes"
+    assert reasons["listed.weight"] == reasons["by_name.weight"] == reasons["several.1"] == said
+    assert reasons["several.0"] == f"used in {name} only"
+    assert [type(each) for each in model.modules()] == classes
+    assert {each: id(p) for each, p in model.named_parameters()} == held
