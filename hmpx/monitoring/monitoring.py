@@ -21,17 +21,17 @@ from .. import arguments
 from ..comparing import is_readable, may_read
 from ..errors import AlarmError, OptionError, shown, to_the_end, warn
 from ..number_formats import Format, get
-from ..number_formats import names as formats
 from ..observers import LOGGER, Attached, OpCall, Values
 from ..ops import is_view, names
 from ..patches import ON_SKIP, SCALERS
 from ..session import about_run, observable, restoring
-from ..tensors import COMPUTED, LOW_DTYPES, floating_in, is_captured, is_leaf, long_name, node_of
+from ..tensors import LOW_DTYPES, floating_in, is_captured, is_leaf, node_of
 from ..torch_internals import unseen
 from ..torch_state import apart, named_tensors, spot, unwrapped
 from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, matches, remedy
-from .figures import Counts, Type, fold, measured, measured_step
+from .figures import Counts, Type, fold, gather, measured, measured_step
 from .loggers import logging_to, safely
+from .processes import Processes, is_distributed, rank
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,6 +83,7 @@ class Monitor:
         self._logs = [logging_to(each, about_run) for each in logs]
         self._failed = set[int]()  # logs that have failed, by position
         self._measured: list[tuple[MonitoredRow, Tensor]] = []
+        self._processes = Processes()
         self._roots: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._cast_to: dict[int, tuple[Tensor, Type]] = {}  # parameters that calls cast
         self._before: list[tuple[MonitoredRow, Tensor, Tensor]] = []
@@ -121,7 +122,7 @@ class Monitor:
         if self._block is not None:
             to_the_end(self._block.close)
         has_ended = self.step_number > self._first
-        if error is None and not has_ended and not _is_distributed():  # ranks may leave apart
+        if error is None and not has_ended and not is_distributed():  # ranks may leave apart
             self._end_step()
         self._measured, self._before = [], []
         self._roots.clear()
@@ -231,7 +232,10 @@ class Monitor:
                 trial = row._replace(of=each, is_cast=True, trial=each.name)
                 self._measured.append((trial, measured(tensor, each)))
         if len(self._measured) > _MOST_MEASURED:
-            self._measured = fold(self._measured)
+            parts = [*fold(self._measured)]
+            self._measured = [
+                (row, each) for rows, of in parts for row, each in zip(rows, of, strict=True)
+            ]
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -361,38 +365,26 @@ class Monitor:
 
     @unseen
     def _rows(self) -> tuple[dict[MonitoredRow, Counts], dict[str, float]]:
-        """Returns the counts of the step, over all processes of a distributed run, and the figures of loss scaling.
-
-        Copies once from each device.
-        """
+        """Returns the counts of the step, over all processes of a distributed run, and the figures of loss scaling."""
         found, self._measured = self._measured, []
         scaler = next((each for each in SCALERS if each.is_enabled()), None)
-        if scaler is not None and found:
-            _, like = found[0]
-            with apart():  # read with the others
+        with apart():
+            if scaler is not None and found:  # read with the others
+                _, like = found[0]
                 scale = scaler.scale(torch.ones((), device=like.device)).to(like.dtype)
                 found.append((_SCALE, scale.expand_as(like)))
-        by_device: dict[torch.device, list[tuple[MonitoredRow, Tensor]]] = {}
-        for place, vector in found:
-            by_device.setdefault(vector.device, []).append((place, vector))
-        rows: dict[MonitoredRow, Counts] = {}
-        with apart():
-            for measures in by_device.values():
-                numbers = torch.stack([vector for _, vector in measures]).tolist()
-                _add(
-                    rows,
-                    [
-                        (place, Counts(*each))
-                        for (place, _), each in zip(measures, numbers, strict=True)
-                    ],
-                )
-        if _is_distributed():
-            rows = _over_processes(rows)
-        counts = rows.pop(_SCALE, None)
-        if counts is None:
-            return rows, {}
+            if is_distributed():
+                rows, vectors = self._processes.gather(found)
+            else:
+                rows, vectors = gather(found, torch.device("cpu"))
+        counts = map(Counts._make, vectors.tolist())
+        known = {
+            row: each for row, each in zip(rows, counts, strict=True) if each.values or each.moving
+        }
+        if (scale := known.pop(_SCALE, None)) is None:
+            return known, {}
         skipped = float(self._skipped)
-        return rows, {"hmpx/loss_scale": counts.amax, "hmpx/skipped_steps": skipped}
+        return known, {"hmpx/loss_scale": scale.amax, "hmpx/skipped_steps": skipped}
 
     def _report(self, rows: Mapping[MonitoredRow, Counts], scaling: dict[str, float]) -> None:
         alarms = [
@@ -422,13 +414,13 @@ class Monitor:
                         f"such as {max(found)!r}"
                     )
         self.figures = found
-        for position, log in enumerate(self._logs if _rank() == 0 else ()):
+        for position, log in enumerate(self._logs if rank() == 0 else ()):
             if not safely(log, found, self.step_number, warns=position not in self._failed):
                 self._failed.add(position)
         new = [each for each in alarms if each.name not in self._raised]
         self._raised = beyond
         self.alarms += new
-        for alarm in new if _rank() == 0 else ():
+        for alarm in new if rank() == 0 else ():
             if callable(self._on_alarm):
                 self._on_alarm(alarm)
             elif self._on_alarm == "log":
@@ -445,32 +437,6 @@ class Monitor:
 
 def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return any(map(callable, (*args[1:], *kwargs.values())))
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _over_processes(rows: Mapping[MonitoredRow, Counts]) -> dict[MonitoredRow, Counts]:
-    """Returns the counts of all processes; formats travel by name, for some have functions that can't be pickled."""
-    types = {long_name(each): each for each in (*COMPUTED, *[row.of for row in rows])}
-    own = [(row._replace(of=torch.float32), long_name(row.of), each) for row, each in rows.items()]
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, own)
-    found: dict[MonitoredRow, Counts] = {}
-    for row, name, counts in itertools.chain(*gathered):
-        if name in types or name in formats():
-            _add(found, [(row._replace(of=types.get(name) or get(name)), counts)])
-    return found
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _is_distributed() else 0
-
-
-def _add(rows: dict[MonitoredRow, Counts], more: Iterable[tuple[MonitoredRow, Counts]]) -> None:
-    for where, counts in more:
-        rows[where] = rows[where].plus(counts) if where in rows else counts
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -496,7 +462,8 @@ def monitor(
     A step ends with `Optimizer.step`, or with the block's ``.step()`` once that is called. A checked step gives plain
     numbers named ``hmpx/MODULE/OP/KIND/FIGURE``, such as ``hmpx/fc1/linear/activation/near_max``, which
     [figures](reports.md#names-and-figures) explains. Works with and without a conversion, also over torch.autocast; no
-    result changes. In distributed runs all processes must enter the block; figures are of all of them together, and rank 0 logs.
+    result changes. In distributed runs all processes must enter the block and end as many steps; figures are of all of them
+    together, and rank 0 logs.
 
     Args:
         every: Checks one step in ``every``, from the first on.
