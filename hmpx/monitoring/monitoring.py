@@ -28,10 +28,11 @@ from ..session import about_run, observable, restoring
 from ..tensors import LOW_DTYPES, floating_in, is_captured, is_leaf, node_of
 from ..torch_internals import unseen
 from ..torch_state import apart, named_tensors, spot, unwrapped
-from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, matches, remedy
+from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, matches
 from .figures import Counts, Type, fold, gather, measured, measured_step
 from .loggers import logging_to, safely
 from .processes import Processes, is_distributed, rank
+from .remedies import TRIED, Remedies, Remedy, remedy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,7 +84,7 @@ class Monitor:
         self._logs = [logging_to(each, about_run) for each in logs]
         self._failed = set[int]()  # logs that have failed, by position
         self._measured: list[tuple[MonitoredRow, Tensor]] = []
-        self._processes = Processes()
+        self._processes, self._remedies = Processes(), Remedies()
         self._roots: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._cast_to: dict[int, tuple[Tensor, Type]] = {}  # parameters that calls cast
         self._before: list[tuple[MonitoredRow, Tensor, Tensor]] = []
@@ -150,7 +151,7 @@ class Monitor:
         if not self._is_checked:
             self._attached.pause()  # until the next one
             return
-        inputs, _, _, result = values
+        inputs, *_ = values
         if not may_read() or call.phase == "backward" or (self._ops and call.op not in self._ops):
             return
         root, _ = spot()
@@ -163,7 +164,7 @@ class Monitor:
         with apart():
             if call.phase == "forward":
                 self._measure_inputs(call, module, inputs)
-            self._measure_result(call, module, inputs, result)
+            self._measure_result(call, module, *values)
 
     def _path_of(self, root: nn.Module | None, module: str) -> str:
         """Returns the path of a module: behind the class of its model unless no other model is running."""
@@ -199,12 +200,15 @@ class Monitor:
                 else:
                     self._measure(MonitoredRow(module, call.op, "input", to, is_cast=True), tensor)
 
-    def _measure_result(self, call: OpCall, module: str, inputs: list[Tensor], result: Any) -> None:
+    def _measure_result(self, call: OpCall, module: str, /, *values: Unpack[Values]) -> None:
+        inputs, args, kwargs, result = values
         if is_view(call.op) and call.output_dtypes[:1] == call.input_dtypes[:1]:
             return
         for tensor in inputs[:1] if result is None else floating_in([result]):
             if call.phase == "forward":
-                self._measure(MonitoredRow(module, call.op, "activation", tensor.dtype), tensor)
+                row = MonitoredRow(module, call.op, "activation", tensor.dtype)
+                self._measure(row, tensor)
+                self._measured += self._remedies.measured_call(row, call, args, kwargs, result)
             node = None if is_leaf(tensor) else node_of(tensor)
             if node is not None:
                 hook = self._measure_gradient(module, call.op, tensor.output_nr)
@@ -228,6 +232,7 @@ class Monitor:
         tensor = _local(tensor)
         if tensor.numel() and is_readable(tensor) and not is_captured(tensor):
             self._measured.append((row, measured(tensor, row.of if row.is_cast else None)))
+            self._measured += self._remedies.measured(row, tensor)
             for each in self._formats:
                 trial = row._replace(of=each, is_cast=True, trial=each.name)
                 self._measured.append((trial, measured(tensor, each)))
@@ -251,7 +256,12 @@ class Monitor:
                 if gradient is not None:
                     are_readable = all(map(is_readable, map(_local, (parameter, gradient))))
                     if parameter.dtype in LOW_DTYPES and are_readable and group.get("lr") != 0:
-                        self._before.append((row, parameter, _local(parameter).clone()))
+                        own = row._replace(of=parameter.dtype, is_cast=False)
+                        self._before.append((own, parameter, _local(parameter).clone()))
+                        if not _has_closure(args, kwargs):
+                            self._measured += self._remedies.measured_step(
+                                own, optimizer, parameter
+                            )
                 if id(parameter) in self._unnamed:
                     self._measure(row, parameter)
             if not self._steps_by_hand:
@@ -331,8 +341,7 @@ class Monitor:
         for row, parameter, before in self._before:
             gradient, after = parameter.grad, _local(parameter)
             if gradient is not None and after.shape == before.shape:
-                found = measured_step(before, after, _local(gradient))
-                self._measured.append((row._replace(of=parameter.dtype, is_cast=False), found))
+                self._measured.append((row, measured_step(before, after, _local(gradient))))
         self._before = []
         for row, parameter, _ in self._parameters_of(optimizer):
             state = optimizer.state.get(parameter)
@@ -381,19 +390,20 @@ class Monitor:
         known = {
             row: each for row, each in zip(rows, counts, strict=True) if each.values or each.moving
         }
-        if (scale := known.pop(_SCALE, None)) is None:
+        if (last := known.pop(_SCALE, None)) is None:
             return known, {}
         skipped = float(self._skipped)
-        return known, {"hmpx/loss_scale": scale.amax, "hmpx/skipped_steps": skipped}
+        return known, {"hmpx/loss_scale": last.amax, "hmpx/skipped_steps": skipped}
 
     def _report(self, rows: Mapping[MonitoredRow, Counts], scaling: dict[str, float]) -> None:
+        helping = list[tuple[MonitoredRow, str, Alarm, Remedy]]()
         alarms = [
             Alarm(name, self.step_number, value, limit, "", "", "")
             for name, value in scaling.items()
             if value > (limit := limit_of(name, self._limits))
         ]
         found, beyond = scaling, {each.name for each in alarms}
-        for where, counts in rows.items():
+        for where, counts in [(where, of) for where, of in rows.items() if where.trial != TRIED]:
             for figure, value in where.figures(counts):
                 name = where.name(figure)
                 found[name] = max(value, found.get(name, value))  # of those in several types
@@ -402,10 +412,10 @@ class Monitor:
                     beyond.add(name)
                 if value > limit and not (where.kind == "gradient" and self._may_overflow(figure)):
                     beyond.add(name)
-                    said = remedy(where, figure, counts)
-                    alarms.append(
-                        Alarm(name, self.step_number, value, limit, where.module, where.op, said)
-                    )
+                    helps, at = remedy(where, figure, counts), (where.module, where.op)
+                    alarms.append(Alarm(name, self.step_number, value, limit, *at, helps.text))
+                    if name not in self._raised:
+                        helping.append((where, figure, alarms[-1], helps))
         if not self.figures:
             for pattern in self._limits.keys() - ALARMS.keys():
                 if not any(matches(name, pattern) for name in found):
@@ -418,9 +428,12 @@ class Monitor:
             if not safely(log, found, self.step_number, warns=position not in self._failed):
                 self._failed.add(position)
         new = [each for each in alarms if each.name not in self._raised]
+        tried = dict(self._remedies.judged(rows, found, beyond, self.step_number))
+        for each in helping:
+            self._remedies.add(*each)
         self._raised = beyond
-        self.alarms += new
-        for alarm in new if rank() == 0 else ():
+        self.alarms[:] = [*[tried.get(each, each) for each in self.alarms], *new]
+        for alarm in (*new, *tried.values()) if rank() == 0 else ():
             if callable(self._on_alarm):
                 self._on_alarm(alarm)
             elif self._on_alarm == "log":
@@ -477,7 +490,7 @@ def monitor(
         alarms: Pattern of a name -> limit, the last pattern that matches a name counting; None: `hmpx.monitoring.ALARMS`,
             {} for none.
         on_alarm: ``"log"``, ``"raise"``, ``"collect"``, or a function that gets the `Alarm`. A figure gives
-            one alarm until it has been below half of its limit.
+            one alarm until it has been below half of its limit; it comes again once its remedy was tried.
         step: The number of the first step, of a run that goes on.
 
     Raises:

@@ -50,8 +50,8 @@ class Processes:
         if self._group is not distributed.group.WORLD:
             self._group, self._order = distributed.group.WORLD, {}
         is_on_host = "cpu:" in distributed.get_backend_config()
-        device = torch.device("cpu") if is_on_host else torch.accelerator.current_accelerator()
-        rows, vectors = gather(measured, device)
+        device = None if is_on_host else torch.accelerator.current_accelerator()
+        rows, vectors = gather(measured, device or torch.device("cpu"))
         self._types.update({long_name(row.of): row.of for row in rows})
         keys = [(row._replace(of=torch.float32), long_name(row.of)) for row in rows]
         unknown, sums = self._reduced(keys, vectors)
@@ -75,7 +75,11 @@ class Processes:
         table[:, place], table[:, place + world] = own[:, ENDS:].unbind(1)
         packed = torch.cat([table.flatten(), table.new_tensor([at.count(len(self._order))])])
         distributed.all_reduce(packed)
-        sums, least, most = packed[:-1].view_as(table).split([ENDS, world, world], 1)
-        found = torch.cat([sums, least.amin(1, keepdim=True), most.amax(1, keepdim=True)], 1)
+        table = packed[:-1].view_as(table)
+        ends = [
+            table[:, ENDS:-world].amin(1, keepdim=True),
+            table[:, -world:].amax(1, keepdim=True),
+        ]
+        found = torch.cat([table[:, :ENDS], *ends], 1)
         whole = torch.cat([found.flatten(), packed[-1:]]).cpu()  # one copy
         return bool(whole[-1]), whole[:-1].view_as(found)

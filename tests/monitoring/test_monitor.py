@@ -441,6 +441,49 @@ def test_a_loss_scale_that_helps_is_named() -> None:
     assert "a loss scale of 2**" in found[0].remedy
 
 
+def test_a_remedy_is_tried_at_the_next_checked_step() -> None:
+    hmpx.convert(low_precision_type=torch.float16, device_types={"cpu"})
+    told: list[hmpx.Alarm] = []
+    with hmpx.monitor(every=2, on_alarm=told.append) as monitor:
+        for _ in range(5):
+            overflowing(6000.0)
+            monitor.step()
+    name = "hmpx/linear/activation/near_max"
+    assert [(each.name, bool(each.tried)) for each in told] == [(name, False), (name, True)]
+    assert monitor.alarms == [told[1]]
+    assert told[1].tried == "in step 2 bfloat16 gave 0 in place of 1"
+
+
+def test_a_step_is_tried_in_float32() -> None:
+    linear = nn.Linear(64, 64).bfloat16()
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1e-6)
+    with hmpx.monitor(every=1, on_alarm="collect") as monitor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            linear(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
+            weight, gradient = linear.weight.detach().float(), linear.weight.grad.float()  # type: ignore[union-attr]
+            optimizer.step()
+    unchanged = (weight - 1e-6 * gradient == weight) & (gradient != 0)
+    share = unchanged.sum().item() / gradient.count_nonzero().item()
+    assert 0 < share < 0.9
+    tried = {each.name: each.tried for each in monitor.alarms}["hmpx/weight/weight/unchanged"]
+    assert tried == f"in step 1 float32 gave {share:.3g} in place of 1"
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_trials_of_remedies_change_no_bit(low: torch.dtype) -> None:
+    made = [nn.Sequential(Net(), nn.Dropout(0.5), nn.Linear(8, 8)).to(low) for _ in "ab"]
+    made[1].load_state_dict(made[0].state_dict())
+    limits = {"*/unchanged": 0.5, "*/error_of_spread": 0.0, "*/subnormal": 1e-9}
+    plain = train(made[0], 4, lr=1e-6)
+    with hmpx.monitor(every=1, alarms=limits, on_alarm="collect") as monitor:
+        monitored = train(made[1], 4, lr=1e-6)
+    assert all(map(torch.equal, plain, monitored))
+    tried = {each.name: each.tried for each in monitor.alarms if each.tried}
+    assert "in place of" in tried["hmpx/0.fc1/linear/activation/error_of_spread"]
+    assert "hmpx/1/dropout/activation/error_of_spread" not in tried  # it would draw other numbers
+
+
 # --- logs ----------------------------------------------------------------------------------------
 
 
@@ -517,7 +560,7 @@ def test_a_run_is_written_read_and_shown(
 ) -> None:
     path, page = tmp_path / "run.jsonl", tmp_path / "run.html"
     with hmpx.monitor(every=2, log=path) as monitor:
-        train(Net().bfloat16(), 6, lr=1e-7)
+        train(Net().bfloat16(), 6, lr=1e-6)
     with path.open("a", encoding="utf-8") as file:
         file.write('{"step": 99, "fig')  # a kill
     with hmpx.monitor(every=2, log=path):
