@@ -247,21 +247,19 @@ class Monitor:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_checked:
             return
+        has_gradients = not _has_closure(args, kwargs)  # which makes them later
         with apart():
             self._before = []
             for row, parameter, group in self._parameters_of(optimizer):
-                gradient = parameter.grad
-                if not _has_closure(args, kwargs):
+                if has_gradients:
                     self._measure_own_gradient(row, parameter)
-                if gradient is not None:
+                if (gradient := parameter.grad) is not None and parameter.dtype in LOW_DTYPES:
                     are_readable = all(map(is_readable, map(_local, (parameter, gradient))))
-                    if parameter.dtype in LOW_DTYPES and are_readable and group.get("lr") != 0:
+                    if are_readable and group.get("lr") != 0:
                         own = row._replace(of=parameter.dtype, is_cast=False)
                         self._before.append((own, parameter, _local(parameter).clone()))
-                        if not _has_closure(args, kwargs):
-                            self._measured += self._remedies.measured_step(
-                                own, optimizer, parameter
-                            )
+                        trials = self._remedies.measured_step(own, optimizer, parameter)
+                        self._measured += trials if has_gradients else ()
                 if id(parameter) in self._unnamed:
                     self._measure(row, parameter)
             if not self._steps_by_hand:

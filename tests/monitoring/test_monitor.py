@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx.cli import main
@@ -248,6 +249,36 @@ def test_patterns_that_match_nothing_are_named() -> None:
         "'hmpx/fc1/weight/weight/zeros'",
         "hmpx.monitor: modules='fcc*' matches none of the modules of step 0, such as 'norm'",
     ]
+
+
+def test_beside_other_observers_a_call_runs_and_is_described_once() -> None:
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += func is torch.ops.aten.mm.default
+            return func(*args, **kwargs or {})
+
+    x, seen = torch.randn(8, 8), [list[Any](), list[Any]()]
+    with hmpx.convert(device_types={"cpu"}):
+        with hmpx.monitor(every=1) as alone:
+            torch.mm(x, x)
+            alone.step()
+        with (
+            hmpx.record() as record,
+            hmpx.watch(),
+            hmpx.monitor(every=1) as monitor,
+            hmpx.attach(seen[0].append, every_op=True),
+            hmpx.attach(seen[1].append, every_op=True),
+        ):
+            with Products() as products:
+                torch.mm(x, x)
+            monitor.step()
+    assert products.count == len(record.by_op()) == 1
+    assert [[id(call) for call in calls] for calls in seen] == [[id(seen[0][0])]] * 2
+    assert monitor.figures == alone.figures
 
 
 def test_a_figure_that_swings_gives_one_alarm() -> None:
