@@ -8,10 +8,10 @@ _ENTERED: Final = [""]
 
 
 def enter(phase: str) -> None:
-    """Notes what the process does from here on."""
+    """Notes the phase that begins."""
     _ENTERED[0] = phase
 
 
 def entered() -> str:
-    """Returns what it does; ``""`` if nothing was noted."""
+    """Returns the current phase; ``""`` if none was noted."""
     return _ENTERED[0]
