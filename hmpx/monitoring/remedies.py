@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..observers import OpCall
 from ..ops import draws
-from ..tensors import LOW_DTYPES, PLAIN_TENSORS, floating_in, long_name
+from ..tensors import PLAIN_TENSORS, floating_in, long_name
 from ..watching import results_in_fp32, stepped_in_fp32
 from .alarms import Alarm, MonitoredRow
 from .figures import Counts, Type, figures, limits, measured, measured_step
@@ -69,7 +69,9 @@ class Remedies:
         is_plain = all(type(each) in PLAIN_TENSORS for each in (*inputs, *results))
         if is_plain and {*map(_memory, inputs)}.isdisjoint(map(_memory, results)):  # not in place
             for each in results_in_fp32(call, args, kwargs):
-                yield from [_vector(row, found, each) for _, found in self._waiting[row].values()]
+                if each.itemsize >= 4:  # not of calls that name the type of their result
+                    waiting = self._waiting[row].values()
+                    yield from [_vector(row, found, each) for _, found in waiting]
 
     def measured_step(
         self, row: MonitoredRow, optimizer: Optimizer, parameter: Tensor
@@ -109,7 +111,7 @@ def _row(row: MonitoredRow, remedy: Remedy) -> MonitoredRow:
 
 
 def _vector(row: MonitoredRow, remedy: Remedy, tensor: Tensor) -> tuple[MonitoredRow, Tensor]:
-    exact = tensor.float() if tensor.dtype in LOW_DTYPES else tensor
+    exact = tensor.float() if tensor.itemsize < 4 else tensor
     return _row(row, remedy), measured(exact * 2.0**remedy.scale, remedy.dtype)
 
 

@@ -485,6 +485,15 @@ def test_a_remedy_is_tried_at_the_next_checked_step() -> None:
     assert told[1].tried == "in step 2 bfloat16 gave 0 in place of 1"
 
 
+def test_casts_of_the_program_are_not_tried() -> None:
+    with hmpx.monitor(every=1, on_alarm="collect") as monitor:
+        for _ in range(2):
+            torch.full((2, 4), 1e9).clamp(max=448.0).to(torch.float8_e4m3fn)
+            monitor.step()
+    (alarm,) = [each for each in monitor.alarms if each.name.endswith("to/activation/saturated")]
+    assert not alarm.tried
+
+
 def test_a_step_is_tried_in_float32() -> None:
     linear = nn.Linear(64, 64).bfloat16()
     optimizer = torch.optim.SGD(linear.parameters(), lr=1e-6)
