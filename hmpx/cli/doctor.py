@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from .. import compute, number_formats, session, torch_internals
+from .. import compute, number_formats, phases, session, torch_internals
 from ..errors import raised_here, said_by, shown
 from ..version import TESTED_TORCH, __version__
 from . import functions, output
@@ -51,6 +51,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return _show(_versions(parts), options.json, _torch_lines, is_ok)
     sys.path.insert(0, "")  # as `python -m` does
     for name in options.modules:
+        phases.enter(f"import of {name}")
         try:
             with functions.as_program(name):
                 importlib.import_module(name)
@@ -110,7 +111,10 @@ def _versions(parts: Iterable[torch_internals.TorchPart]) -> dict[str, Any]:
 def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
     if not isinstance(dtype, torch.dtype):
         return {"emulated": True}
-    found = {kind: compute.capability(kind, device_type, dtype) for kind in compute.KINDS}
+    found = {}
+    for kind in compute.KINDS:
+        phases.enter(f"speed of {kind} on {device_type}")
+        found[kind] = compute.capability(kind, device_type, dtype)
     return {
         "emulated": False,
         "reported": compute.reported(device_type, dtype),

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import HmpxError, raised_here, said_by, short, suggestion
+from .. import phases
+from ..errors import HmpxError, printable, raised_here, said_by, short, suggestion
 from ..places import located
 from . import output, scripts
 
@@ -64,6 +65,7 @@ def on_program(
             if getattr(options, each, None):
                 places[each] = split(getattr(options, each), source)
         with as_program(source):
+            phases.enter(f"import of {printable(short(source))}")
             given = {each: found(*place)[1] for each, place in places.items()}
             try:
                 return run(options, given)

@@ -294,27 +294,32 @@ LISTS: Final = Command(_LISTS, _lists)
 _SCHEMA: Final = """\
 show the JSON Schemas of policy files and contracts, for editors
 ---
-hmpx schema [--vscode]
+hmpx schema [--vscode | --modeline]
 ---
 Prints the files with the JSON Schemas of policy files, of contracts and of options.yaml beside
 lists. Editors check and complete with them.
 ---
 --vscode  print the setting of VS Code's YAML extension that applies them to policy.yaml,
   my.policy.yaml, contract.yaml and my.contract.yaml
+--modeline  print the comments that name them in the first line of a file, for any editor
 ---
 exit status:
   0
 
 examples:
   hmpx schema
-  hmpx schema --vscode"""
+  hmpx schema --vscode
+  hmpx schema --modeline"""
 
 
 def _schema(options: argparse.Namespace) -> int:
-    """Prints the paths of the schemas, or a setting that has them."""
+    """Prints the paths of the schemas, or a setting or comments that have them."""
     folder = Path(checking.__file__).parent / "schemas"
+    files = sorted(folder.glob("*.json"))
+    if options.modeline:
+        return output.show(f"# yaml-language-server: $schema={each.as_uri()}" for each in files)
     if not options.vscode:
-        return output.show(map(str, sorted(folder.glob("*.json"))))
+        return output.show(map(str, files))
     kinds = {kind: [f"{kind}.yaml", f"*.{kind}.yaml"] for kind in ("policy", "contract")}
     setting = {(folder / f"{kind}.json").as_uri(): names for kind, names in kinds.items()}
     return output.show(json.dumps({"yaml.schemas": setting}, indent=2).splitlines())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from .. import phases
 from ..errors import OptionError, passing_over, printable, short
 
 #: Exit status after Ctrl-C, as in shells.
@@ -26,9 +27,10 @@ seconds: Final = contextlib.ExitStack()
 
 
 def show_seconds(command: str) -> None:
-    """Shows on stderr, if it is a terminal, how long a command has taken, until its next output or ``seconds.close()``."""
+    """Shows on stderr, if it is a terminal, what a command does and for how long, until its next output or ``seconds.close()``."""
     if not (sys.stderr and sys.stderr.isatty()):
         return
+    phases.enter("")
     terminal, start, line, is_over = sys.stderr.fileno(), time.monotonic(), "", False
 
     def show_line() -> None:
@@ -36,11 +38,13 @@ def show_seconds(command: str) -> None:
         with passing_over(OSError):
             while not is_over:
                 passed_s = time.monotonic() - start
-                now = f"\rhmpx {command}: {passed_s:.0f} s"
-                if passed_s >= AFTER_S and now != line:
-                    os.write(
-                        terminal, now.encode()
-                    )  # not by `sys.stderr`, whose lock a fork may copy
+                now = ", ".join(
+                    filter(None, [f"hmpx {command}: {passed_s:.0f} s", phases.entered()])
+                )
+                if (
+                    passed_s >= AFTER_S and now != line
+                ):  # not by `sys.stderr`, whose lock a fork may copy
+                    os.write(terminal, f"\r{now:{len(line)}}".encode(errors="replace"))
                     line = now
                 time.sleep(0.1)
 

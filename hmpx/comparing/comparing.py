@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import arguments, phases
 from ..errors import FreezeError, OptionError, noted, raised_here, said_by, shown
 from ..freezing import is_sealed
 from ..inputs import Steps
 from ..renames import renamed
 from ..session import about_run, check_names, convert, current, refuse_where_off, restoring
+from ..tensors import long_name
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import reached_by, unchanged, without_casts
 from .calls import LowRun, ShadowRun, SiteNumbers
@@ -110,7 +111,8 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
         """Returns the numbers by site, and the first run's result, gradients and observer."""
         kept: dict[tuple[str, str, str], SiteNumbers] = {}
         found = []
-        for part in parts:
+        for number, part in enumerate(parts, 1):
+            phases.enter(f"{long_name(reference)}, run {number} of {len(parts)}")
             shadow = ShadowRun(low_run, reference, part, kept, draws_gradients=draws_gradients)
             try:
                 found.append((*runs.exact(shadow, low_gradients), shadow))
@@ -144,6 +146,7 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
 
 def _low(runs: Runs) -> tuple[LowRun, Done, dict[str, Tensor]]:
     """Runs a model in low precision; without gradients if its backward fails."""
+    phases.enter("low precision")
     run = LowRun()
     try:
         return (run, *runs.low(run))

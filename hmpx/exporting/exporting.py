@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .. import arguments
+from .. import arguments, phases
 from ..errors import HmpxError, OptionError, passing_over, raised_here, said_by, short
 from ..files import unfinished_folder, unwritable
 from ..forks import CachedProperty
@@ -259,6 +259,7 @@ def _no_autocast(model: nn.Module) -> Iterator[None]:
 
 def _written(traced: _Traced, folder: Path, target: Path, is_verified: bool) -> OnnxFile:
     """Writes a program's files in a folder, reads them back, and moves them to their place."""
+    phases.enter("file")
     try:
         traced.program.save(folder / target.name)
         found = read_onnx(folder / target.name, about_run())
@@ -270,6 +271,7 @@ def _written(traced: _Traced, folder: Path, target: Path, is_verified: bool) -> 
                 "low_precision_type='bfloat16', or scale these weights"
             )
         if is_verified:
+            phases.enter("values of nodes")
             found = traced.compared(found)
         # The weights first, since the graph refers to them.
         for each in sorted(folder.iterdir(), reverse=True):
@@ -288,6 +290,7 @@ def _exported(
     """Returns torch's ONNX program of a model, and the values that `keep_wide` changed."""
     import numpy
 
+    phases.enter("torch.onnx.export")
     try:
         # The exporter calls functions that torch has deprecated, and casts weights by numpy.
         with warnings.catch_warnings(), numpy.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""Alarms of `monitor`: figures beyond their limits, with a remedy that the measured values bear out."""
+"""Alarms of `monitor`: names of figures, and their limits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-import torch
-
 from .. import arguments
 from ..errors import OptionError, fielded, shown
-from ..tensors import long_name
-from .figures import Counts, Type, figures, limits
+from .figures import Counts, Type, figures
 
 #: The default alarms: pattern of a figure's name -> its limit.
 ALARMS: Final[Mapping[str, float]] = MappingProxyType(
@@ -76,6 +73,7 @@ class Alarm:
         module: Path of the module; ``""`` for the outermost one.
         op: Name of the op, or of the parameter.
         remedy: What helps, by the values of this step.
+        tried: What the remedy gave at the next checked step; ``""`` before that.
 
     Example:
         >>> with hmpx.monitor(alarms={"*/amax": 9.0}, on_alarm="collect") as monitor:
@@ -92,12 +90,13 @@ class Alarm:
     module: str
     op: str
     remedy: str
+    tried: str = ""
 
     __repr__ = fielded
 
     def __str__(self) -> str:
         found = f"{self.name} is {self.value:.3g} in step {self.step}, over {self.limit:g}"
-        return f"{found}; {self.remedy}" if self.remedy else found
+        return "; ".join(filter(None, [found, self.remedy, self.tried]))
 
 
 def checked_alarms(alarms: object) -> dict[str, float]:
@@ -127,38 +126,3 @@ def limit_of(name: str, alarms: Mapping[str, float]) -> float:
         if matches(name, pattern):
             found = limit
     return found
-
-
-def remedy(row: MonitoredRow, figure: str, counts: Counts) -> str:
-    """Returns a remedy against a figure, as far as the values that were counted tell; ``""`` for none."""
-    if figure == "unchanged":
-        return "float32 weights and hmpx.convert(), or stochastic rounding, let small updates count"
-    if figure == "nonfinite":
-        return "hmpx.watch() names the op that made the first one"
-    where = f"{row.op} in {row.module}" if row.module else row.op
-    ends, limit = f"{counts.least:.2g} to {counts.amax:.2g}", limits(row.of)
-    if figure == "saturated":
-        return f"a larger scale before {where}, or bfloat16"
-    if figure in ("error", "error_of_spread"):
-        size = counts.norm if figure == "error" else counts.spread
-        root = math.sqrt(counts.rounding / size) if size else 0.0
-        finer = [each for each in (torch.float16, torch.float32) if _holds(each, counts)]
-        for each, epsilon in [(each, limits(each).epsilon) for each in finer]:
-            if epsilon * 8 <= limit.epsilon:
-                after = root * epsilon / limit.epsilon
-                return f"{long_name(each)} for {where} makes it about {after:.2g}"
-    if figure in ("subnormal", "underflow") and row.kind == "gradient":
-        low = math.ceil(math.log2(limit.least / counts.least))
-        high = math.floor(math.log2(limit.most / 4 / counts.amax))
-        if 0 < low <= high:
-            return f"a loss scale of 2**{low} to 2**{high} makes all values normal ({ends})"
-    if figure in ("near_max", "overflow", "subnormal", "underflow"):
-        for each in (torch.bfloat16, torch.float32):
-            if _holds(each, counts):
-                return f"{long_name(each)} for {where} holds all values ({ends})"
-    return ""
-
-
-def _holds(dtype: torch.dtype, counts: Counts) -> bool:
-    limit = limits(dtype)
-    return counts.amax <= limit.most / 4 and counts.least >= limit.least

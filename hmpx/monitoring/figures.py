@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -56,12 +56,6 @@ class Counts(NamedTuple):
     moving: float = 0.0
     least: float = math.inf
     amax: float = 0.0
-
-    def plus(self, other: Counts) -> Counts:
-        """Returns the counts of both."""
-        sums = [a + b for a, b in zip(self[:-2], other[:-2], strict=True)]
-        ends = min(self.least, other.least), max(self.amax, other.amax)
-        return Counts._make([*sums, *ends])
 
 
 class TypeLimits(NamedTuple):
@@ -139,17 +133,45 @@ def _kernel(tensor: Tensor, cast: Type | None) -> Any:
 Row = TypeVar("Row")
 
 
-def fold(vectors: Iterable[tuple[Row, Tensor]]) -> list[tuple[Row, Tensor]]:
-    """Returns one vector for all of a row that are on one device."""
-    alike: dict[tuple[Row, torch.device], list[Tensor]] = {}
-    for row, vector in vectors:
-        alike.setdefault((row, vector.device), []).append(vector)
-    folded = []
-    for (row, _), found in alike.items():
-        of = torch.stack(found)
-        parts = [of[:, :-2].sum(0), of[:, -2:-1].amin(0), of[:, -1:].amax(0)]
-        folded.append((row, torch.cat(parts)))
-    return folded
+def fold(measured: Iterable[tuple[Row, Tensor]]) -> Iterator[tuple[list[Row], Tensor]]:
+    """Yields for each device rows and their vectors, one for all of a row."""
+    by_device: dict[torch.device, list[tuple[Row, Tensor]]] = {}
+    for row, vector in measured:
+        by_device.setdefault(vector.device, []).append((row, vector))
+    for found in by_device.values():
+        yield _merged([row for row, _ in found], torch.stack([vector for _, vector in found]))
+
+
+def gather(
+    measured: Iterable[tuple[Row, Tensor]], device: torch.device
+) -> tuple[list[Row], Tensor]:
+    """Returns rows and their vectors on a device, which gets one copy from each of the others."""
+    rows, parts = list[Row](), [torch.empty(0, len(Counts._fields), dtype=torch.float64)]
+    for own, vectors in fold(measured):
+        rows += own
+        parts.append(vectors)
+    return _merged(rows, torch.cat([each.to(device, torch.float64) for each in parts]))
+
+
+def _merged(rows: Sequence[Row], vectors: Tensor) -> tuple[list[Row], Tensor]:
+    places: dict[Row, int] = {}
+    at = [places.setdefault(row, len(places)) for row in rows]
+    return [*places], added(vectors, at, len(places))
+
+
+def added(vectors: Tensor, at: Sequence[int], count: int) -> Tensor:
+    """Returns that many vectors: to each those are added that are ``at`` its place."""
+    where = torch.tensor(at, dtype=torch.long, device=vectors.device)
+    found = vectors.new_zeros(count, len(Counts._fields))
+    found[:, ENDS] = math.inf
+    found[:, :ENDS].index_add_(0, where, vectors[:, :ENDS])
+    found[:, ENDS].scatter_reduce_(0, where, vectors[:, ENDS], "amin")
+    found[:, -1].scatter_reduce_(0, where, vectors[:, -1], "amax")
+    return found
+
+
+#: The position of the two ends in `Counts`, behind its sums.
+ENDS: Final = Counts._fields.index("least")
 
 
 def measured_step(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
@@ -159,7 +181,7 @@ def measured_step(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
     found = torch.zeros(len(Counts._fields), dtype=wide, device=after.device)
     found[Counts._fields.index("unchanged")] = ((before == after) & moving).sum()
     found[Counts._fields.index("moving")] = moving.sum()
-    found[Counts._fields.index("least")] = math.inf
+    found[ENDS] = math.inf
     return found
 
 

@@ -21,17 +21,18 @@ from .. import arguments
 from ..comparing import is_readable, may_read
 from ..errors import AlarmError, OptionError, shown, to_the_end, warn
 from ..number_formats import Format, get
-from ..number_formats import names as formats
 from ..observers import LOGGER, Attached, OpCall, Values
 from ..ops import is_view, names
 from ..patches import ON_SKIP, SCALERS
 from ..session import about_run, observable, restoring
-from ..tensors import COMPUTED, LOW_DTYPES, floating_in, is_captured, is_leaf, long_name, node_of
+from ..tensors import LOW_DTYPES, floating_in, is_captured, is_leaf, node_of
 from ..torch_internals import unseen
 from ..torch_state import apart, named_tensors, spot, unwrapped
-from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, matches, remedy
-from .figures import Counts, Type, fold, measured, measured_step
+from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, matches
+from .figures import Counts, Type, fold, gather, measured, measured_step
 from .loggers import logging_to, safely
+from .processes import Processes, is_distributed, rank
+from .remedies import TRIED, Remedies, Remedy, remedy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,6 +84,7 @@ class Monitor:
         self._logs = [logging_to(each, about_run) for each in logs]
         self._failed = set[int]()  # logs that have failed, by position
         self._measured: list[tuple[MonitoredRow, Tensor]] = []
+        self._processes, self._remedies = Processes(), Remedies()
         self._roots: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._cast_to: dict[int, tuple[Tensor, Type]] = {}  # parameters that calls cast
         self._before: list[tuple[MonitoredRow, Tensor, Tensor]] = []
@@ -121,7 +123,7 @@ class Monitor:
         if self._block is not None:
             to_the_end(self._block.close)
         has_ended = self.step_number > self._first
-        if error is None and not has_ended and not _is_distributed():  # ranks may leave apart
+        if error is None and not has_ended and not is_distributed():  # ranks may leave apart
             self._end_step()
         self._measured, self._before = [], []
         self._roots.clear()
@@ -149,7 +151,7 @@ class Monitor:
         if not self._is_checked:
             self._attached.pause()  # until the next one
             return
-        inputs, _, _, result = values
+        inputs, *_ = values
         if not may_read() or call.phase == "backward" or (self._ops and call.op not in self._ops):
             return
         root, _ = spot()
@@ -162,7 +164,7 @@ class Monitor:
         with apart():
             if call.phase == "forward":
                 self._measure_inputs(call, module, inputs)
-            self._measure_result(call, module, inputs, result)
+            self._measure_result(call, module, *values)
 
     def _path_of(self, root: nn.Module | None, module: str) -> str:
         """Returns the path of a module: behind the class of its model unless no other model is running."""
@@ -198,12 +200,15 @@ class Monitor:
                 else:
                     self._measure(MonitoredRow(module, call.op, "input", to, is_cast=True), tensor)
 
-    def _measure_result(self, call: OpCall, module: str, inputs: list[Tensor], result: Any) -> None:
+    def _measure_result(self, call: OpCall, module: str, /, *values: Unpack[Values]) -> None:
+        inputs, args, kwargs, result = values
         if is_view(call.op) and call.output_dtypes[:1] == call.input_dtypes[:1]:
             return
         for tensor in inputs[:1] if result is None else floating_in([result]):
             if call.phase == "forward":
-                self._measure(MonitoredRow(module, call.op, "activation", tensor.dtype), tensor)
+                row = MonitoredRow(module, call.op, "activation", tensor.dtype)
+                self._measure(row, tensor)
+                self._measured += self._remedies.measured_call(row, call, args, kwargs, result)
             node = None if is_leaf(tensor) else node_of(tensor)
             if node is not None:
                 hook = self._measure_gradient(module, call.op, tensor.output_nr)
@@ -227,27 +232,34 @@ class Monitor:
         tensor = _local(tensor)
         if tensor.numel() and is_readable(tensor) and not is_captured(tensor):
             self._measured.append((row, measured(tensor, row.of if row.is_cast else None)))
+            self._measured += self._remedies.measured(row, tensor)
             for each in self._formats:
                 trial = row._replace(of=each, is_cast=True, trial=each.name)
                 self._measured.append((trial, measured(tensor, each)))
         if len(self._measured) > _MOST_MEASURED:
-            self._measured = fold(self._measured)
+            parts = [*fold(self._measured)]
+            self._measured = [
+                (row, each) for rows, of in parts for row, each in zip(rows, of, strict=True)
+            ]
 
     # --- steps -----------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_checked:
             return
+        has_gradients = not _has_closure(args, kwargs)  # which makes them later
         with apart():
             self._before = []
             for row, parameter, group in self._parameters_of(optimizer):
-                gradient = parameter.grad
-                if not _has_closure(args, kwargs):
+                if has_gradients:
                     self._measure_own_gradient(row, parameter)
-                if gradient is not None:
+                if (gradient := parameter.grad) is not None and parameter.dtype in LOW_DTYPES:
                     are_readable = all(map(is_readable, map(_local, (parameter, gradient))))
-                    if parameter.dtype in LOW_DTYPES and are_readable and group.get("lr") != 0:
-                        self._before.append((row, parameter, _local(parameter).clone()))
+                    if are_readable and group.get("lr") != 0:
+                        own = row._replace(of=parameter.dtype, is_cast=False)
+                        self._before.append((own, parameter, _local(parameter).clone()))
+                        trials = self._remedies.measured_step(own, optimizer, parameter)
+                        self._measured += trials if has_gradients else ()
                 if id(parameter) in self._unnamed:
                     self._measure(row, parameter)
             if not self._steps_by_hand:
@@ -327,8 +339,7 @@ class Monitor:
         for row, parameter, before in self._before:
             gradient, after = parameter.grad, _local(parameter)
             if gradient is not None and after.shape == before.shape:
-                found = measured_step(before, after, _local(gradient))
-                self._measured.append((row._replace(of=parameter.dtype, is_cast=False), found))
+                self._measured.append((row, measured_step(before, after, _local(gradient))))
         self._before = []
         for row, parameter, _ in self._parameters_of(optimizer):
             state = optimizer.state.get(parameter)
@@ -361,47 +372,36 @@ class Monitor:
 
     @unseen
     def _rows(self) -> tuple[dict[MonitoredRow, Counts], dict[str, float]]:
-        """Returns the counts of the step, over all processes of a distributed run, and the figures of loss scaling.
-
-        Copies once from each device.
-        """
+        """Returns the counts of the step, over all processes of a distributed run, and the figures of loss scaling."""
         found, self._measured = self._measured, []
         scaler = next((each for each in SCALERS if each.is_enabled()), None)
-        if scaler is not None and found:
-            _, like = found[0]
-            with apart():  # read with the others
+        with apart():
+            if scaler is not None and found:  # read with the others
+                _, like = found[0]
                 scale = scaler.scale(torch.ones((), device=like.device)).to(like.dtype)
                 found.append((_SCALE, scale.expand_as(like)))
-        by_device: dict[torch.device, list[tuple[MonitoredRow, Tensor]]] = {}
-        for place, vector in found:
-            by_device.setdefault(vector.device, []).append((place, vector))
-        rows: dict[MonitoredRow, Counts] = {}
-        with apart():
-            for measures in by_device.values():
-                numbers = torch.stack([vector for _, vector in measures]).tolist()
-                _add(
-                    rows,
-                    [
-                        (place, Counts(*each))
-                        for (place, _), each in zip(measures, numbers, strict=True)
-                    ],
-                )
-        if _is_distributed():
-            rows = _over_processes(rows)
-        counts = rows.pop(_SCALE, None)
-        if counts is None:
-            return rows, {}
+            if is_distributed():
+                rows, vectors = self._processes.gather(found)
+            else:
+                rows, vectors = gather(found, torch.device("cpu"))
+        counts = map(Counts._make, vectors.tolist())
+        known = {
+            row: each for row, each in zip(rows, counts, strict=True) if each.values or each.moving
+        }
+        if (last := known.pop(_SCALE, None)) is None:
+            return known, {}
         skipped = float(self._skipped)
-        return rows, {"hmpx/loss_scale": counts.amax, "hmpx/skipped_steps": skipped}
+        return known, {"hmpx/loss_scale": last.amax, "hmpx/skipped_steps": skipped}
 
     def _report(self, rows: Mapping[MonitoredRow, Counts], scaling: dict[str, float]) -> None:
+        helping = list[tuple[MonitoredRow, str, Alarm, Remedy]]()
         alarms = [
             Alarm(name, self.step_number, value, limit, "", "", "")
             for name, value in scaling.items()
             if value > (limit := limit_of(name, self._limits))
         ]
         found, beyond = scaling, {each.name for each in alarms}
-        for where, counts in rows.items():
+        for where, counts in [(where, of) for where, of in rows.items() if where.trial != TRIED]:
             for figure, value in where.figures(counts):
                 name = where.name(figure)
                 found[name] = max(value, found.get(name, value))  # of those in several types
@@ -410,10 +410,10 @@ class Monitor:
                     beyond.add(name)
                 if value > limit and not (where.kind == "gradient" and self._may_overflow(figure)):
                     beyond.add(name)
-                    said = remedy(where, figure, counts)
-                    alarms.append(
-                        Alarm(name, self.step_number, value, limit, where.module, where.op, said)
-                    )
+                    helps, at = remedy(where, figure, counts), (where.module, where.op)
+                    alarms.append(Alarm(name, self.step_number, value, limit, *at, helps.text))
+                    if name not in self._raised:
+                        helping.append((where, figure, alarms[-1], helps))
         if not self.figures:
             for pattern in self._limits.keys() - ALARMS.keys():
                 if not any(matches(name, pattern) for name in found):
@@ -422,13 +422,16 @@ class Monitor:
                         f"such as {max(found)!r}"
                     )
         self.figures = found
-        for position, log in enumerate(self._logs if _rank() == 0 else ()):
+        for position, log in enumerate(self._logs if rank() == 0 else ()):
             if not safely(log, found, self.step_number, warns=position not in self._failed):
                 self._failed.add(position)
         new = [each for each in alarms if each.name not in self._raised]
+        tried = dict(self._remedies.judged(rows, found, beyond, self.step_number))
+        for each in helping:
+            self._remedies.add(*each)
         self._raised = beyond
-        self.alarms += new
-        for alarm in new if _rank() == 0 else ():
+        self.alarms[:] = [*[tried.get(each, each) for each in self.alarms], *new]
+        for alarm in (*new, *tried.values()) if rank() == 0 else ():
             if callable(self._on_alarm):
                 self._on_alarm(alarm)
             elif self._on_alarm == "log":
@@ -445,32 +448,6 @@ class Monitor:
 
 def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return any(map(callable, (*args[1:], *kwargs.values())))
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _over_processes(rows: Mapping[MonitoredRow, Counts]) -> dict[MonitoredRow, Counts]:
-    """Returns the counts of all processes; formats travel by name, for some have functions that can't be pickled."""
-    types = {long_name(each): each for each in (*COMPUTED, *[row.of for row in rows])}
-    own = [(row._replace(of=torch.float32), long_name(row.of), each) for row, each in rows.items()]
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, own)
-    found: dict[MonitoredRow, Counts] = {}
-    for row, name, counts in itertools.chain(*gathered):
-        if name in types or name in formats():
-            _add(found, [(row._replace(of=types.get(name) or get(name)), counts)])
-    return found
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _is_distributed() else 0
-
-
-def _add(rows: dict[MonitoredRow, Counts], more: Iterable[tuple[MonitoredRow, Counts]]) -> None:
-    for where, counts in more:
-        rows[where] = rows[where].plus(counts) if where in rows else counts
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -496,7 +473,8 @@ def monitor(
     A step ends with `Optimizer.step`, or with the block's ``.step()`` once that is called. A checked step gives plain
     numbers named ``hmpx/MODULE/OP/KIND/FIGURE``, such as ``hmpx/fc1/linear/activation/near_max``, which
     [figures](reports.md#names-and-figures) explains. Works with and without a conversion, also over torch.autocast; no
-    result changes. In distributed runs all processes must enter the block; figures are of all of them together, and rank 0 logs.
+    result changes. In distributed runs all processes must enter the block and end as many steps; figures are of all of them
+    together, and rank 0 logs.
 
     Args:
         every: Checks one step in ``every``, from the first on.
@@ -510,7 +488,7 @@ def monitor(
         alarms: Pattern of a name -> limit, the last pattern that matches a name counting; None: `hmpx.monitoring.ALARMS`,
             {} for none.
         on_alarm: ``"log"``, ``"raise"``, ``"collect"``, or a function that gets the `Alarm`. A figure gives
-            one alarm until it has been below half of its limit.
+            one alarm until it has been below half of its limit; it comes again once its remedy was tried.
         step: The number of the first step, of a run that goes on.
 
     Raises:

@@ -154,7 +154,7 @@ def _heading(kind: str) -> str:
 
 def _beyond(runs: Sequence[MonitoredRun]) -> str:
     rows = [
-        (run.name, step, name, run.steps[step][name], limit_of(name, ALARMS))
+        (run.name, step, name, f"{run.steps[step][name]:.3g}", limit_of(name, ALARMS))
         for run in runs
         for name, step in run.first_beyond().items()
     ]
@@ -235,11 +235,9 @@ def _lines(rows: Mapping[str, Mapping[int, float]], columns: Sequence[range], ki
             f'<polyline points="{" ".join(points)}" fill="none" stroke-width="2" stroke="{colour}">'
             f"{svg_title(name)}</polyline>"
         )
-        parts.append(
-            svg_text(_LEFT, bottom + 40 + 16 * number, name).replace(
-                "<text", f'<text fill="{colour}"'
-            )
-        )
+        y_label = bottom + 40 + 16 * number
+        key = f'<rect x="{_LEFT}" y="{y_label - 6}" width="16" height="3" fill="{colour}"/>'
+        parts += [key, svg_text(_LEFT + 22, y_label, name)]
     parts += _steps(columns, bottom)
     return svg_chart(bottom + 40 + 16 * len(rows), html.escape(f"{kind} by step"), parts)
 

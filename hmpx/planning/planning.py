@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .. import arguments
+from .. import arguments, phases
 from ..errors import OptionError, PlanError, noted, raised_here, said_by, shown, suggestion
 from ..freezing import freeze
 from ..inputs import Steps, is_factory
@@ -179,6 +179,7 @@ def _frozen(program: _Program, options: Mapping[str, Any]) -> tuple[int | None, 
     model = program.steps.model
     if not isinstance(model, nn.Module) or program.place.is_small or program.steps.forward_step:
         return None, ()
+    phases.enter("freeze")
     model.eval()
     try:
         with convert(**options), torch.no_grad():
@@ -202,6 +203,7 @@ class _Program:
         training: bool | None,
         place: PlannedDevice,
     ) -> None:
+        phases.enter("model and inputs")
         with place.making():
             is_model = isinstance(steps.model, nn.Module)
             model = steps.model if is_model else _called(steps.model, "model()")
@@ -239,6 +241,7 @@ class _Program:
         Raises:
             PlanError: The model needs values.
         """
+        phases.enter(name)
         ledger, recorder = Ledger(), Recorder()
         with contextlib.ExitStack() as stack:
             stack.enter_context(unchanged(self.steps.model, self.inputs)).restart()

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from .offences import EarlierCall, Offence, Range
+from .step_repeats import stepped_in_fp32
+from .trials import results_in_fp32
 from .underflow import Underflow
 from .watcher import Watch, watch
 
-__all__ = ["EarlierCall", "Offence", "Range", "Underflow", "Watch", "watch"]
+__all__ = [
+    "EarlierCall",
+    "Offence",
+    "Range",
+    "Underflow",
+    "Watch",
+    "results_in_fp32",
+    "stepped_in_fp32",
+    "watch",
+]

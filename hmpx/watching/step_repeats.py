@@ -239,6 +239,18 @@ class StepStart:
         return twin
 
 
+def stepped_in_fp32(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
+    """Returns a parameter after the step that is about to run, all in float32; None if that can't be known."""
+    alone: Any = object.__new__(type(optimizer))
+    mine = [each for each in optimizer.param_groups if any(p is parameter for p in each["params"])]
+    groups = [{**each, "params": [parameter]} for each in mine]
+    state = {each: own for each, own in optimizer.state.items() if each is parameter}
+    vars(alone).update(vars(optimizer), param_groups=groups, state=state)
+    repeat = StepStart(alone, 0, {}, is_small=True).run(upcast=True)
+    found = [each for each in repeat.names.values() if not each.state] if repeat else []
+    return found[0].tensor if found else None
+
+
 class _Ops(DispatchMode):
     """Records the ops of a step, and memory that is not finite -> the op that made it so."""
 

@@ -113,6 +113,15 @@ def tried(call: OpCall, arguments: Arguments, gradients: Gradients | None = None
     return None
 
 
+def results_in_fp32(call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the results in float32 of a call that has just run, on the same inputs; [] if it can't run."""
+    arguments = Arguments(args, kwargs)
+    with aside(arguments.values()):
+        inputs = [upcast(each.detach()) for each in floating_in(arguments.values())]
+        return outcome(call, arguments, inputs, None)
+    return []
+
+
 def tried_forward(call: OpCall, arguments: Arguments, results: Sequence[Tensor]) -> Trial | None:
     """Like `tried`; None if the call only passes on its inputs' values."""
     had = bits_in(floating_in(arguments.values()))

@@ -164,3 +164,6 @@ def test_the_command_prints_paths_and_a_setting(capsys: pytest.CaptureFixture[st
     assert cli.main(["schema", "--vscode"]) == 0
     setting = json.loads(capsys.readouterr().out)["yaml.schemas"]
     assert setting[paths[2].as_uri()] == ["policy.yaml", "*.policy.yaml"]
+    assert cli.main(["schema", "--modeline"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"# yaml-language-server: $schema={path.as_uri()}" for path in paths]

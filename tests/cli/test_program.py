@@ -215,6 +215,7 @@ def test_a_slow_command_shows_its_seconds_on_a_terminal(
     monkeypatch.undo()
     slow = is_terminal and function != "absent"
     assert bool(re.search(r"\rhmpx plan: \d+ s", written)) is slow
+    assert ("s, model and inputs" in written) is slow
     shown = [line for line in screen(written) if line]
     assert not [line for line in shown if re.search(r"plan: \d+ s", line)]
     assert last in "\n".join(shown)

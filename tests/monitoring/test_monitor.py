@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx.cli import main
@@ -250,6 +251,36 @@ def test_patterns_that_match_nothing_are_named() -> None:
     ]
 
 
+def test_beside_other_observers_a_call_runs_and_is_described_once() -> None:
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += func is torch.ops.aten.mm.default
+            return func(*args, **kwargs or {})
+
+    x, seen = torch.randn(8, 8), [list[Any](), list[Any]()]
+    with hmpx.convert(device_types={"cpu"}):
+        with hmpx.monitor(every=1) as alone:
+            torch.mm(x, x)
+            alone.step()
+        with (
+            hmpx.record() as record,
+            hmpx.watch(),
+            hmpx.monitor(every=1) as monitor,
+            hmpx.attach(seen[0].append, every_op=True),
+            hmpx.attach(seen[1].append, every_op=True),
+        ):
+            with Products() as products:
+                torch.mm(x, x)
+            monitor.step()
+    assert products.count == len(record.by_op()) == 1
+    assert [[id(call) for call in calls] for calls in seen] == [[id(seen[0][0])]] * 2
+    assert monitor.figures == alone.figures
+
+
 def test_a_figure_that_swings_gives_one_alarm() -> None:
     with hmpx.monitor(alarms={"*/amax": 9.0}, on_alarm="collect", every=1) as monitor:
         for value in (10.0, 8.0, 10.0, 4.0, 10.0):
@@ -441,6 +472,58 @@ def test_a_loss_scale_that_helps_is_named() -> None:
     assert "a loss scale of 2**" in found[0].remedy
 
 
+def test_a_remedy_is_tried_at_the_next_checked_step() -> None:
+    hmpx.convert(low_precision_type=torch.float16, device_types={"cpu"})
+    told: list[hmpx.Alarm] = []
+    with hmpx.monitor(every=2, on_alarm=told.append) as monitor:
+        for _ in range(5):
+            overflowing(6000.0)
+            monitor.step()
+    name = "hmpx/linear/activation/near_max"
+    assert [(each.name, bool(each.tried)) for each in told] == [(name, False), (name, True)]
+    assert monitor.alarms == [told[1]]
+    assert told[1].tried == "in step 2 bfloat16 gave 0 in place of 1"
+
+
+def test_casts_of_the_program_are_not_tried() -> None:
+    with hmpx.monitor(every=1, on_alarm="collect") as monitor:
+        for _ in range(2):
+            torch.full((2, 4), 1e9).clamp(max=448.0).to(torch.float8_e4m3fn)
+            monitor.step()
+    (alarm,) = [each for each in monitor.alarms if each.name.endswith("to/activation/saturated")]
+    assert not alarm.tried
+
+
+def test_a_step_is_tried_in_float32() -> None:
+    linear = nn.Linear(64, 64).bfloat16()
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1e-6)
+    with hmpx.monitor(every=1, on_alarm="collect") as monitor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            linear(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
+            weight, gradient = linear.weight.detach().float(), linear.weight.grad.float()  # type: ignore[union-attr]
+            optimizer.step()
+    unchanged = (weight - 1e-6 * gradient == weight) & (gradient != 0)
+    share = unchanged.sum().item() / gradient.count_nonzero().item()
+    assert 0 < share < 0.9
+    tried = {each.name: each.tried for each in monitor.alarms}["hmpx/weight/weight/unchanged"]
+    assert tried == f"in step 1 float32 gave {share:.3g} in place of 1"
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_trials_of_remedies_change_no_bit(low: torch.dtype) -> None:
+    made = [nn.Sequential(Net(), nn.Dropout(0.5), nn.Linear(8, 8)).to(low) for _ in "ab"]
+    made[1].load_state_dict(made[0].state_dict())
+    limits = {"*/unchanged": 0.5, "*/error_of_spread": 0.0, "*/subnormal": 1e-9}
+    plain = train(made[0], 4, lr=1e-6)
+    with hmpx.monitor(every=1, alarms=limits, on_alarm="collect") as monitor:
+        monitored = train(made[1], 4, lr=1e-6)
+    assert all(map(torch.equal, plain, monitored))
+    tried = {each.name: each.tried for each in monitor.alarms if each.tried}
+    assert "in place of" in tried["hmpx/0.fc1/linear/activation/error_of_spread"]
+    assert "hmpx/1/dropout/activation/error_of_spread" not in tried  # it would draw other numbers
+
+
 # --- logs ----------------------------------------------------------------------------------------
 
 
@@ -517,7 +600,7 @@ def test_a_run_is_written_read_and_shown(
 ) -> None:
     path, page = tmp_path / "run.jsonl", tmp_path / "run.html"
     with hmpx.monitor(every=2, log=path) as monitor:
-        train(Net().bfloat16(), 6, lr=1e-7)
+        train(Net().bfloat16(), 6, lr=1e-6)
     with path.open("a", encoding="utf-8") as file:
         file.write('{"step": 99, "fig')  # a kill
     with hmpx.monitor(every=2, log=path):
