@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from .. import arguments
 from ..comparing import is_readable, may_read
 from ..errors import AlarmError, OptionError, shown, to_the_end, warn
 from ..number_formats import Format, get
-from ..observers import LOGGER, Attached, OpCall, Values
+from ..observers import LOGGER, Attached, OpCall, Values, spared
 from ..ops import is_view, names
 from ..patches import ON_SKIP, SCALERS
 from ..session import about_run, observable, restoring
@@ -146,6 +147,7 @@ class Monitor:
 
     # --- calls -----------------------------------------------------------------------------------
 
+    @spared
     def _measure_call(self, call: OpCall, /, *values: Unpack[Values]) -> None:
         self._has_just_ended = False
         if not self._is_checked:
@@ -211,22 +213,18 @@ class Monitor:
                 self._measured += self._remedies.measured_call(row, call, args, kwargs, result)
             node = None if is_leaf(tensor) else node_of(tensor)
             if node is not None:
-                hook = self._measure_gradient(module, call.op, tensor.output_nr)
-                node.register_prehook(hook)
+                at = self.step_number, module, call.op, tensor.output_nr
+                node.register_prehook(functools.partial(self._measure_gradient, *at))
 
+    @spared
+    @unseen
     def _measure_gradient(
-        self, module: str, op: str, output: int
-    ) -> Callable[[tuple[Tensor | None, ...]], None]:
-        number = self.step_number
-
-        @unseen
-        def hook(gradients: tuple[Tensor | None, ...]) -> None:
-            gradient = gradients[output] if output < len(gradients) else None
-            if gradient is not None and number == self.step_number and may_read():
-                with apart():
-                    self._measure(MonitoredRow(module, op, "gradient", gradient.dtype), gradient)
-
-        return hook
+        self, step: int, module: str, op: str, output: int, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        gradient = gradients[output] if output < len(gradients) else None
+        if gradient is not None and step == self.step_number and may_read():
+            with apart():
+                self._measure(MonitoredRow(module, op, "gradient", gradient.dtype), gradient)
 
     def _measure(self, row: MonitoredRow, tensor: Tensor) -> None:
         tensor = _local(tensor)
@@ -244,6 +242,7 @@ class Monitor:
 
     # --- steps -----------------------------------------------------------------------------------
 
+    @spared
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_checked:
             return
@@ -299,6 +298,7 @@ class Monitor:
                     found[id(tensor)] = tensor, MonitoredRow(module, own, "weight", to, is_cast)
         return found
 
+    @spared
     def _measure_parameters(self) -> None:
         for tensor, row in self._named_parameters().values():
             if self._is_chosen(row.module):
@@ -307,10 +307,7 @@ class Monitor:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_checked:
             with apart():
-                if _has_closure(args, kwargs):  # which has made the gradients
-                    for row, parameter, _ in self._parameters_of(optimizer):
-                        self._measure_own_gradient(row, parameter)
-                self._measure_step(optimizer)
+                self._measure_step(optimizer, makes_gradients=_has_closure(args, kwargs))
         self._step_of(optimizer)
 
     def _after_skip(self, optimizer: Optimizer) -> None:
@@ -334,8 +331,12 @@ class Monitor:
         self._end_step()
         self._has_just_ended = True
 
-    def _measure_step(self, optimizer: Optimizer) -> None:
-        """Measures what a step has done: weights that it has not changed, and states."""
+    @spared
+    def _measure_step(self, optimizer: Optimizer, *, makes_gradients: bool) -> None:
+        """Measures what a step has done: weights that it has not changed, and states; gradients if a closure made them."""
+        if makes_gradients:
+            for row, parameter, _ in self._parameters_of(optimizer):
+                self._measure_own_gradient(row, parameter)
         for row, parameter, before in self._before:
             gradient, after = parameter.grad, _local(parameter)
             if gradient is not None and after.shape == before.shape:
@@ -393,6 +394,7 @@ class Monitor:
         skipped = float(self._skipped)
         return known, {"hmpx/loss_scale": last.amax, "hmpx/skipped_steps": skipped}
 
+    @spared
     def _report(self, rows: Mapping[MonitoredRow, Counts], scaling: dict[str, float]) -> None:
         helping = list[tuple[MonitoredRow, str, Alarm, Remedy]]()
         alarms = [
