@@ -10,6 +10,8 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from itertools import compress
+from operator import is_not
 from typing import Any
 from zlib import crc32
 
@@ -212,8 +214,9 @@ class _Later:
         self._passed_over = passed_over
 
     def items(self) -> list[tuple[str, types.ModuleType]]:
-        passed_over, loaded = self._passed_over.get, list(sys.modules.items())
-        return [(name, module) for name, module in loaded if passed_over(name) is not module]
+        loaded = sys.modules.copy()
+        passed_over = map(self._passed_over.get, loaded)
+        return [*compress(loaded.items(), map(is_not, passed_over, loaded.values()))]
 
 
 def pass_over_modules_without_torch() -> None:

@@ -88,10 +88,9 @@ def build(folder: Path, device_type: str = "cuda") -> Path:
     defined = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     defined += ["-DFAKE_XPU"] if device_type == "xpu" else []
     flags = ("-std=c++20", "-O0", "-shared", "-fPIC", "-w")
-    sources = [str(FOLDER / name) for name in ("guard.cpp", "device.cpp")]
     result = subprocess.run(
         [
-            *(compiler() or "c++", *flags, *defined, *headers, *sources),
+            *(compiler() or "c++", *flags, *defined, *headers, str(FOLDER / "device.cpp")),
             "-o",
             str(library),
             *libraries,
