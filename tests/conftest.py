@@ -417,14 +417,15 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def on_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+def on_fake_cuda(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Any]]:
     """Calls a function in a process that has a fake CUDA device; see `fake_cuda.call`."""
     reason = fake_cuda.missing()
     if reason is not None:
         pytest.skip(reason)
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "fake_cuda"
-    folder.mkdir(exist_ok=True)
+    cache = getattr(pytestconfig, "cache", None)  # -p no:cacheprovider leaves none
+    folder = cache.mkdir("fake_cuda") if cache else tmp_path_factory.mktemp("fake_cuda")
     guard = fake_cuda.build_once(folder)
     with fake_cuda.serving(guard) as call:
         yield call

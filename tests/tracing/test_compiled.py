@@ -50,9 +50,11 @@ def test_inductors_runs_are_compared_with_eager(tmp_path: Path) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8), nn.Tanh())
         function = torch.compile(net) if name == "compiled" else net
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
         with hmpx.convert(device_types={"cpu"}), hmpx.trace(tmp_path / name):
             y = function(torch.linspace(-1, 1, 64).sin().view(4, 16))
             y.float().square().sum().backward()
+            optimizer.step()
         results.append([y, *(parameter.grad for parameter in net.parameters())])
     torch.testing.assert_close(*results, rtol=2**-6, atol=2**-6)  # it may fuse otherwise
     found = hmpx.diff_runs(tmp_path / "eager", tmp_path / "compiled")
