@@ -10,6 +10,8 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from itertools import compress
+from operator import is_not
 from typing import Any
 from zlib import crc32
 
@@ -212,8 +214,9 @@ class _Later:
         self._passed_over = passed_over
 
     def items(self) -> list[tuple[str, types.ModuleType]]:
-        passed_over, loaded = self._passed_over.get, list(sys.modules.items())
-        return [(name, module) for name, module in loaded if passed_over(name) is not module]
+        loaded = sys.modules.copy()
+        passed_over = map(self._passed_over.get, loaded)
+        return [*compress(loaded.items(), map(is_not, passed_over, loaded.values()))]
 
 
 def pass_over_modules_without_torch() -> None:
@@ -259,6 +262,7 @@ if "ATEN_CPU_CAPABILITY" not in os.environ:
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1") == "1"
     )
 torch.set_num_threads(1)  # tests run in parallel processes
+retiring._MOST = 20_000  # type: ignore[misc]  # else conversions of a hundred policies make common wrappers anew
 # Else each `torch.manual_seed` keeps the text of the whole stack for every kind of device that is not in
 # use, which takes a millisecond.
 for _device_module in (torch.cuda, torch.xpu, torch.mtia):
@@ -342,21 +346,27 @@ def forget_regions_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(switch.open_regions, switch.IN_GRAPHS)
 
 
-@pytest.fixture
-def fresh_wrappers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Shares no wrappers with other tests: wrappers know for good which devices are fast.
+#: The wrappers of tests in which every device is fast, which they share; and of those in which each is slow.
+_FAST: dict[object, object] = {}
+_SLOW: dict[object, object] = {}
 
-    Nor the last session left, which has some, nor regions in graphs, for which wrappers look closer at each call.
+
+def wrappers_from(shared: dict[object, object], patches: pytest.MonkeyPatch) -> Iterator[None]:
+    """Takes wrappers from ``shared``, and neither the last session left nor regions in graphs.
+
+    The session has other wrappers, and for such regions wrappers look closer at each call.
     """
-    monkeypatch.setattr(retiring, "_shared", {})
-    forget_regions_in_graphs(monkeypatch)
+    patches.setattr(retiring, "_shared", shared)
+    forget_regions_in_graphs(patches)
     switching.forget_left()
     yield
     switching.forget_left()
 
 
-#: The wrappers of tests in which every device is fast, which they share.
-_FAST: dict[object, object] = {}
+@pytest.fixture
+def fresh_wrappers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shares no wrappers with other tests: wrappers know for good which devices are fast."""
+    yield from wrappers_from({}, monkeypatch)
 
 
 @pytest.fixture
@@ -367,11 +377,16 @@ def has_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     known_as(monkeypatch, lambda *question: fast)
 
 
+def slowly(*question: object) -> Capability:
+    """Answers as the devices of `lacks_low_precision`."""
+    return Capability(reported=False, inference=50.0, training=50.0)
+
+
 @pytest.fixture
-def lacks_low_precision(fresh_wrappers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def lacks_low_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has every device compute slowly in low precision, whatever this machine does."""
-    slow = Capability(reported=False, inference=50.0, training=50.0)
-    known_as(monkeypatch, lambda *question: slow)
+    known_as(monkeypatch, slowly)
+    yield from wrappers_from(_SLOW, monkeypatch)
 
 
 @pytest.fixture
@@ -402,14 +417,15 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def on_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+def on_fake_cuda(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Any]]:
     """Calls a function in a process that has a fake CUDA device; see `fake_cuda.call`."""
     reason = fake_cuda.missing()
     if reason is not None:
         pytest.skip(reason)
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "fake_cuda"
-    folder.mkdir(exist_ok=True)
+    cache = getattr(pytestconfig, "cache", None)  # -p no:cacheprovider leaves none
+    folder = cache.mkdir("fake_cuda") if cache else tmp_path_factory.mktemp("fake_cuda")
     guard = fake_cuda.build_once(folder)
     with fake_cuda.serving(guard) as call:
         yield call

@@ -355,6 +355,7 @@ CALLS = st.tuples(
 )
 
 
+@pytest.mark.usefixtures("no_search_for_early_names")
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=trees(), calls=st.lists(CALLS, min_size=2, max_size=12))
 def test_no_verdict_is_ever_stale(tree: Any, calls: list[Any]) -> None:

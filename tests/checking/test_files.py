@@ -74,6 +74,6 @@ def test_the_fixture_holds_a_test_to_a_contract(pytester: pytest.Pytester) -> No
         """
     )
     pytester.makeconftest("from hmpx_pytest import hmpx_expect")
-    result = pytester.runpytest_subprocess()
+    result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*softmax (*) computed in bfloat16, expected float32*"])

@@ -180,7 +180,7 @@ def test_an_interruption_ends_the_command_too(
         assert process.returncode == 0
         assert "this is the best set so far" in " ".join(said.split())
     (tmp_path / "slow").unlink()
-    done = subprocess.run(tune, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = forks.run(*tune[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 of 8 candidates stay in fp32")
 

@@ -96,13 +96,17 @@ def reround(tensor: Tensor, dtype: torch.dtype = BF16) -> Tensor:
     return tensor.to(dtype).float()
 
 
+#: The wrappers without compiled nodes.
+_WRAPPERS: dict[object, object] = {}
+
+
 @contextlib.contextmanager
 def left_to_others() -> Iterator[None]:
     """Has convolutions computed as small ones are, and linear layers without compiled nodes."""
     with pytest.MonkeyPatch.context() as patch:
         compute_from(NEVER_LARGE, patch)
         patch.setattr(nodes, "nodes_in_use", nodes.Nodes)
-        patch.setattr(retiring, "_shared", {})  # wrappers with compiled nodes
+        patch.setattr(retiring, "_shared", _WRAPPERS)
         yield
 
 

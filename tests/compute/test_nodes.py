@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import OptionError, compute
-from hmpx.casting import retiring
+from hmpx.casting import legalized, retiring
 from hmpx.compute import nodes
 from hmpx.session import switching
 from tests import forks
@@ -59,12 +60,17 @@ def built(hook: ModuleType) -> nodes.Nodes:
     return found
 
 
+#: With compiled nodes or not, and how fast devices are -> the wrappers of such conversions.
+_WRAPPERS: dict[tuple[bool, object], dict[object, object]] = {}
+
+
 @contextlib.contextmanager
 def converted(*, with_nodes: bool = True, **options: Any) -> Iterator[None]:
     """Converts for the CPU with these options, as in a process with compiled nodes or without."""
     options = {"legalize": "never", "keep_weight_casts": True} | options
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retiring, "_shared", {})  # wrappers of other conversions
+        key = with_nodes, legalized.known_capability
+        patch.setattr(retiring, "_shared", _WRAPPERS.setdefault(key, {}))
         forget_regions_in_graphs(patch)
         if not with_nodes:
             patch.setattr(nodes, "nodes_in_use", nodes.Nodes)
@@ -374,13 +380,17 @@ def compiled() -> list[Any]:
     return gradients(net)
 
 
-def in_compiled_autograd() -> list[Any]:
+def in_compiled_autograd(*, is_compiled: bool = True) -> list[Any]:
+    def compiling() -> contextlib.AbstractContextManager[Any]:
+        enable = torch._dynamo.compiled_autograd._enable
+        return enable(torch.compile(backend="eager")) if is_compiled else contextlib.nullcontext()
+
     torch._dynamo.reset()
     net, x = make_net(), learning_x()
     for _ in range(2):  # with a graph that is there
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        with compiling():
             loss_of(net, x).backward()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+    with compiling():
         net[0].weight.requires_grad_(False)  # another one
         loss_of(net).backward()
     return [x.grad, *gradients(net)]
@@ -416,6 +426,12 @@ CASES: dict[str, Case] = {
     "compiled autograd": in_compiled_autograd,
 }
 
+#: Where torch's bits come from, if not from the case: compiled autograd's are those of autograd.
+OF_TORCH: dict[str, Case] = {
+    **CASES,
+    "compiled autograd": functools.partial(in_compiled_autograd, is_compiled=False),
+}
+
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")  # by torch.func.jvp
@@ -425,7 +441,7 @@ CASES: dict[str, Case] = {
 )
 def test_bits_are_those_of_torch(name: str, low: str) -> None:
     with converted(with_nodes=False, low_precision_type=low):
-        expected = CASES[name]()
+        expected = OF_TORCH[name]()
     with converted(low_precision_type=low):
         actual = CASES[name]()
     assert_equal_bits(actual, expected)
@@ -462,7 +478,7 @@ def test_bits_of_other_ops_are_those_of_torch(name: str, monkeypatch: pytest.Mon
     needs_math = name == "jvp" or name.startswith("double")
     with sdpa_kernel(SDPBackend.MATH) if needs_math else contextlib.nullcontext():
         with converted(with_nodes=False):
-            expected = CASES[name]()
+            expected = OF_TORCH[name]()
         with converted():
             actual = CASES[name]()
     assert_equal_bits(actual, expected)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -88,10 +89,9 @@ def build(folder: Path, device_type: str = "cuda") -> Path:
     defined = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     defined += ["-DFAKE_XPU"] if device_type == "xpu" else []
     flags = ("-std=c++20", "-O0", "-shared", "-fPIC", "-w")
-    sources = [str(FOLDER / name) for name in ("guard.cpp", "device.cpp")]
     result = subprocess.run(
         [
-            *(compiler() or "c++", *flags, *defined, *headers, *sources),
+            *(compiler() or "c++", *flags, *defined, *headers, str(FOLDER / "device.cpp")),
             "-o",
             str(library),
             *libraries,
@@ -106,12 +106,16 @@ def build(folder: Path, device_type: str = "cuda") -> Path:
 
 
 def build_once(folder: Path) -> Path:
-    """Compiles the device into a folder that processes share, or waits for the one that does."""
+    """Compiles the device into a folder that processes and runs share, or waits for the one that does."""
     import fcntl
 
+    made_of = [
+        path.read_bytes() for path in (FOLDER / "device.cpp", FOLDER / "guard.cpp", Path(__file__))
+    ]
+    made_of += [repr((torch.__version__, torch.__file__, compiler())).encode()]
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        library = folder / "cuda_guard.so"
+        library = folder / f"cuda_guard_{hashlib.sha256(b''.join(made_of)).hexdigest()[:16]}.so"
         if not library.exists():
             made = folder / "made"
             made.mkdir(exist_ok=True)

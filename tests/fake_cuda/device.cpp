@@ -2,11 +2,12 @@
 //
 // An op finds the shapes of its results by torch's functions for meta tensors. `start` and `stop` log the ops, below
 // modes, autograd and autocast; so a program runs as on a device, and with hmpx's compiled nodes.
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
@@ -15,17 +16,17 @@
 #include <set>
 #include <sstream>
 
+#include "guard.cpp"  // not compiled by itself: most of the time goes into torch's headers
+
 // WITH_KERNELS: the names of the ops that have kernels of their own on CUDA. `build` makes it of torch's headers.
 #include "with_kernels.h"
 
 namespace {
 
 #ifdef FAKE_XPU
-constexpr auto DEVICE = c10::DeviceType::XPU;
 constexpr auto KEY = c10::DispatchKey::XPU;
 #define BACKEND XPU
 #else
-constexpr auto DEVICE = c10::DeviceType::CUDA;
 constexpr auto KEY = c10::DispatchKey::CUDA;
 #define BACKEND CUDA
 #endif

@@ -112,7 +112,7 @@ def test_layers_add_equally() -> None:
         return nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(layers)])
 
     x = torch.randn(2, 4, 8)
-    found = [hmpx.plan(lambda n=n: stack(n), x, device="hpu") for n in (1, 2, 4)]
+    found = [hmpx.plan(lambda n=n: stack(n), x, device="hpu") for n in (1, 2, 3)]
     for name in (
         "parameter_bytes",
         "gradient_bytes",
@@ -120,8 +120,8 @@ def test_layers_add_equally() -> None:
         "saved_bytes",
         "weight_cast_bytes",
     ):
-        one, two, four = (getattr(plan, name) for plan in found)
-        assert four - one == 3 * (two - one) > 0
+        one, two, three = (getattr(plan, name) for plan in found)
+        assert three - one == 2 * (two - one) > 0
 
 
 def test_freeze_stores_what_it_stores() -> None:
@@ -350,13 +350,13 @@ def test_a_plan_says_on_which_cards_it_fits() -> None:
     """A small model fits anywhere, and that needs no word."""
 
     def stack(layers: int) -> nn.Module:
-        return nn.Sequential(*[nn.Linear(8192, 8192, bias=False) for _ in range(layers)])
+        return nn.Sequential(*[nn.Linear(1 << 14, 1 << 14, bias=False) for _ in range(layers)])
 
     def row(plan: Any, name: str) -> list[str]:
         return next(line.split() for line in str(plan).splitlines() if line.startswith(name))
 
     few, many = (
-        hmpx.plan(lambda n=n: stack(n), torch.ones(1, 8192), device="cuda") for n in (4, 20)
+        hmpx.plan(lambda n=n: stack(n), torch.ones(1, 1 << 14), device="cuda") for n in (1, 5)
     )
     assert few.peak_bytes < 24e9 < many.peak_bytes < 40e9
     percent = round(100 * few.peak_bytes / 24e9)

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.mark.parametrize("low", ["", "hmpx"])
 def test_compiled_runs_are_compared_with_eager(low: str, tmp_path: Path) -> None:
     plain = run(None, low=low)  # type: ignore[arg-type]
-    traced = run(tmp_path / "compiled", Net.compile, low=low)
-    torch.testing.assert_close(traced, plain, rtol=2**-6, atol=2**-6)  # it may fuse otherwise
+    traced = run(tmp_path / "compiled", lambda net: net.compile(backend="aot_eager"), low=low)
+    torch.testing.assert_close(traced, plain, rtol=2**-6, atol=2**-6)
     run(tmp_path / "eager", low=low)
     found = hmpx.diff_runs(tmp_path / "eager", tmp_path / "compiled")
     assert found.first is None
@@ -41,6 +41,30 @@ def test_compiled_runs_are_compared_with_eager(low: str, tmp_path: Path) -> None
         assert row.decisions[1] == f"{row.decisions[0]}, compiled"
     parameters = {row.module for row in found.rows if row.op == "gradient"}
     assert {"norm.weight", "qkv.bias"} <= parameters
+
+
+def test_inductors_runs_are_compared_with_eager(tmp_path: Path) -> None:
+    """A small net: each traced op is a kernel that is compiled by itself."""
+    results = []
+    for name in ("eager", "compiled"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8), nn.Tanh())
+        function = torch.compile(net) if name == "compiled" else net
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with hmpx.convert(device_types={"cpu"}), hmpx.trace(tmp_path / name):
+            y = function(torch.linspace(-1, 1, 64).sin().view(4, 16))
+            y.float().square().sum().backward()
+            optimizer.step()
+        results.append([y, *(parameter.grad for parameter in net.parameters())])
+    torch.testing.assert_close(*results, rtol=2**-6, atol=2**-6)  # it may fuse otherwise
+    found = hmpx.diff_runs(tmp_path / "eager", tmp_path / "compiled")
+    assert found.first is None
+    assert not {"only in a", "only in b", "not compared"} & found.counts.keys()
+    (product,) = [row for row in found.rows if row.op == "linear" and row.phase == "forward"]
+    assert product.module == "1" and product.locations[0] == product.locations[1]
+    assert product.decisions[1] == f"{product.decisions[0]}, compiled"
+    parameters = {row.module for row in found.rows if row.op == "gradient"}
+    assert parameters == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
 def test_what_a_compiled_run_does_otherwise_is_named(tmp_path: Path) -> None:
