@@ -23,7 +23,7 @@ from ..comparing import Origins, is_readable, may_read
 from ..compute import nodes_made, tensors_saved_by
 from ..errors import ContractError, OptionError, shown, to_the_end
 from ..inputs import Steps
-from ..observers import Attached, OpCall, Values, faults, spared, user_location
+from ..observers import LEFT_OUT, Attached, OpCall, Values, spared, user_location
 from ..ops import facts
 from ..places import located
 from ..policy import Call
@@ -140,7 +140,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         self._names: dict[int, str] = {}  # id of a parameter -> its name
         self._models: dict[int, nn.Module] = {}
         self._block: contextlib.ExitStack | None = None
-        self._faults = faults()
+        self._left_out = LEFT_OUT.copy()
         self._reads_saved, self._first_node, self._thread = False, 0, 0
 
     # --- the block -------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class expect:  # noqa: N801  # a context manager, like torch.no_grad
         if error is None:
             for model in self._models.values():
                 self._check_tensors(model)
-            for fault in faults() - self._faults:
+            for fault in LEFT_OUT - self._left_out:
                 self._report(Breach("a call was not checked", "", fault))
             for line in self._lines:
                 if line not in self._met:

@@ -285,7 +285,7 @@ class LintedKernels(Kernels):
     def _begin_kernel(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[int, Tensor], list[Tensor]] | None:
-        """Returns what a kernel will write to, before it: averages by place, and others; None if it is not checked."""
+        """Returns copies of the tensors that a kernel will write to: averages by place, others; None if it is not checked."""
         traits = _traits(func)
         self.note(func, args, kwargs)
         if self.stepped is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .attached import ATTACHED, PAUSED, Attached, Observer, TensorObserver, Values, attach
-from .faults import faults, spared
+from .faults import LEFT_OUT, spared
 from .graphs import is_put_in_graph, number_in_graphs, put_in_graph
 from .kernels import Kernels, reading_kernels
 from .log import LOGGER, announce_conversion, announcing, log_observer, show_log

@@ -15,9 +15,11 @@ from .op_calls import user_location
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: A function and the kind of its error -> what it could not look at first; that -> how often.
-_texts: Final[dict[tuple[str, type], str]] = {}
-_faults: Final = Counter[str]()
+#: What observers could not look at in this process, the first of each kind -> how often.
+LEFT_OUT: Final = Counter[str]()
+
+#: A function and the kind of its error -> the first.
+_firsts: Final[dict[tuple[str, type], str]] = {}
 
 
 def spared(function: _F) -> _F:
@@ -42,16 +44,11 @@ def spared(function: _F) -> _F:
 
 def _note(name: str, error: Exception) -> None:
     key = name, type(error)
-    if key not in _texts:
+    if key not in _firsts:
         entry = traceback.extract_tb(error.__traceback__)[-1]
-        _texts[key] = (
+        _firsts[key] = (
             f"{name} could not look at {located(user_location()) or 'a call'} ({said_by(error)}, "
             f"{located(f'{entry.filename}:{entry.lineno}')}); it left that out, and the program went on"
         )
-        LOGGER.warning("%s; please report this as a fault of hmpx", _texts[key])
-    _faults[_texts[key]] += 1
-
-
-def faults() -> Counter[str]:
-    """Returns what observers could not look at in this process, the first of each kind, and how often."""
-    return _faults.copy()
+        LOGGER.warning("%s; please report this as a fault of hmpx", _firsts[key])
+    LEFT_OUT[_firsts[key]] += 1

@@ -22,7 +22,7 @@ from torch import nn
 from .. import torch_internals, torch_state
 from ..casting import Options, all_rules
 from ..errors import OptionError, end_contexts_left_open, shown, suggestion, to_the_end, warn
-from ..observers import ATTACHED, LOGGER, Attached, announce_conversion, faults, show_log
+from ..observers import ATTACHED, LEFT_OUT, LOGGER, Attached, announce_conversion, show_log
 from ..policy import (
     UNNAMED,
     CastPolicy,
@@ -451,8 +451,8 @@ def about_run(policy: Policy | None = None) -> dict[str, str]:
     if policy is not None:
         found["policy"] = policy_line(policy)
         found["digest of the policy"] = policy.fingerprint()[:12]
-    if missed := faults():
-        found["not looked at"] = "; ".join(missed)
+    if LEFT_OUT:
+        found["not looked at"] = "; ".join(LEFT_OUT)
     if "RANK" in os.environ:
         found["rank"] = os.environ["RANK"]
     return found

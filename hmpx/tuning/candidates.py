@@ -63,9 +63,9 @@ def policy_source(types: Mapping[Spot, str], low_type: str) -> dict[str, Any]:
     source = {"low_precision_type": low_type, "lists": "hmpx", **lists}
     placed = _placed(types, base)
     alike: dict[tuple[int, tuple[tuple[str, str], ...]], list[str]] = {}
-    for module in sorted(placed, key=lambda each: (-_depth(each), each)):
+    for module in sorted(placed, key=lambda each: (-each.count("."), each)):
         own = tuple(sorted(placed[module].items()))
-        alike.setdefault((_depth(module), own), []).append(module)
+        alike.setdefault((module.count("."), own), []).append(module)
     if alike:
         source["sections"] = [
             {"module": [*map(glob.escape, modules)], **_lists(dict(own))}
@@ -120,17 +120,13 @@ def _placed(types: Mapping[Spot, str], base: Mapping[str, str]) -> dict[str, dic
             module = module.rpartition(".")[0]
         return base[op]
 
-    for (op, module), wanted in sorted(types.items(), key=lambda each: _depth(each[0][1])):
+    for (op, module), wanted in sorted(types.items(), key=lambda each: each[0][1].count(".")):
         if module and inherited(op, module) != wanted:
             placed.setdefault(module, {})[op] = wanted
             for other in sorted((ops.covered(op) - {op}) & base.keys()):  # a line covers these, too
                 found = types.get((other, module)) or inherited(other, module)
                 placed[module].setdefault(other, found)
     return placed
-
-
-def _depth(module: str) -> int:
-    return module.count(".") + 1 if module else 0
 
 
 def _lists(types: Mapping[str, str]) -> dict[str, list[str]]:

@@ -315,7 +315,7 @@ class Search:
         Keeping all candidates is known to pass.
         """
         self._within, self._outcomes = tolerance, {self._everything: Outcome(0.0)}
-        if not self._candidates or self._passes(_NOTHING, "all low"):
+        if not self._candidates or self._error(_NOTHING, "all low") <= self._within:
             return _NOTHING
         return self._pruned(self._followed(self._best_shipped(self._passing())))
 
@@ -323,9 +323,6 @@ class Search:
         if kept not in self._outcomes:
             self._outcomes[kept] = self.evaluated(kept, stage, self._within)
         return self._outcomes[kept].error
-
-    def _passes(self, kept: Kept, stage: str) -> bool:
-        return self._error(kept, stage) <= self._within
 
     def _failed(self, kept: Kept, factor: float = 1.0) -> bool:
         """Whether a larger set has failed: one with all members, following their inputs as here or in fp32."""
@@ -409,7 +406,9 @@ class Search:
         for each in sorted({*self._asked.shipped} - {_NOTHING}, key=order):
             if self._failed(each, _CLEARLY) or self._kept_work(best) <= self._kept_work(each):
                 continue
-            if self._passes(each, "shipped") and self._kept_work(each) < self._kept_work(best):
+            if self._error(each, "shipped") <= self._within and self._kept_work(
+                each
+            ) < self._kept_work(best):
                 best = each
         return kept if best is kept else self._settled(best)
 
@@ -454,7 +453,7 @@ class Search:
             trial = kept - {name} | {following(name)}
             if self._failed(trial):
                 continue
-            if self._passes(trial, "follow"):
+            if self._error(trial, "follow") <= self._within:
                 kept = trial
             else:
                 failures += 1
@@ -481,7 +480,7 @@ class Search:
         waiting, block = [member[each.name] for each in weakest], 1
         while waiting:
             part = waiting[:block]
-            if self._passes(kept - {*part}, "prune"):
+            if self._error(kept - {*part}, "prune") <= self._within:
                 kept -= {*part}
                 waiting, needed = waiting[len(part) :] + needed, []
                 block *= 2

@@ -43,6 +43,12 @@ TOOLS: dict[str, Callable[[Path], Any]] = {
 PACKAGES = ("checking", "recording", "watching", "tracing", "monitoring", "observers")
 
 
+@pytest.fixture(autouse=True)
+def _unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults are said again, of which a process says the first of a kind."""
+    monkeypatch.setattr("hmpx.observers.faults._firsts", {})
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
