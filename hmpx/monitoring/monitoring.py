@@ -357,7 +357,7 @@ class Monitor:
                 if self.step_number == self._first:
                     self._warn_of_modules()
                 if rows:
-                    self._report(rows, scaling)
+                    self._tell(self._judged(rows, scaling) or [])
         finally:
             self.step_number += 1
             if self._is_checked:
@@ -395,7 +395,10 @@ class Monitor:
         return known, {"hmpx/loss_scale": last.amax, "hmpx/skipped_steps": skipped}
 
     @spared
-    def _report(self, rows: Mapping[MonitoredRow, Counts], scaling: dict[str, float]) -> None:
+    def _judged(
+        self, rows: Mapping[MonitoredRow, Counts], scaling: dict[str, float]
+    ) -> list[Alarm]:
+        """Logs the figures of a step, and returns the alarms that it gives: new ones, and tried ones again."""
         helping = list[tuple[MonitoredRow, str, Alarm, Remedy]]()
         alarms = [
             Alarm(name, self.step_number, value, limit, "", "", "")
@@ -433,13 +436,17 @@ class Monitor:
             self._remedies.add(*each)
         self._raised = beyond
         self.alarms[:] = [*[tried.get(each, each) for each in self.alarms], *new]
-        for alarm in (*new, *tried.values()) if rank() == 0 else ():
+        return [*new, *tried.values()]
+
+    def _tell(self, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms if rank() == 0 else ():
             if callable(self._on_alarm):
                 self._on_alarm(alarm)
             elif self._on_alarm == "log":
                 LOGGER.warning("hmpx.monitor: %s", alarm)
-        if new and self._on_alarm == "raise":
-            raise AlarmError(new[0])
+        new = next((each for each in alarms if not each.tried), None)
+        if new is not None and self._on_alarm == "raise":
+            raise AlarmError(new)
 
     @staticmethod
     def _may_overflow(figure: str) -> bool:

@@ -7,6 +7,7 @@ import importlib
 import logging
 import math
 import pkgutil
+import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
@@ -179,6 +180,16 @@ def test_reports_say_what_is_missing() -> None:
         failing(MEMBERS["checking.expect._check_call"]),
         pytest.raises(hmpx.errors.ContractError, match=r"a call was not checked: hmpx\.checking"),
         hmpx.expect(CONTRACT),
+    ):
+        trained()
+
+
+def test_errors_of_an_alarms_function_go_on() -> None:
+    """Even where all of its code is Python's."""
+    alarms = queue.Queue[hmpx.Alarm](maxsize=1)
+    with (
+        pytest.raises(queue.Full),
+        hmpx.monitor(every=1, alarms={"*/amax": 0.0}, on_alarm=alarms.put_nowait),
     ):
         trained()
 
