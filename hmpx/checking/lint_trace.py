@@ -17,7 +17,7 @@ from ..comparing import Origins, is_readable
 from ..errors import raised_here
 from ..forks import CachedProperty
 from ..observers import OpCall
-from ..ops import draws, facts, is_view, kind
+from ..ops import draws, facts, is_foreign, is_view, kind
 from ..places import located
 from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, version_of
 from ..torch_internals import DisableAutocast, is_any_autocast_enabled
@@ -187,12 +187,13 @@ class LintedCall:
         Arguments that are low dtypes become float64.
 
         Returns:
-            The floating results; None if the call writes to its inputs, draws random numbers or fails, or if its
+            The floating results; None if the call writes to its inputs, draws random numbers, is of the program or fails, or if its
             inputs have changed since, or their memory is gone.
         """
         is_as_then = [*map(version_of, self.inputs)] == self.versions
         is_gone = not all(map(is_readable, self.inputs))
-        if self.writes or draws(self.call.op) or not is_as_then or is_gone:
+        is_the_programs = is_foreign(self.call.op)  # with effects of its own
+        if self.writes or draws(self.call.op) or is_the_programs or not is_as_then or is_gone:
             return None
         if self.call.op in CONVERTING:
             return [replace(self.inputs[0])]

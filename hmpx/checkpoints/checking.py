@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_state
-from ..number_formats import decode, quantize
+from ..number_formats import Block, Float, Format, Scaled, decode, quantize
 from .checkpoint import Checkpoint, CheckpointLayer
 from .reading import OF_INPUTS, PARTS, Directory, classes_of, rank, tensors_of
 from .schemes import LAYOUTS, Scheme, codes_of_parts, values_of_parts
@@ -97,7 +98,11 @@ def _error(values: Tensor, weight: Tensor) -> float:
     values, weight = values.double(), weight.double()
     if torch.equal(values.nan_to_num(0.0), weight.nan_to_num(0.0)):
         return 0.0  # also of infinite ones, as masks are
-    return float((values - weight).norm() / weight.norm().clamp(min=1e-300))
+    if not torch.equal(values.isinf() * values.sign(), weight.isinf() * weight.sign()):
+        return math.inf
+    values, weight = (each.where(each.isfinite(), 0.0) for each in (values, weight))
+    error = (values - weight).norm() / weight.norm().clamp(min=1e-300)
+    return float(error)
 
 
 def _against(
@@ -131,9 +136,16 @@ def _against(
 
 
 def _nearest(stored: Tensor, weight: Tensor, held: Directory) -> Tensor:
-    """Returns a model's weight, rounded to one of the checkpoint's formats if it is stored so."""
-    found = [each.format for each in held.schemes.values() if each.format and weight.dim() > 1]
-    rounded = [quantize(weight, each, overflow="saturate") for each in dict.fromkeys(found)]
+    """Returns a model's weight, rounded to one of the checkpoint's formats, along any axis, if it is stored so."""
+    formats = {each.format for each in held.schemes.values()}
+    ways = list[Format]()
+    for each in formats if bool(weight.isfinite().all()) else ():
+        if isinstance(each, Block | Scaled):
+            ways += [each.along(axis) for axis in range(-weight.dim(), 0)]
+            ways += (
+                [each.element] if isinstance(each.element, Float) else []
+            )  # integers would be zeros
+    rounded = (quantize(weight, each, overflow="saturate") for each in dict.fromkeys(ways))
     return min([weight, *rounded], key=lambda each: _error(stored, each))
 
 

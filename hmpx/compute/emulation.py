@@ -22,6 +22,7 @@ from ..number_formats import (
     Block,
     Custom,
     Format,
+    FormatRounding,
     Rounder,
     Scaled,
     decode,
@@ -266,23 +267,34 @@ class Emulation:
             return function(*args, **kwargs), args, kwargs, incoming
         originals = {id(new): old for new, old in zip(args, given, strict=False)}
         lowers = self._lowers and not EMULATION_WATCHERS
+        if lowers and self._has_history:
+            from .delayed import has_values  # not in a graph
+
+            lowers = all(map(has_values, call.factors))
+            if not lowers and self.hardware == "require":
+                raise OptionError(
+                    f'hardware="require": {self.op} would be emulated: scales by earlier steps are emulated in graphs, '
+                    'and without values; convert with hardware="auto"'
+                )
         factors: list[Tensor] = []
         axes = call.contraction.axes()
         formats: list[Format] = []
         rounders: list[ByAxis | None] = []
-        scalers: list[Scaler | None] = []
+        scales: list[Tensor | None] = []
         for i, (name, factor) in enumerate(zip(call.names, call.factors, strict=True)):
             role = name or f"factor {i}"
             kind = self._kind(name, originals.get(id(factor), factor))
             format = getattr(self.formats, kind)
             formats.append(format)
-            scalers.append(self._scaler_for(format, role) if lowers else None)
+            scaler = self._scaler_for(format, role) if lowers else None
+            scales.append(None if scaler is None else scaler(factor))
             if has_axis(format) and not self._is_watched(factor):
                 factors.append(self._straight_through(factor, None, role))
                 rounders.append(functools.partial(self._rounder, format))
             elif lowers:
                 factors.append(self._straight_through(factor, None, role))
-                rounders.append(_by_no_axis(self._rounder_for(role, kind)))
+                # With that scale in the backward, too: a step of another model may have ended meanwhile.
+                rounders.append(_by_no_axis(_scaled(self._rounders[kind], scales[-1])))
             else:
                 factors.append(self._rounded(role, factor, kind, axes[i]))
                 rounders.append(None)
@@ -300,7 +312,8 @@ class Emulation:
                 op=self.op,
                 formats=tuple(formats),
                 of_gradient=gradients,
-                scalers=(*scalers, self._scaler_for(gradients, "gradient")),
+                scales=tuple(scales),
+                scaler=self._scaler_for(gradients, "gradient"),
                 output_dtype=self.output_dtype or torch.float32,
                 saturates=self.formats.overflow == "saturate",
                 is_required=self.hardware == "require",
@@ -380,6 +393,14 @@ class Emulation:
 
         new_args = (args[0], *map(value, args[1:])) if args else args
         return new_args, {name: value(given) for name, given in kwargs.items()}
+
+
+def _scaled(round_: Rounder, scale: Tensor | None) -> Rounder:
+    """Returns a rounder that knows a tensor's scale, if there is one."""
+    if scale is None:
+        return round_
+    assert isinstance(round_, FormatRounding)
+    return lambda x: round_(x, None, scale)
 
 
 def _by_no_axis(round_: Rounder | None) -> ByAxis:

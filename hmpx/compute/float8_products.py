@@ -122,9 +122,8 @@ class Float8Product(EmulatedProduct):
     op: str
     formats: tuple[Format, ...]  # of factors
     of_gradient: Format | None
-    scalers: tuple[
-        Scaler | None, ...
-    ]  # of factors with scales by earlier steps, and of the gradient
+    scales: tuple[Tensor | None, ...]  # of factors, by earlier steps
+    scaler: Scaler | None  # of the gradient
     output_dtype: torch.dtype
     saturates: bool
     is_required: bool  # rather than emulated where kernels can't
@@ -136,9 +135,7 @@ class Float8Product(EmulatedProduct):
         """Returns the product, by codes where a kernel takes them."""
         dtype = torch.float32 if self.is_added_to else self.output_dtype
         letters, result = self.contraction.factors, self.contraction.result
-        matrices = _Matrices(
-            letters, result, tuple(factors), self.formats, self.scalers[:-1], dtype
-        )
+        matrices = _Matrices(letters, result, tuple(factors), self.formats, self.scales, dtype)
         found = self._by_kernel(matrices, self.op)
         return super().multiplied(factors) if found is None else found
 
@@ -147,8 +144,14 @@ class Float8Product(EmulatedProduct):
         gradient, other = CAST[torch.float32](gradient), 1 - target
         if self.of_gradient is None:  # straight through the forward's rounding
             return self.contraction.gradient(target, self.rounded(factors), gradient)
-        found = None
-        if not torch.is_grad_enabled():  # else it may have a gradient itself
+        found = scale = None
+        may_lower = not torch.is_grad_enabled()  # else it may have a gradient itself
+        if may_lower and self.scaler is not None:
+            from .delayed import has_values  # not in a graph
+
+            may_lower = has_values(gradient)
+            scale = self.scaler(gradient) if may_lower else None
+        if may_lower:
             letters, result = self.contraction.factors, self.contraction.result
             found = self._by_kernel(
                 _Matrices(
@@ -156,7 +159,7 @@ class Float8Product(EmulatedProduct):
                     letters[target],
                     (gradient, factors[other]),
                     (self.of_gradient, self.formats[other]),
-                    (self.scalers[-1], self.scalers[other]),
+                    (scale, self.scales[other]),
                     torch.float32,
                 ),
                 f"a gradient of {self.op}, the product",
@@ -191,7 +194,7 @@ class _Matrices:
     result: str
     factors: tuple[Tensor, ...]
     formats: tuple[Format, ...]
-    scalers: tuple[Scaler | None, ...]
+    scales: tuple[Tensor | None, ...]
     dtype: torch.dtype  # of the result
 
     @property
@@ -223,11 +226,6 @@ class _Matrices:
             return f"with scales by row, kernels return {named}, without adding to it"
         if is_by_row and len(shared) > 1:
             return "it sums over several dimensions, and scales by row are of one"
-        if any(self.scalers):
-            from .delayed import has_values  # not in a graph
-
-            if not all(map(has_values, self.factors)):
-                return "scales by earlier steps are emulated in graphs, and without values"
         return ""
 
     def multiplied(self, kernels: Float8Kernels, *, saturates: bool) -> Tensor:
@@ -236,15 +234,14 @@ class _Matrices:
         codes, scales, order = [], [], ""
         shape: list[int] = []
         with without_casts():
-            given = zip(self.factors, self.letters, self.formats, self.scalers, strict=True)
-            for x, letters, format, scaler in given:
+            given = zip(self.factors, self.letters, self.formats, self.scales, strict=True)
+            for x, letters, format, known in given:
                 free = [letter for letter in letters if letter in self.result]
                 moved = x.permute([letters.index(letter) for letter in (*free, *summed)])
                 shape += moved.shape[: len(free)]
                 order += "".join(free)
                 rows, columns = moved.shape[: len(free)], moved.shape[len(free) :]
                 matrix = moved.reshape(math.prod(rows), math.prod(columns))
-                known = None if scaler is None else scaler(x)
                 code, scale = _coded(matrix, format, known, saturates=saturates)
                 codes.append(code)
                 scales.append(scale)

@@ -29,6 +29,7 @@ from ..session import about_run, observable, restoring
 from ..tensors import LOW_DTYPES, floating_in, is_captured, is_leaf, node_of
 from ..torch_internals import unseen
 from ..torch_state import apart, named_tensors, spot, unwrapped
+from ..watching import is_inner_step
 from .alarms import ALARMS, Alarm, MonitoredRow, checked_alarms, limit_of, matches
 from .figures import Counts, Type, fold, gather, measured, measured_step
 from .loggers import logging_to, safely
@@ -89,7 +90,7 @@ class Monitor:
         self._roots: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._cast_to: dict[int, tuple[Tensor, Type]] = {}  # parameters that calls cast
         self._before: list[tuple[MonitoredRow, Tensor, Tensor]] = []
-        self._steps_by_hand = False
+        self._steps_by_hand = self._is_trying = False
         self._unnamed: dict[int, int] = {}  # parameters of unknown models -> numbers
         self._optimizers = set[int]()  # that have stepped
         self._has_just_ended = False  # a step, and nothing has run since
@@ -244,7 +245,7 @@ class Monitor:
 
     @spared
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_checked:
+        if not self._is_checked or self._is_trying or is_inner_step(optimizer):
             return
         has_gradients = not _has_closure(args, kwargs)  # which makes them later
         with apart():
@@ -257,8 +258,12 @@ class Monitor:
                     if are_readable and group.get("lr") != 0:
                         own = row._replace(of=parameter.dtype, is_cast=False)
                         self._before.append((own, parameter, _local(parameter).clone()))
-                        trials = self._remedies.measured_step(own, optimizer, parameter)
-                        self._measured += trials if has_gradients else ()
+                        self._is_trying = True  # a copy's step may run these hooks
+                        try:
+                            trials = self._remedies.measured_step(own, optimizer, parameter)
+                            self._measured += trials if has_gradients else ()
+                        finally:
+                            self._is_trying = False
                 if id(parameter) in self._unnamed:
                     self._measure(row, parameter)
             if not self._steps_by_hand:
@@ -305,6 +310,8 @@ class Monitor:
                 self._measure(row, tensor)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_trying or is_inner_step(optimizer):
+            return
         if self._is_checked:
             with apart():
                 self._measure_step(optimizer, makes_gradients=_has_closure(args, kwargs))

@@ -101,7 +101,7 @@ def is_view(name: str) -> bool:
     """Whether op ``name`` may return a view of its input, or just moves, copies or converts it."""
     if name in facts("views"):
         return True
-    sites = table()[name].sites
+    sites = table()[name].sites if name in table() else ()  # else it is of another library
     if any(s.is_property for s in sites):
         return True
     return any(map(_has_view, {aten_name(site) for site in sites if not site.in_place}))

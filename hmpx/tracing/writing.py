@@ -22,6 +22,7 @@ from ..errors import passing_over, raised_here, warn
 from ..files import unwritable
 from ..forks import new_lock
 from ..observers import CallTensors, OpCall, spared
+from ..ops import is_foreign
 from ..tensors import long_name, map_tensors, node_of, tensors_in, version_of
 from ..torch_internals import unseen
 from ..torch_state import apart, named_tensors, without_casts
@@ -178,7 +179,7 @@ class Writer:
         if site not in self._sites:
             self._write("site", site)
             self._sites[site] = len(self._sites)
-        gain = f"{self._gain(tensors, results, outputs):.2g}"
+        gain = f"{self._gain(call.op, tensors, results, outputs):.2g}"
         self._write("call", [self._sites[site], inputs, outputs, float(gain)])
         self._follow_gradients(self.calls, results)
         self.calls += 1
@@ -245,8 +246,12 @@ class Writer:
                 self._ids[base] = version, seen  # of a result that torch returns as a view
         return seen
 
-    def _gain(self, tensors: CallTensors, results: list[Tensor], outputs: list[_Seen]) -> float:
+    def _gain(
+        self, op: str, tensors: CallTensors, results: list[Tensor], outputs: list[_Seen]
+    ) -> float:
         """Returns the relative change of the results by a relative change of the inputs; 0 if unknown."""
+        if is_foreign(op):  # a function of the program's, with effects of its own
+            return 0.0
         count = itertools.count()
 
         def moved(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .offences import EarlierCall, Offence, Range
+from .optimizers import is_inner_step
 from .step_repeats import stepped_in_fp32
 from .trials import results_in_fp32
 from .underflow import Underflow
@@ -14,6 +15,7 @@ __all__ = [
     "Range",
     "Underflow",
     "Watch",
+    "is_inner_step",
     "results_in_fp32",
     "stepped_in_fp32",
     "watch",

@@ -73,8 +73,7 @@ class OptimizerSteps:
 
     def is_inner(self, optimizer: Optimizer) -> bool:
         """Whether the step that has just begun or ended is a part of another one: `super().step()`, or a repeated one."""
-        frames = [each for each in with_callers(sys._getframe(1)) if each.f_code is _STEPPING]
-        return self._is_repeating or [e.f_locals["self"] for e in frames].count(optimizer) > 1
+        return self._is_repeating or is_inner_step(optimizer)
 
     @unseen
     def begin(self, optimizer: Optimizer, number: int) -> None:
@@ -311,3 +310,9 @@ def _where(op: StepOp) -> str:
             f", where {text_of([e.expand_as(bad).flatten()[position].item() for e in op.inputs])}"
         )
     return ""
+
+
+def is_inner_step(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step, whose hook asks, is a part of another of its steps: `super().step()`."""
+    frames = [each for each in with_callers(sys._getframe(1)) if each.f_code is _STEPPING]
+    return [each.f_locals["self"] for each in frames].count(optimizer) > 1

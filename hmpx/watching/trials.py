@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import passing_over
 from ..observers import OpCall
-from ..ops import facts
+from ..ops import facts, is_foreign
 from ..tensors import (
     CAST,
     LOW_DTYPES,
@@ -202,6 +202,8 @@ def outcome(
 
     Gradients are cast to ``dtypes``, those of the inputs before casts.
     """
+    if is_foreign(call.op):  # a function of the program's, with effects of its own
+        return []
     following, kinds, wanted = iter(inputs), iter(dtypes), []
 
     def replace(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -621,6 +622,34 @@ def test_routers_and_stacked_experts_stay_whole_and_are_ignored(tmp_path: Path) 
         again.router.weight[0] *= -1
     (fault,) = read_checkpoint(tmp_path / "codes", again).faults
     assert fault.startswith("router.weight: differs from the model's by ")
+
+
+class Expert(torch.nn.Module):
+    """A weight that `matmul` sums along its first axis, and a mask."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.down = torch.nn.Linear(32, 32), torch.nn.Parameter(torch.randn(32, 16))
+        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.proj(x) @ self.down).softmax(-1)
+
+
+def test_weights_rounded_along_another_axis_are_the_models(tmp_path: Path) -> None:
+    model = Expert().eval()
+    policy = {"low": [f"{op} float8_e4m3fn_row output=bfloat16" for op in ("linear", "matmul")]}
+    with hmpx.convert(policy=policy, device_types={"cpu"}):
+        frozen = hmpx.freeze(model, torch.randn(2, 32), store="codes")
+        with pytest.warns(hmpx.HmpxWarning, match="not stored as codes"):
+            frozen.save(tmp_path / "m")
+        frozen.undo()
+    assert not read_checkpoint(tmp_path / "m", model).faults
+    model.mask.zero_()
+    (fault,) = read_checkpoint(tmp_path / "m", model).faults
+    assert fault.startswith("mask: differs from the model's by ")
 
 
 @pytest.mark.parametrize(

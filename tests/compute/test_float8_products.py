@@ -304,6 +304,26 @@ def test_a_call_without_a_kernel(call: Callable[[], Any], said: str) -> None:
     assert 'convert with hardware="auto"' in str(error.value)
 
 
+def test_a_step_between_forward_and_backward_changes_no_scale() -> None:
+    """As of a discriminator that trains while the generator's graph waits."""
+    found = []
+    for hardware in ("never", "require"):
+        x, weight = normal(4, 16), normal(8, 16, seed=1, requires_grad=True)
+        other = nn.Parameter(torch.ones(2))
+        with converted("linear", RECIPES["delayed"], hardware) as session:
+            for scale in (1.0, 8.0, 64.0):
+                loss = F.linear(x * scale, weight).square().sum()
+                other.grad = torch.ones(2)
+                torch.optim.SGD([other], 1.0).step()
+                loss.backward()
+                torch.optim.SGD([weight], 1e-6).step()
+            assert weight.grad is not None
+            found.append((weight.grad, session.histories.state_dict()))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-4)
+    for key, each in found[0][1].items():
+        assert found[1][1][key]["steps"] == each["steps"], key
+
+
 def test_scales_of_earlier_steps_need_values() -> None:
     with (
         converted("linear", RECIPES["delayed"], "require"),

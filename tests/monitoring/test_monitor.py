@@ -647,3 +647,52 @@ def test_a_file_of_something_else_is_kept(
 def test_bad_options_are_named_before_anything_runs(options: dict[str, Any], said: str) -> None:
     with pytest.raises(hmpx.OptionError, match=said):
         hmpx.monitor(**options)
+
+
+def _monitored_half(steps: int = 3) -> tuple[dict[str, float], list[str]]:
+    """Returns the last figures of a bf16 training with a loss scaler, and the alarms whose remedy was tried."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8).bfloat16(), torch.ones(4, 8, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hmpx.monitor(every=1, on_alarm="collect") as monitor:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            scaler.scale(model(x).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return monitor.figures, [each.tried for each in monitor.alarms if each.tried]
+
+
+def test_a_group_of_one_process_changes_nothing(tmp_path: Path) -> None:
+    """Types keep their identity on their way through the processes."""
+    expected = _monitored_half()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
+    try:
+        found = _monitored_half()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found == expected
+    assert found[0]["hmpx/loss_scale"] == 1024.0
+    assert found[1]
+
+
+class _Twice(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_within_a_step_is_no_step() -> None:
+    """`Optimizer.step` of a parent class has hooks of its own once that class was made."""
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = _Twice([weight], 1e-6)
+    with hmpx.monitor(every=1, on_alarm="collect") as monitor:
+        for _ in range(4):
+            optimizer.zero_grad()
+            weight.square().sum().backward()
+            optimizer.step()
+    assert monitor.step_number == 4
+    assert [each.tried for each in monitor.alarms if each.tried]

@@ -203,3 +203,24 @@ def test_errors_of_the_program_go_on() -> None:
 
     with hmpx.record(), Wrong(), pytest.raises(ZeroDivisionError, match="the program's"):
         trained()
+
+
+def test_functions_of_the_program_that_lists_name_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function with effects of its own is not repeated to try anything."""
+    (tmp_path / "counting_library.py").write_text(
+        "calls = []\n\ndef fused(x, y):\n    calls.append(x.dtype)\n    return (x * y).square()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    library = importlib.import_module("counting_library")
+    policy = {"low": ["counting_library.fused"], "low_precision_type": "float16"}
+    for tool, make in TOOLS.items():
+        with hmpx.convert(policy=policy, device_types={"cpu"}), make(tmp_path):
+            x = torch.full((4, 4), 300.0, requires_grad=True)
+            optimizer = torch.optim.SGD([x], 1e-3)
+            for _ in range(3):
+                library.fused(x, x).float().sum().backward()
+                optimizer.step()
+        assert library.calls == [torch.float16] * 3, tool
+        library.calls.clear()
