@@ -99,8 +99,8 @@ def _check(options: argparse.Namespace) -> int:
             options.parser.error(
                 f"{name}: no such file or directory; give an op list, a policy file or the directory of a checkpoint"
             )
-        if given.suffix in _OTHERS:
-            options.parser.error(f"{name} is not an op list: {_OTHERS[given.suffix]}")
+        if given.exists() and (other := _OTHERS.get(given.suffix.lower())):
+            options.parser.error(f"{name} is not an op list: {other}")
         if is_checkpoint(given):
             options.parser.error(f"{name} is a checkpoint; check it alone: hmpx check {name}")
         if given.suffix == ".safetensors" or (
@@ -115,15 +115,16 @@ def _check(options: argparse.Namespace) -> int:
             "--html, --json, --csv and --model are for one ONNX file or checkpoint"
         )
     files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
-    kept = [each for each in options.files if checking.is_contract(each)]
+    given_files = [*itertools.chain.from_iterable(map(_files, options.files))]
+    kept = [each for each in given_files if checking.is_contract(each)]
     faults, lines = list[str](), 0
     for each in kept:
         try:
             lines += len(checking.read(each))
         except PolicyFileError as error:
             faults.append(str(error))
-    options.files = [each for each in options.files if each not in kept]
-    if kept and not (options.files or options.bf16 or options.fp16 or options.fp32):
+    rest = [each for each in given_files if each not in kept]
+    if kept and not (rest or options.bf16 or options.fp16 or options.fp32):
         if faults:
             return output.show(faults, status=1)
         checked = f"{output.counted(len(kept), 'contract')}, {output.counted(lines, 'line')}"
@@ -131,7 +132,7 @@ def _check(options: argparse.Namespace) -> int:
     files["low"] += options.bf16
     files["fp16"] += options.fp16
     files["fp32"] += options.fp32
-    for path in itertools.chain.from_iterable(map(_files, options.files)):
+    for path in rest:
         files[_kind(path)].append(path)
     count = sum(map(len, files.values()))
     if not count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -296,7 +297,7 @@ def _bench(options: argparse.Namespace) -> int:
         found = bench(
             _maker(source, name, has_inputs=options.inputs is not None),
             functools.partial(_inputs, source, options.inputs),
-            variants=options.variants and ",".join(options.variants).split(","),
+            variants=options.variants and re.split("[, ]+", " ".join(options.variants).strip(", ")),
             device=options.device,
             progress=not options.no_progress
             and functools.partial(print, file=sys.stderr, flush=True),

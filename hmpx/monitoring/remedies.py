@@ -95,12 +95,13 @@ class Remedies:
         for row, waiting in [*self._waiting.items()]:
             for figure, (alarm, remedy) in [*waiting.items()]:
                 own, before = _row(row, remedy), found.get(alarm.name)
-                if (counts := rows.get(own)) is not None and before is not None:
+                counts, is_beyond = rows.get(own), alarm.name in beyond
+                if counts is not None and before is not None and is_beyond:
                     way = f"a scale of 2**{remedy.scale}" if remedy.scale else long_name(own.of)
                     after = _figure(figure, own.of, counts)
                     said = f"in step {step} {way} gave {after:.3g} in place of {before:.3g}"
                     yield alarm, dataclasses.replace(alarm, tried=said)
-                if counts is not None or alarm.name not in beyond:
+                if counts is not None or not is_beyond:
                     del waiting[figure]
             if not waiting:
                 del self._waiting[row]

@@ -102,7 +102,7 @@ def test_steps(function: str, script: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_models(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the function `inputs` of the same file, from a module, with JSON and without messages."""
-    options = ["--variants", "never,frozen", "--json", "bench.json", "--no-progress", *QUICK]
+    options = ["--variants", "never,", "frozen", "--json", "bench.json", "--no-progress", *QUICK]
     assert main(["bench", "steps_to_bench:build", *options]) == 0
     printed = capsys.readouterr()
     assert labels(printed.out) == ["fp32", "hmpx never", "hmpx frozen"]
