@@ -262,7 +262,7 @@ if "ATEN_CPU_CAPABILITY" not in os.environ:
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1") == "1"
     )
 torch.set_num_threads(1)  # tests run in parallel processes
-retiring._MOST = 20_000  # type: ignore[misc]  # else conversions of a hundred policies make common wrappers anew
+retiring._MOST = 20_000  # type: ignore[misc]  # else tests with many policies make the same wrappers again and again
 # Else each `torch.manual_seed` keeps the text of the whole stack for every kind of device that is not in
 # use, which takes a millisecond.
 for _device_module in (torch.cuda, torch.xpu, torch.mtia):

@@ -187,8 +187,8 @@ class LintedCall:
         Arguments that are low dtypes become float64.
 
         Returns:
-            The floating results; None if the call writes to its inputs, draws random numbers, is of the program or fails, or if its
-            inputs have changed since, or their memory is gone.
+            The floating results; None if the call writes to its inputs, draws random numbers, runs a function of the
+            program or fails, or if its inputs have changed since, or their memory is gone.
         """
         is_as_then = [*map(version_of, self.inputs)] == self.versions
         is_gone = not all(map(is_readable, self.inputs))

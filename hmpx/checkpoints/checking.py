@@ -142,9 +142,8 @@ def _nearest(stored: Tensor, weight: Tensor, held: Directory) -> Tensor:
     for each in formats if bool(weight.isfinite().all()) else ():
         if isinstance(each, Block | Scaled):
             ways += [each.along(axis) for axis in range(-weight.dim(), 0)]
-            ways += (
-                [each.element] if isinstance(each.element, Float) else []
-            )  # integers would be zeros
+            if isinstance(each.element, Float):  # as integers, small values would all be zeros
+                ways.append(each.element)
     rounded = (quantize(weight, each, overflow="saturate") for each in dict.fromkeys(ways))
     return min([weight, *rounded], key=lambda each: _error(stored, each))
 

@@ -41,9 +41,8 @@ def show_seconds(command: str) -> None:
                 now = ", ".join(
                     filter(None, [f"hmpx {command}: {passed_s:.0f} s", phases.entered()])
                 )
-                if (
-                    passed_s >= AFTER_S and now != line
-                ):  # not by `sys.stderr`, whose lock a fork may copy
+                if passed_s >= AFTER_S and now != line:
+                    # Not by `sys.stderr`, whose lock a fork may copy.
                     os.write(terminal, f"\r{now:{len(line)}}".encode(errors="replace"))
                     line = now
                 time.sleep(0.1)

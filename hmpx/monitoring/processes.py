@@ -61,9 +61,7 @@ class Processes:
             for key in chain(*gathered):
                 self._order.setdefault(key, len(self._order))
             _, sums = self._reduced(keys, vectors)
-        others = {
-            name for _, name in self._order
-        } - self._types.keys()  # dtypes are not formats here
+        others = {name for _, name in self._order} - self._types.keys()  # which has torch's dtypes
         self._types.update({name: get(name) for name in others & {*formats()}})
         known = {key: at for key, at in self._order.items() if key[1] in self._types}
         return [row._replace(of=self._types[name]) for row, name in known], sums[[*known.values()]]
