@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comparing import Origins, is_readable, may_read
@@ -151,6 +152,7 @@ class _KernelTraits(NamedTuple):
     scatters: bool = False  # perhaps many terms to one element
     is_noted: bool = False  # as a call is: values come from it
     statistics: tuple[int, ...] = ()  # places of running averages that it writes to
+    flops: Callable[..., int] | None = None
 
 
 @functools.cache
@@ -168,7 +170,10 @@ def _traits(func: Any) -> _KernelTraits:
     is_named = scatters or is_noted or name in _RANGES | _CASTS | _COUNTS | _SCALES
     is_checked = writes or (is_named and not written)  # to run it again would write to an `out=`
     averages = tuple(n for n, each in enumerate(schema.arguments) if each.name in _AVERAGES)
-    return _KernelTraits(name, writes, is_random, is_checked, adds, scatters, is_noted, averages)
+    flops = flop_registry.get(func.overloadpacket)
+    return _KernelTraits(
+        name, writes, is_random, is_checked, adds, scatters, is_noted, averages, flops
+    )
 
 
 def scatters_terms(func: Any) -> bool:
@@ -215,6 +220,7 @@ class LintedKernels(Kernels):
         has_underflown: Whether gradients in float16 became zero.
         stepped_on: Memory that the step has written to.
         before: Memory of low parameters -> their values before the step.
+        flops: Operations of the kernels of the call that runs, without those of backwards.
     """
 
     def __init__(
@@ -231,6 +237,7 @@ class LintedKernels(Kernels):
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.stepped: frozenset[int] | None = None
         self.has_drawn = self.has_underflown = False
+        self.flops = 0
         self.stepped_on = set[int]()
         self.before: dict[int, Tensor] = {}
         self._undone: dict[int, Tensor] = {}  # what was subtracted from these, or these from it
@@ -277,6 +284,8 @@ class LintedKernels(Kernels):
         kwargs = kwargs or {}
         before = self._begin_kernel(func, args, kwargs)
         result = call_in(self, func, args, kwargs)
+        if (flops := _traits(func).flops) is not None and current_graph_task() < 0:
+            self.flops += flops(*args, **kwargs, out_val=result)
         if before is not None:
             self._end_kernel(func, args, kwargs, result, *before)
         return result

@@ -20,7 +20,16 @@ from ..tensors import LOW_DTYPES, short_name
 from ..torch_state import named_modules
 from .findings import LEAST, MOST, TIMES, Finding, function_of
 from .lint_kernels import rounded_integers, whole_numbers
-from .lint_trace import CONVERTING, DIFFERENCES, PRODUCTS, SAMPLE, LintedCall, Trace, first_rows
+from .lint_trace import (
+    CONVERTING,
+    DIFFERENCES,
+    PRODUCTS,
+    SAMPLE,
+    LintedCall,
+    Trace,
+    first_rows,
+    integers_in,
+)
 
 #: A call must make the error of its inputs that much larger.
 _GROWS: Final = 2.5
@@ -31,6 +40,10 @@ _LEAST_CANCELLED: Final = 0.06
 #: Differences in fp32 must be that many bits smaller than their terms, and keep less than two bits.
 _FP32_BITS: Final = 12
 _LEAST_LOST: Final = 0.25
+
+#: Choices of which fewer fall on other elements are those of close values.
+_LEAST_CHOSEN: Final = 0.1
+_FEWEST_CHOSEN: Final = 4
 
 #: Numbers beyond this are masks.
 _MASK: Final = 1e30
@@ -172,6 +185,44 @@ def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
     yield Finding("HP101", *seen.place, evidence, *found)
 
 
+def other_choice(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """HP101: a choice among rounded values that falls on other elements than before the rounding."""
+    chosen, lows = seen.chosen, [each for each in seen.inputs if trace.makers(each)]
+    if chosen is None or not lows:
+        return
+
+    def choice(way: str) -> Tensor | None:
+        values = {id(each): trace.values(each, way) for each in lows}
+        given = {key: each.double() for key, each in values.items() if each is not None}
+        found = seen.run(lambda each: given.get(id(each), each.detach()), integers_in)
+        return found[0] if found and len(given) == len(lows) else None
+
+    right, wide = choice("deep"), choice("wide")
+    if right is None or wide is None or not right.shape == wide.shape == chosen.shape:
+        return
+    count, remedied = (_others(each, right, seen.inputs[0].shape) for each in (chosen, wide))
+    if count < _FEWEST_CHOSEN or count <= max(_LEAST_CHOSEN * chosen.numel(), TIMES * remedied):
+        return
+    evidence = (
+        f"it chooses {count:,} of {chosen.numel():,} elements otherwise, {_rounded_in(trace, lows)}"
+    )
+    makers = dict.fromkeys(maker.line() for each in lows for maker in trace.makers(each))
+    remedy = f"{', '.join(makers)} and the calls before it in the fp32 list"
+    effects = count / chosen.numel(), remedied / chosen.numel()
+    yield Finding("HP101", *seen.place, evidence, *effects, remedy)
+
+
+def _others(chosen: Tensor, right: Tensor, shape: torch.Size) -> int:
+    """Returns how many elements of a tensor of ``shape`` are in one choice only, in any order."""
+    if chosen.dim() != len(shape):
+        return int((chosen != right).sum().item())
+    dim = next((n for n, size in enumerate(shape) if size != chosen.shape[n]), None)
+    if dim is None:  # all, sorted
+        return 0
+    taken = torch.zeros(shape, dtype=torch.bool, device=chosen.device)
+    return int((taken.scatter(dim, chosen, True) & ~taken.scatter(dim, right, True)).sum().item())
+
+
 def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP103: a difference of rounded values, many bits smaller than they are."""
     where = seen.cancels()
@@ -262,6 +313,19 @@ def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
         evidence += f"; in {name} its error is {error:.1g}"
     effects = 1.0, None if found is None else 0.0
     yield Finding("HP105", *seen.place, evidence, *effects, f"{seen.line()} in the bf16 list")
+
+
+def wide_product(seen: LintedCall, origins: Origins) -> Finding | None:
+    """HP105: a product in fp32 of values that are low, which a low product would hardly change."""
+    streams = [each for each in seen.inputs if not isinstance(each, nn.Parameter)]
+    low = next((of for of in map(origins.contents, streams) if of in LOW_DTYPES), None)
+    found = None if low is None or seen.low is not None else _low_run(seen, low)
+    error = _error(found, seen.run(lambda each: each.detach().double()))
+    if low is None or error is None or error > LEAST:
+        return None
+    name = short_name(low)
+    evidence = f"a float32 product of {name} values, which is rounded again; in {name} its error is {error:.1g}"
+    return Finding("HP105", *seen.place, evidence, 1.0, 0.0, f"{seen.line()} in the bf16 list")
 
 
 def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
@@ -498,7 +562,7 @@ def _worse_than_fp32(seen: LintedCall) -> tuple[float, float] | None:
 _Rule = Callable[[LintedCall, Trace, Origins], Iterator[Finding]]
 
 RULES_OF_CALLS: Final[tuple[_Rule, ...]] = (
-    late_upcast, rounded_integers, merged_steps, cancellation, long_sum, silent_fp32, useless_island,
+    late_upcast, other_choice, rounded_integers, merged_steps, cancellation, long_sum, silent_fp32, useless_island,
     mixed_siblings, out_of_range,
 )  # fmt: skip
 

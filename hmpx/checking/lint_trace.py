@@ -19,7 +19,14 @@ from ..forks import CachedProperty
 from ..observers import OpCall
 from ..ops import draws, facts, is_foreign, is_view, kind
 from ..places import located
-from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, version_of
+from ..tensors import (
+    LOW_DTYPES,
+    floating_in,
+    map_tensors,
+    short_name,
+    tensors_in,
+    version_of,
+)
 from ..torch_internals import DisableAutocast, is_any_autocast_enabled
 from ..torch_state import without_casts
 
@@ -157,6 +164,12 @@ class LintedCall:
         return self.moves or is_simple
 
     @property
+    def chosen(self) -> Tensor | None:
+        """The places of the inputs' elements that it chose, as `topk` and `argmax` do."""
+        found = integers_in([self.result]) if self.inputs else []
+        return found[0] if len(found) == 1 and not draws(self.call.op) else None
+
+    @property
     def picks(self) -> bool:
         """Whether its results are elements of its inputs: close ones may change places, which loses nothing."""
         given = torch.cat([each.detach().double().reshape(-1) for each in self.inputs])
@@ -181,13 +194,17 @@ class LintedCall:
         cast = f"no cast to {short_name(self.outputs[0].dtype)} at {located(self.call.location)}"
         return cast if self.moves else self.line(" output=float32")
 
-    def run(self, replace: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
+    def run(
+        self,
+        replace: Callable[[Tensor], Tensor],
+        results: Callable[[Any], list[Tensor]] = floating_in,
+    ) -> list[Tensor] | None:
         """Reruns torch's function on floating inputs replaced by ``replace``.
 
         Arguments that are low dtypes become float64.
 
         Returns:
-            The floating results; None if the call writes to its inputs, draws random numbers, runs a function of the
+            The floating results, or those that ``results`` takes; None if the call writes to its inputs, draws random numbers, runs a function of the
             program or fails, or if its inputs have changed since, or their memory is gone.
         """
         is_as_then = [*map(version_of, self.inputs)] == self.versions
@@ -213,9 +230,14 @@ class LintedCall:
                 args = [*map(given, self.args)]
                 if self.written:
                     args[0] = args[0].clone()
-                return floating_in([self.call.function(*args, **kwargs)]) or floating_in(args[:1])
+                return results([self.call.function(*args, **kwargs)]) or floating_in(args[:1])
         except raised_here(RuntimeError, TypeError, ValueError):  # no such kernel
             return None
+
+
+def integers_in(values: Any) -> list[Tensor]:
+    """Returns the tensors of places in ``values``."""
+    return [each for each in tensors_in(values) if each.dtype is torch.int64]
 
 
 def first_rows(tensor: Tensor) -> Tensor:
@@ -358,9 +380,13 @@ class Trace:
         found = [each for of in seen.inputs for each in self._promotions(of)]
         self._intended.update(("not HP105", each) for each in found)
 
-    def _promotions(self, tensor: Tensor) -> list[str]:
+    def wide(self, tensor: Tensor) -> list[LintedCall]:
+        """Returns the calls in fp32 that made ``tensor``, as far as values are followed."""
         calls = self.back(tensor, lambda each: each.low is None and each.passes_on)
-        return [each.call.location for each in calls if each.low is None and each.passes_on]
+        return [each for each in calls if each.low is None]
+
+    def _promotions(self, tensor: Tensor) -> list[str]:
+        return [each.call.location for each in self.wide(tensor) if each.passes_on]
 
     def note_use(self, made: LintedCall, seen: LintedCall) -> None:
         """Notes that the upcast values of a conversion are used in fp32, or beside those before a rounding."""

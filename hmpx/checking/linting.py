@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +31,7 @@ from ..torch_internals import is_any_autocast_enabled, uncompiled, unseen
 from ..torch_state import casts_any, named_tensors, spot, without_casts
 from .findings import RULES, Finding, findings_page, is_ignored
 from .lint_kernels import LintedKernels
-from .lint_rules import findings_of, mixed_modules
+from .lint_rules import findings_of, mixed_modules, wide_product
 from .lint_trace import PRODUCTS, LintedCall, Trace, memory
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 #: Steps that are checked anyway: in the first one states are zero, and copies of a model equal to it.
 _FIRST_STEPS: Final = 2
+
+#: A product in fp32 that takes less of the FLOPs of all products costs little.
+_LARGE: Final = 0.5
 
 
 class Lint(Written):
@@ -67,6 +71,9 @@ class Lint(Written):
         self._lines: dict[int, str] = {}  # that called modules
         #: Model -> paths of modules -> dtypes in which they computed products.
         self._products: dict[int, dict[str, set[torch.dtype]]] = {}
+        self._flops: Counter[tuple[str, str, str]] = Counter()  # of the products of a place
+        self._wide: dict[tuple[str, str, str], Finding] = {}  # products in fp32, and
+        self._rounded = set[tuple[str, str, str]]()  # those whose results are rounded again
         #: Other leaves. torch swaps no tensor with a weak reference, so there are few of these.
         self._leaves: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._step = 0
@@ -175,10 +182,16 @@ class Lint(Written):
             return
         if call.phase == "forward":
             if kind(call.op)[0] in PRODUCTS and seen.outputs:
+                self._flops[seen.place] += self._kernels.flops
+                if seen.place not in self._wide:
+                    found = wide_product(seen, self._origins)
+                    self._wide |= {seen.place: found} if found is not None else {}
                 paths, path = self._products.setdefault(id(spot()[0]), {}), call.module
                 while path:
                     paths.setdefault(path, set()).add(seen.low or seen.outputs[0].dtype)
                     path = path.rpartition(".")[0]
+            if self._wide and any(each.dtype in LOW_DTYPES for each in seen.outputs):
+                self._rounded |= {made.place for each in inputs for made in self._trace.wide(each)}
             if self._backward:
                 self._check_scaling()  # before the gradients are gone
             if self._fp16 is None:
@@ -191,6 +204,7 @@ class Lint(Written):
             self._origins.note(call, inputs, result)
             self._add(findings_of(seen, self._trace, self._origins))
         self._trace.add(seen)
+        self._kernels.flops = 0
 
     def _note_fp16(self, call: OpCall, outputs: list[Tensor]) -> None:
         for each in outputs:
@@ -228,6 +242,11 @@ class Lint(Written):
         for key, model in self._models.items():
             self._check_made(named_tensors(model))
             self._add(mixed_modules(model, self._products.get(key, {}), self._lines))
+        for place, found in self._wide.items():
+            share = self._flops[place] / max(1, self._flops.total())
+            if share > _LARGE and place in self._rounded:
+                evidence = f"{share:.0%} of the FLOPs of all products are of {found.evidence}"
+                self._add([replace(found, evidence=evidence, effect=share)])
 
     def _parameters(self) -> list[Tensor]:
         """Returns the models' parameters and the other leaves."""

@@ -111,9 +111,29 @@ def rounded_weights(is_rounded: bool) -> None:
     layer(drawn(2, 64))
 
 
+def mostly_wide_products(is_wide: bool) -> None:
+    weights = drawn(512, 128), drawn(16, 512).to(BF16)
+    with torch.autocast("cpu", BF16, enabled=not is_wide):
+        hidden = F.linear(LOW.float() if is_wide else LOW, weights[0])
+    F.linear(hidden.to(BF16), weights[1])
+
+
+def routed(dtype: torch.dtype) -> None:
+    scores = F.linear(LOW, drawn(16, 128).to(BF16)).to(dtype)
+    (scores / 64 + 8).softmax(-1).topk(2)
+
+
+def nearest(dtype: torch.dtype) -> None:
+    scores = F.linear(LOW, drawn(16, 128).to(BF16)).to(dtype)
+    (scores / 64 + 8).argmax(-1)
+
+
 @pytest.mark.parametrize(
     ("program", "wrong", "right", "code"),
     [
+        (mostly_wide_products, True, False, "HP105"),
+        (routed, BF16, torch.float32, "HP101"),
+        (nearest, BF16, torch.float32, "HP101"),
         (softmax_of_scores, BF16, torch.float32, "HP101"),
         (timestep_type_promotion, True, False, "HP102"),
         (range_made_low, BF16, torch.float32, "HP102"),
