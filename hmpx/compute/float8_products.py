@@ -170,7 +170,7 @@ class Float8Product(EmulatedProduct):
         """Returns the product by a kernel; None if it has to be emulated, and may be. Errors call it ``what``."""
         device = matrices.factors[0].device
         kernels = kernels_on(device)
-        if not self.is_required and (kernels is None or not kernels.is_hardware):
+        if not self.is_required and (kernels is None or not kernels.is_hardware or matrices.batch):
             return None
         if not matrices.fit:
             return None  # torch's own error says so
@@ -188,7 +188,7 @@ class Float8Product(EmulatedProduct):
 
 @dataclass(frozen=True, eq=False)
 class _Matrices:
-    """A product of two tensors, as `torch.einsum` would compute it, as one of matrices."""
+    """A product of two tensors, as `torch.einsum` would compute it, as products of matrices."""
 
     letters: tuple[str, ...]
     result: str
@@ -196,6 +196,11 @@ class _Matrices:
     formats: tuple[Format, ...]
     scales: tuple[Tensor | None, ...]
     dtype: torch.dtype  # of the result
+
+    @property
+    def batch(self) -> str:
+        """The letters of a batch, whose matrices are multiplied one by one."""
+        return "".join([each for each in self.result if all(each in of for of in self.letters)])
 
     @property
     def fit(self) -> bool:
@@ -217,35 +222,46 @@ class _Matrices:
         is_by_row = any(map(_is_by_row, self.formats))
         if transforms() is not None or has_tangents():
             return "kernels have neither tangents nor rules for transforms of torch.func"
-        if WINDOW in first + second or free != result:
-            return "kernels multiply two matrices, not batches or windows"
+        if WINDOW in first + second or free != result - shared:
+            return "kernels multiply two matrices, without windows or dimensions to expand"
         if dtypes in kernels.refused:
             return f"no kernel multiplies two factors in {dtypes[0]}"
         if is_by_row and self.dtype not in kernels.row_outputs:
             named = ", ".join(map(str, kernels.row_outputs))
             return f"with scales by row, kernels return {named}, without adding to it"
-        if is_by_row and len(shared) > 1:
+        if is_by_row and len(shared - result) > 1:
             return "it sums over several dimensions, and scales by row are of one"
         return ""
 
     def multiplied(self, kernels: Float8Kernels, *, saturates: bool) -> Tensor:
         """Returns the product by a kernel, which can compute it."""
         summed = [letter for letter in self.letters[0] if letter not in self.result]
-        codes, scales, order = [], [], ""
+        codes, scales, order, device = [], [], self.batch, self.factors[0].device
         shape: list[int] = []
         with without_casts():
             given = zip(self.factors, self.letters, self.formats, self.scales, strict=True)
             for x, letters, format, known in given:
-                free = [letter for letter in letters if letter in self.result]
-                moved = x.permute([letters.index(letter) for letter in (*free, *summed)])
-                shape += moved.shape[: len(free)]
+                free = [letter for letter in letters if letter not in (*self.batch, *summed)]
+                moved = x.permute(*map(letters.index, (*self.batch, *free, *summed)))
+                sizes, rest = moved.shape[: len(self.batch)], moved.shape[len(self.batch) :]
+                rows, columns = rest[: len(free)], rest[len(free) :]
+                shape += rows
                 order += "".join(free)
-                rows, columns = moved.shape[: len(free)], moved.shape[len(free) :]
-                matrix = moved.reshape(math.prod(rows), math.prod(columns))
-                code, scale = _coded(matrix, format, known, saturates=saturates)
-                codes.append(code)
-                scales.append(scale)
-            product = _matmul(kernels, codes, scales, self.dtype).reshape(shape)
+                matrices = moved.reshape(*map(math.prod, (sizes, rows, columns)))
+                code, scale = _coded(matrices, format, known, saturates=saturates)
+                codes.append(code.unbind())
+                scales.append(scale.expand(len(code), -1, -1).unbind())
+            found = [
+                _matmul(kernels, [*pair], [*by], self.dtype)
+                for pair, by in zip(
+                    zip(*codes, strict=True), zip(*scales, strict=True), strict=True
+                )
+            ]
+            if len(found) != 1:
+                found = [
+                    torch.stack(found) if found else torch.zeros(0, dtype=self.dtype, device=device)
+                ]
+            product = found[0].reshape(*sizes, *shape)
             return product.permute([order.index(letter) for letter in self.result]).contiguous()
 
 
@@ -256,7 +272,7 @@ def _is_by_row(format: Format) -> bool:
 def _coded(
     matrix: Tensor, format: Format, scale: Tensor | None, *, saturates: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the codes of a matrix, [rows, summed], and its scales, [1, 1] or [rows, 1] in float32.
+    """Returns the codes of matrices, [batch, rows, summed], and scales, [1, 1, 1] or [batch, rows, 1] in float32.
 
     ``scale`` is known from earlier steps, or None.
     """
@@ -265,10 +281,10 @@ def _coded(
     if isinstance(format, Scaled):
         along = replace(format, axis=-1) if _is_by_row(format) else format
         scale = along.scale(along.amax(matrix)) if scale is None else scale
-        scale = scale.reshape(-1, 1)
+        scale = scale if scale.dim() else scale.reshape(1, 1, 1)
         matrix = matrix / scale
     else:
-        scale = torch.ones((1, 1), dtype=torch.float32, device=matrix.device)
+        scale = torch.ones((1, 1, 1), dtype=torch.float32, device=matrix.device)
     if saturates or isinstance(format, Scaled):
         largest = torch.finfo(dtype).max
         matrix = matrix.clamp(-largest, largest)

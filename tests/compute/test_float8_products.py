@@ -40,11 +40,27 @@ RECIPES = {
 
 #: Op -> a call, and the shapes of its inputs; of matrices [m, k] and [k, n].
 CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[int, int, int], list[tuple[int, ...]]]]] = {
-    "linear": (F.linear, lambda m, k, n: [(m, k), (n, k)]),
-    "linear of 3 dimensions": (F.linear, lambda m, k, n: [(2, m, k), (n, k), (n,)]),
-    "mm": (torch.mm, lambda m, k, n: [(m, k), (k, n)]),
-    "addmm": (torch.addmm, lambda m, k, n: [(n,), (m, k), (k, n)]),
-    "matmul": (torch.matmul, lambda m, k, n: [(2, m, k), (k, n)]),
+    "linear": (lambda *x: F.linear(*x), lambda m, k, n: [(m, k), (n, k)]),
+    "linear of 3 dimensions": (
+        lambda *x: F.linear(*x),
+        lambda m, k, n: [(2, m, k), (n, k), (n,)],
+    ),
+    "mm": (lambda *x: torch.mm(*x), lambda m, k, n: [(m, k), (k, n)]),
+    "addmm": (lambda *x: torch.addmm(*x), lambda m, k, n: [(n,), (m, k), (k, n)]),
+    "matmul": (lambda *x: torch.matmul(*x), lambda m, k, n: [(2, m, k), (k, n)]),
+    "matmul of batches": (
+        lambda *x: torch.matmul(*x),
+        lambda m, k, n: [(2, 3, m, k), (2, 3, k, n)],
+    ),
+    "matmul of a shared batch": (
+        lambda *x: torch.matmul(*x),
+        lambda m, k, n: [(2, 3, m, k), (3, k, n)],
+    ),
+    "bmm": (lambda *x: torch.bmm(*x), lambda m, k, n: [(3, m, k), (3, k, n)]),
+    "baddbmm": (
+        lambda *x: torch.baddbmm(*x),
+        lambda m, k, n: [(3, m, n), (3, m, k), (3, k, n)],
+    ),
 }
 
 #: m, k and n of [m, k] and [k, n]: those that need no padding, odd ones, a single row, empty ones.
@@ -94,15 +110,20 @@ def test_kernels_and_emulation_differ_by_roundings_of_sums(
 ) -> None:
     """By k + 4 roundings to fp32 of the sum of magnitudes, in either, and one to the output's dtype."""
     function, shapes = CALLS[call]
+
+    def inputs(index: int) -> list[Tensor]:
+        return given(shapes(*SIZES[index]), is_transposed=index % 2 == 1)
+
+    found = []
+    for hardware in ("never", "require"):
+        with converted(call, RECIPES[recipe], hardware, output):
+            found.append([results(function, inputs(index)) for index in range(len(SIZES))])
     for index, (m, k, n) in enumerate(SIZES):
-        found = []
-        for hardware in ("never", "require"):
-            inputs = given(shapes(m, k, n), is_transposed=index % 2 == 1)
-            with converted(call, RECIPES[recipe], hardware, output):
-                found.append(results(function, inputs))
-        wide = [x.detach().double().abs().requires_grad_() for x in inputs]
-        magnitudes = results(function, wide, normal(*found[0][0].shape, seed=9).abs())
-        for emulated, ours, most in zip(*found, magnitudes, strict=True):
+        wide = [x.detach().double().abs().requires_grad_() for x in inputs(index)]
+        magnitudes = results(function, wide, normal(*found[0][index][0].shape, seed=9).abs())
+        if m and k:
+            assert not torch.equal(found[1][index][0], function(*inputs(index)))
+        for emulated, ours, most in zip(found[0][index], found[1][index], magnitudes, strict=True):
             assert ours.dtype is emulated.dtype
             assert ours.shape == emulated.shape
             bound = 2.5 * (max(2 * m, k, n) + 4) * 2.0**-24 * most
@@ -282,8 +303,8 @@ def _times_ones(x: Tensor) -> Tensor:
     ("call", "said"),
     [
         (
-            lambda: _square(normal(2, 4, 4)),
-            "matmul of (2, 4, 4) and (2, 4, 4) would be emulated: kernels multiply two",
+            lambda: torch.matmul(normal(2, 1, 4, 4), normal(3, 4, 4)),
+            "matmul of (2, 1, 4, 4) and (3, 4, 4) would be emulated: kernels multiply two",
         ),
         (lambda: torch.vmap(_square)(normal(2, 4, 4)), "neither tangents nor rules for transforms"),
         (
@@ -322,6 +343,11 @@ def test_a_step_between_forward_and_backward_changes_no_scale() -> None:
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-4)
     for key, each in found[0][1].items():
         assert found[1][1][key]["steps"] == each["steps"], key
+
+
+def test_an_empty_batch() -> None:
+    with converted("bmm", "float8_e4m3fn_row", "require"):
+        assert torch.bmm(torch.ones(0, 4, 16), torch.ones(0, 16, 8)).shape == (0, 4, 8)
 
 
 def test_scales_of_earlier_steps_need_values() -> None:
