@@ -220,7 +220,7 @@ class LintedKernels(Kernels):
         has_underflown: Whether gradients in float16 became zero.
         stepped_on: Memory that the step has written to.
         before: Memory of low parameters -> their values before the step.
-        flops: Operations of the kernels of the call that runs, without those of backwards.
+        flops: Operations of the call that runs; in a backward, of its last kernel.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class LintedKernels(Kernels):
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.stepped: frozenset[int] | None = None
         self.has_drawn = self.has_underflown = False
-        self.flops = 0
+        self.flops, self._flops_task = 0, -1
         self.stepped_on = set[int]()
         self.before: dict[int, Tensor] = {}
         self._undone: dict[int, Tensor] = {}  # what was subtracted from these, or these from it
@@ -284,8 +284,11 @@ class LintedKernels(Kernels):
         kwargs = kwargs or {}
         before = self._begin_kernel(func, args, kwargs)
         result = call_in(self, func, args, kwargs)
-        if (flops := _traits(func).flops) is not None and current_graph_task() < 0:
-            self.flops += flops(*args, **kwargs, out_val=result)
+        if (flops := _traits(func).flops) is not None:
+            known, task = self.flops, current_graph_task()
+            is_of_call = task == self._flops_task < 0  # those of a backward have calls only in part
+            self.flops = (known if is_of_call else 0) + flops(*args, **kwargs, out_val=result)
+            self._flops_task = task
         if before is not None:
             self._end_kernel(func, args, kwargs, result, *before)
         return result

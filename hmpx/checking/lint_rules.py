@@ -315,17 +315,19 @@ def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
     yield Finding("HP105", *seen.place, evidence, *effects, f"{seen.line()} in the bf16 list")
 
 
-def wide_product(seen: LintedCall, origins: Origins) -> Finding | None:
-    """HP105: a product in fp32 of values that are low, which a low product would hardly change."""
-    streams = [each for each in seen.inputs if not isinstance(each, nn.Parameter)]
-    low = next((of for of in map(origins.contents, streams) if of in LOW_DTYPES), None)
-    found = None if low is None or seen.low is not None else _low_run(seen, low)
+def wide_product(seen: LintedCall, low: torch.dtype) -> Finding | None:
+    """HP105: a product in fp32, which no list asks for, and which would lose little in ``low``."""
+    dtypes = [each.dtype for each in seen.outputs]
+    if seen.low is not None or dtypes != [torch.float32] or seen.call.cast_policy == "FP32":
+        return None
+    found = _low_run(seen, low)
     error = _error(found, seen.run(lambda each: each.detach().double()))
-    if low is None or error is None or error > LEAST:
+    if error is not None and error > LEAST:
         return None
     name = short_name(low)
-    evidence = f"a float32 product of {name} values, which is rounded again; in {name} its error is {error:.1g}"
-    return Finding("HP105", *seen.place, evidence, 1.0, 0.0, f"{seen.line()} in the bf16 list")
+    evidence = "" if error is None else f"; in {name} its error is {error:.1g}"
+    remedy = f"write to {name} tensors" if seen.writes else f"{seen.line()} in the bf16 list"
+    return Finding("HP105", *seen.place, evidence, 1.0, None if error is None else 0.0, remedy)
 
 
 def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 #: Steps that are checked anyway: in the first one states are zero, and copies of a model equal to it.
 _FIRST_STEPS: Final = 2
 
-#: A product in fp32 that takes less of the FLOPs of all products costs little.
+#: Products in fp32 that take less of the FLOPs of all products cost little; a line that takes less is not named.
 _LARGE: Final = 0.5
+_LEAST_NAMED: Final = 0.1
 
 
 class Lint(Written):
@@ -71,9 +72,10 @@ class Lint(Written):
         self._lines: dict[int, str] = {}  # that called modules
         #: Model -> paths of modules -> dtypes in which they computed products.
         self._products: dict[int, dict[str, set[torch.dtype]]] = {}
-        self._flops: Counter[tuple[str, str, str]] = Counter()  # of the products of a place
-        self._wide: dict[tuple[str, str, str], Finding] = {}  # products in fp32, and
-        self._rounded = set[tuple[str, str, str]]()  # those whose results are rounded again
+        #: Op, line and whether they were low -> FLOPs of products, and what is found of those in fp32.
+        self._flops: Counter[tuple[str, str, bool]] = Counter()
+        self._wide: dict[tuple[str, str, bool], Finding | None] = {}
+        self._product_dtype: torch.dtype | None = None  # low, of fp32 inputs
         #: Other leaves. torch swaps no tensor with a weak reference, so there are few of these.
         self._leaves: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._step = 0
@@ -180,18 +182,15 @@ class Lint(Written):
         seen = LintedCall(call, *values, self._kernels.take_written())
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
+        is_product = kind(call.op)[0] in PRODUCTS and bool(seen.outputs)
+        if is_product:
+            self._note_product(seen)
         if call.phase == "forward":
-            if kind(call.op)[0] in PRODUCTS and seen.outputs:
-                self._flops[seen.place] += self._kernels.flops
-                if seen.place not in self._wide:
-                    found = wide_product(seen, self._origins)
-                    self._wide |= {seen.place: found} if found is not None else {}
+            if is_product:
                 paths, path = self._products.setdefault(id(spot()[0]), {}), call.module
                 while path:
                     paths.setdefault(path, set()).add(seen.low or seen.outputs[0].dtype)
                     path = path.rpartition(".")[0]
-            if self._wide and any(each.dtype in LOW_DTYPES for each in seen.outputs):
-                self._rounded |= {made.place for each in inputs for made in self._trace.wide(each)}
             if self._backward:
                 self._check_scaling()  # before the gradients are gone
             if self._fp16 is None:
@@ -205,6 +204,14 @@ class Lint(Written):
             self._add(findings_of(seen, self._trace, self._origins))
         self._trace.add(seen)
         self._kernels.flops = 0
+
+    def _note_product(self, seen: LintedCall) -> None:
+        place = seen.call.op, seen.call.location, seen.low is not None
+        self._flops[place] += self._kernels.flops
+        if seen.low is not None and any(each.dtype is torch.float32 for each in seen.inputs):
+            self._product_dtype = seen.low
+        elif place not in self._wide:
+            self._wide[place] = wide_product(seen, self._product_dtype or torch.bfloat16)
 
     def _note_fp16(self, call: OpCall, outputs: list[Tensor]) -> None:
         for each in outputs:
@@ -242,11 +249,13 @@ class Lint(Written):
         for key, model in self._models.items():
             self._check_made(named_tensors(model))
             self._add(mixed_modules(model, self._products.get(key, {}), self._lines))
-        for place, found in self._wide.items():
-            share = self._flops[place] / max(1, self._flops.total())
-            if share > _LARGE and place in self._rounded:
-                evidence = f"{share:.0%} of the FLOPs of all products are of {found.evidence}"
-                self._add([replace(found, evidence=evidence, effect=share)])
+        known = {place: each for place, each in self._wide.items() if each is not None}
+        parts = {place: self._flops[place] / max(1, self._flops.total()) for place in known}
+        if self._product_dtype is not None and sum(parts.values()) > _LARGE:
+            for place, each in known.items():
+                if parts[place] > _LEAST_NAMED:
+                    evidence = f"{parts[place]:.0%} of the FLOPs of all products are of this float32 one{each.evidence}"
+                    self._add([replace(each, evidence=evidence, effect=parts[place])])
 
     def _parameters(self) -> list[Tensor]:
         """Returns the models' parameters and the other leaves."""

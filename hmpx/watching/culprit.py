@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ..observers import OpCall
+from ..ops import facts
 from .records import NAN, POSITIVE, CallRecord, Cell, GradientRecord, Leaf
 from .trials import is_low_call
 
@@ -61,6 +62,8 @@ class OriginSearch:
         self._taken: set[Cell] = set()  # by a later call
         self._checked: set[Cell] = set()  # by the program itself
         self._lost_at: set[str] = set()  # places whose backward gave zeros alone
+        self._bad_backwards: list[Origin] = []  # that a later one may clear
+        self._bad_gradients: set[Cell] = set()  # that no later backward got
 
     def judge(
         self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool, trains: bool
@@ -92,6 +95,9 @@ class OriginSearch:
                 is_metric = (is_outside or self._is_metric(record)) and not _is_lost(origin)
                 if not is_cleared and (not is_metric or self._is_named(record)):
                     self._report(origin)
+            for origin in self._bad_backwards if self._bad_gradients else ():
+                self._report(origin)  # else all were cleared, as by a mask's backward
+            self._bad_backwards, self._bad_gradients = [], set()
             self._nans, self._taken, self._checked = [], set(), set()
             self._last, self._has_gradients, self._has_bad_gradients = None, False, False
             self._calls, self._positions = [], {}
@@ -196,7 +202,8 @@ class OriginSearch:
             if cell.bits and origin is not None:
                 # -inf in a tensor that a call wrote only a part of, as 0 into a tensor of -inf: it was there.
                 is_meant = origin.is_written or (
-                    origin.record.is_unsure and not origin.bits & _WORST
+                    origin.record.is_unsure
+                    and (not origin.bits & _WORST or _only_stores(origin.record))
                 )
                 if not is_meant:
                     self._report(origin)
@@ -217,6 +224,8 @@ class OriginSearch:
                     self._report(cell.origin)
             self._confirm_last()
         arrived, computed = _bits(record.before), _bits(record.after)
+        self._bad_gradients.difference_update(record.before)
+        self._bad_gradients.update(each for each in record.after if each.bits)
         if not (arrived or computed):
             return
         is_new = not (arrived and self._has_bad_gradients)
@@ -229,12 +238,15 @@ class OriginSearch:
             cells = [*record.after, *cells]
         origins = [cell.origin for cell in cells if cell.bits and cell.origin is not None]
         if origins:
-            self._report(origins[0])
+            origin = origins[0]
         else:
             source: Source = "gradient" if arrived else "op"
             origin = self._origin(call, source, arrived or computed, node=record.node)
             origin.gradients = record
+        if arrived:
             self._report(origin)
+        else:
+            self._bad_backwards.append(origin)
 
     # --- origins ---------------------------------------------------------------------------------
 
@@ -253,6 +265,12 @@ def _reaches_a_leaf(record: GradientRecord) -> bool:
     """Whether a call with a parameter or another leaf computed gradients other than zero."""
     has_leaf = any(isinstance(each.cells[0], Leaf) for each in record.record.inputs)
     return has_leaf and any(each.bits or any(each.extremes or ()) for each in record.after)
+
+
+def _only_stores(record: CallRecord) -> bool:
+    """Whether a call wrote finite values to a part of a tensor, as they are."""
+    call = record.call
+    return record.writes and call.op in facts("stored_numbers") and len({*call.input_dtypes}) == 1
 
 
 def _is_lost(origin: Origin) -> bool:

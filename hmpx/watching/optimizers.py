@@ -128,11 +128,10 @@ class OptimizerSteps:
         optimizer = start.optimizer
         tensors = _tensors(optimizer, "step")
         fresh = self._add_known(optimizer, tensors)
-        given = [each.parameter.grad for each in fresh]
+        given = [start.gradient_of(each.parameter) for each in fresh]
         if not fresh:
             # A step of the program's own may have effects beyond its optimizer.
-            is_torchs = type(optimizer).__module__.startswith("torch.")
-            has_low = is_torchs and any(each.dtype in LOW_DTYPES for each in tensors)
+            has_low = start.is_torchs and any(each.dtype in LOW_DTYPES for each in tensors)
             if has_low and self._counts.is_next():
                 self._count(start)
             return None

@@ -133,6 +133,7 @@ class StepStart:
     def __init__(
         self, optimizer: Optimizer, number: int, before: Mapping[int, Tensor], is_small: bool
     ) -> None:
+        """Keeps gradients, too, unless a step of torch's, which doesn't write to them, follows."""
         self.optimizer, self.is_small = optimizer, is_small
         self.number, self._before = number, before
         self.args: Sequence[Any] = ()
@@ -145,6 +146,18 @@ class StepStart:
             if isinstance(state, dict)
         }
         self._closures: list[tuple[Any, dict[int, Tensor]]] = []
+        self._given = self._gradients() if is_small and not self.is_torchs else {}
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether torch wrote the step."""
+        return type(self.optimizer).__module__.startswith("torch.")
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Returns a parameter's gradient before the step, or of its last closure."""
+        return (
+            self._given.get(id(parameter)) if self._given and not self._closures else parameter.grad
+        )
 
     def name_of(self, parameter: Tensor) -> str:
         """Returns a parameter's name in the optimizer, or its position."""
@@ -195,7 +208,7 @@ class StepStart:
                     before = each.detach().nan_to_num() if is_floating(each) else each
                 copies[id(each)] = copied(before).requires_grad_(each.requires_grad)
             originals = {id(copies[id(each)]): each for each in parameters}
-            put({} if self._closures else self._gradients())
+            put({} if self._closures else self._given or self._gradients())
             ops = _Ops({_memory(each): _OUTSIDE for each in copies.values() if is_bad(each)})
             twin = self._twin(copies)
             own = [each for name, each in vars(twin).items() if not name.startswith("_optimizer_")]

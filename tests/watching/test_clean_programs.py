@@ -55,6 +55,26 @@ def least_number_of_fp32_in_low(low: torch.dtype) -> Tensor:
 
 
 @clean
+def rows_without_keys(low: torch.dtype) -> None:
+    """A softmax's NaN, which is cleared, as are its gradients by the mask's backward."""
+    q, k = x(2, 3, 4).requires_grad_(), x(2, 3, 4, seed=1).requires_grad_()
+    scores = (q @ k.mT).masked_fill(torch.tensor([True, False, False])[:, None], -INFINITY)
+    (torch.softmax(scores, -1).nan_to_num(0.0) @ k).square().sum().backward()
+    assert q.grad is not None and bool(q.grad.isfinite().all())
+
+
+@clean
+def borders_of_infinity(low: torch.dtype) -> Tensor:
+    costs = torch.full((4, 4), INFINITY)
+    costs[0, 0] = 0.0
+    for i in range(3):
+        for j in range(3):
+            before = torch.stack([costs[i, j], costs[i, j + 1], costs[i + 1, j]])
+            costs[i + 1, j + 1] = before.amin() + 1.0
+    return costs
+
+
+@clean
 def padded_rows(low: torch.dtype) -> Tensor:
     scores = x(2, 4, 4).masked_fill(torch.tensor([[[True]], [[False]]]), -INFINITY)
     return torch.softmax(scores, -1).nan_to_num(0.0).sum()

@@ -454,6 +454,32 @@ def test_a_step_with_effects_is_not_repeated(
     assert w.first.remedy.startswith("unknown: the step is not repeated")
 
 
+class Normalizing(optim.Optimizer):
+    """Divides gradients by their norms, in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [each.grad for each in self.param_groups[0]["params"]]
+        torch._foreach_mul_(gradients, 2.0**-14)
+        torch._foreach_div_(gradients, torch._foreach_norm(gradients))
+        torch._foreach_add_(self.param_groups[0]["params"], gradients, alpha=-0.1)
+
+
+def test_a_step_that_writes_to_gradients() -> None:
+    assert trained(Normalizing, 2.0**-9, FP16).first is None
+    found = trained(Normalizing, 2.0**-12, FP16).first
+    assert found is not None and found.cause is not None
+    assert (found.op, found.kind, found.phase, found.cause.op) == (
+        "div",
+        "underflow",
+        "optimizer",
+        "mul",
+    )
+
+
 def test_a_step_of_its_own_functions_is_repeated() -> None:
     w = trained(Counting, 3.0, steps=2)
     assert w.first is not None and (w.first.op, w.first.kind) == ("sqrt", "nan")
