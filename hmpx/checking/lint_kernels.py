@@ -58,6 +58,10 @@ _SCALES: Final = frozenset({"mul", "div"})
 _UNDOING: Final = frozenset({"sub", "rsub", "foreach_sub"})
 _CASTS: Final = frozenset({"_to_copy", "copy_"})
 
+#: Kernels that take the loss scale away, and that limit gradients.
+_UNSCALING: Final = "amp_foreach_non_finite_check_and_unscale"
+_LIMITING: Final = frozenset({"mul", "foreach_mul", "clamp"})
+
 #: Arguments that say which elements get which values, and how. Kernels with a word in their name add them up.
 _PLACES: Final = frozenset({"index", "indices", "offsets", "lengths"})
 _WAYS: Final = frozenset({"accumulate", "reduce"})
@@ -244,6 +248,7 @@ class LintedKernels(Kernels):
         self._stuck: dict[int, str] = {}  # memory -> line of an update
         self._adding = set[Any]()  # kernels known to add a term to what they write to
         self._scaled = set[int]()  # backwards of scaled losses
+        self._is_scaled = False  # gradients are, now
         self._sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> LintedKernels:
@@ -311,6 +316,11 @@ class LintedKernels(Kernels):
             given = tensors_in(args[1:2]) if may_read() else []
             factors = [each for each in given if not each.dim() and is_readable(each)]
             self._scaled |= {task for each in factors if each.item() in scales}
+            self._is_scaled |= task in self._scaled
+        elif self._is_scaled and traits.name.strip("_") == _UNSCALING:
+            self._is_scaled = False
+        elif self._is_scaled and traits.writes and traits.name.strip("_") in _LIMITING:
+            self._check_limited(func, args)
         given_places = [n for n in traits.statistics if n < len(args)]  # defaults are left out
         places = [n for n in given_places if getattr(args[n], "dtype", None) in LOW_DTYPES]
         if places and may_read() and all(is_readable(args[n]) for n in places):
@@ -458,6 +468,21 @@ class LintedKernels(Kernels):
         if (share := (sizes < torch.finfo(torch.float16).tiny).double().mean().item()) > LEAST:
             evidence = f"{share:.0%} of the gradients are subnormal in fp16: the scaler has not scaled this loss"
             self._report("HP110", func, (evidence, share, None), "scale it, too")
+
+    @unseen
+    def _check_limited(self, func: Any, args: Any) -> None:
+        """HP110: gradients that are clipped before they are unscaled."""
+        places = {memory(each.grad) for each in self._parameters() if each.grad is not None}
+        factors = [each for each in tensors_in(args[1:]) if may_read() and is_readable(each)]
+        if places.isdisjoint(map(memory, tensors_in(args[:1]))) or (
+            _traits(func).name.strip("_") != "clamp" and not any((e < 1).any() for e in factors)
+        ):
+            return
+        scale = next((each.get_scale() for each in list(SCALERS) if each.is_enabled()), 1.0)
+        if scale != 1:
+            evidence = f"gradients are limited while they are scaled by {scale:,.0f}"
+            remedy = "call scaler.unscale_(optimizer) before"
+            self._report("HP110", func, (evidence, 1.0, None), remedy)
 
     @unseen
     def _check_averages(self, func: Any, args: Any, kwargs: Any, olds: dict[int, Tensor]) -> None:

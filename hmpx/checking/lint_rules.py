@@ -29,6 +29,7 @@ from .lint_trace import (
     Trace,
     first_rows,
     integers_in,
+    moved,
 )
 
 #: A call must make the error of its inputs that much larger.
@@ -36,6 +37,9 @@ _GROWS: Final = 2.5
 
 #: Differences near zero, as of a loss that is nearly learnt, must have lost so much.
 _LEAST_CANCELLED: Final = 0.06
+
+#: A function changes so much by a rounding of its input.
+_LEAST_STEEP: Final = 0.1
 
 #: Differences in fp32 must be that many bits smaller than their terms, and keep less than two bits.
 _FP32_BITS: Final = 12
@@ -48,7 +52,7 @@ _FEWEST_CHOSEN: Final = 4
 #: Numbers beyond this are masks.
 _MASK: Final = 1e30
 
-#: Streams of fewer values cost neither bytes nor time.
+#: Streams of fewer values cost neither bytes nor time; and values that show how a function behaves.
 _FEW: Final = 64
 
 
@@ -173,8 +177,8 @@ def _rounded_in(trace: Trace, lows: list[Tensor]) -> str:
 
 
 def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
-    """HP101: an fp32 op on low contents whose maker could return fp32."""
-    if seen.low is not None or seen.moves or seen.call.op in DIFFERENCES:
+    """HP101: an op on low contents whose maker could return fp32: one in fp32, or a function that is steep there."""
+    if seen.moves or seen.call.op in DIFFERENCES or (seen.low is not None and not _is_steep(seen)):
         return
     lows = [each for each in seen.inputs if trace.makers(each)]
     if not lows or (found := _lost_before(seen, trace, lows)) is None or seen.picks:
@@ -183,6 +187,15 @@ def late_upcast(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
     kind = "float32 input" if lows[-1].dtype is torch.float32 else "input"
     evidence = f"its {kind} holds {low} values, {_rounded_in(trace, lows)}"
     yield Finding("HP101", *seen.place, evidence, *found)
+
+
+def _is_steep(seen: LintedCall) -> bool:
+    """Whether a function of one tensor makes roundings of some values grow, as `log` does close to 1."""
+    if len(seen.inputs) != 1 or not is_pointwise(seen.call.op):
+        return False
+    few = seen.inputs[0].detach().reshape(-1)[:_FEW]
+    error = _error(*[seen.run(lambda _: values) for values in (moved(few), few.double())])  # noqa: B023
+    return error is not None and error > _LEAST_STEEP
 
 
 def other_choice(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
@@ -251,7 +264,7 @@ def cancellation(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
 
 
 def merged_steps(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
-    """HP111: a rising table, as of bin edges, whose numbers a cast makes equal."""
+    """HP111: a table of equal steps, as of bin edges, whose numbers a cast makes equal."""
     if seen.call.op not in CONVERTING or not seen.outputs or not seen.inputs:
         return
     given, found = seen.inputs[0].detach(), seen.outputs[0].detach()
@@ -259,7 +272,7 @@ def merged_steps(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
         return
     steps = given[:SAMPLE].double().diff() * (given[-1] - given[0]).sign()
     lost = (found[:SAMPLE].double().diff() == 0).double().mean().item()
-    if lost and (steps > 0).all() and whole_numbers(given) is None:
+    if lost and 0 < steps.max() < 2 * steps.min() and whole_numbers(given) is None:
         evidence = f"{lost:.0%} of the steps of a table are zero in {short_name(found.dtype)}"
         yield Finding("HP111", *seen.place, evidence, lost, 0.0, "keep the table in float32")
 
@@ -294,6 +307,7 @@ def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
         trace.note_product(seen)
     if seen.call.op in CONVERTING or dtypes != [torch.float32]:
         return
+    trace.note_sum(seen)
     (output,) = seen.outputs
     lows = [each for each in seen.inputs if each.dtype in LOW_DTYPES and each.shape == output.shape]
     wide = [each for each in seen.inputs if each.dtype is torch.float32]
@@ -312,6 +326,7 @@ def silent_fp32(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Fi
     if error is not None:
         evidence += f"; in {name} its error is {error:.1g}"
     effects = 1.0, None if found is None else 0.0
+    trace.promoted.add(seen)
     yield Finding("HP105", *seen.place, evidence, *effects, f"{seen.line()} in the bf16 list")
 
 

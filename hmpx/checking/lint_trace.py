@@ -252,6 +252,7 @@ class Trace:
     def __init__(self, intended: set[tuple[str, str]]) -> None:
         """Starts empty; ``intended`` gets codes and lines of findings that later calls show to be intended, or not."""
         self._intended = intended
+        self.promoted = set[LintedCall]()  # that made low values fp32
         self._calls: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
         # The parts of a join may be many.
         self._copies: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
@@ -380,6 +381,16 @@ class Trace:
         found = [each for of in seen.inputs for each in self._promotions(of)]
         self._intended.update(("not HP105", each) for each in found)
 
+    def note_sum(self, seen: LintedCall) -> None:
+        """Notes a promotion whose result is added to a tensor that is fp32 and as large anyway."""
+        if not self.promoted or seen.call.op not in DIFFERENCES or seen.low is not None:
+            return
+        known = {id(each): self.promoted.intersection(self.wide(each)) for each in seen.inputs}
+        own = [each for each in seen.inputs if not known[id(each)]]
+        if any(each.dtype is torch.float32 and each.shape == seen.outputs[0].shape for each in own):
+            promoted = itertools.chain(*known.values())
+            self._intended.update(("HP105", each.call.location) for each in promoted)
+
     def wide(self, tensor: Tensor) -> list[LintedCall]:
         """Returns the calls in fp32 that made ``tensor``, as far as values are followed."""
         calls = self.back(tensor, lambda each: each.low is None and each.passes_on)
@@ -444,7 +455,7 @@ class Trace:
             if value is None:
                 is_rounded = rounds and way == "kept" and seen.low is not None
                 value = each.detach().to(seen.low) if is_rounded else each.detach()
-                value = _moved(value) if way.endswith("moved") else value
+                value = moved(value) if way.endswith("moved") else value
             return value.to(torch.float32 if way == "wide" else torch.float64)
 
         return seen.run(given)
@@ -454,7 +465,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.dtype is other.dtype and one.device == other.device and one.equal(other)
 
 
-def _moved(tensor: Tensor) -> Tensor:
+def moved(tensor: Tensor) -> Tensor:
     """Returns the values with errors of up to half an ulp. Equal values, as of views, have equal errors."""
     mantissas, eps = tensor.double().frexp()[0], torch.finfo(tensor.dtype).eps
     return tensor.double() * (1 + (1e6 * mantissas).sin() * eps / 2)

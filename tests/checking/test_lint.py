@@ -112,10 +112,11 @@ def rounded_weights(is_rounded: bool) -> None:
 
 
 def mostly_wide_products(is_wide: bool) -> None:
-    weights = drawn(512, 128), drawn(16, 512).to(BF16)
+    x, w = drawn(64, 128), drawn(512, 128)
     with torch.autocast("cpu", BF16, enabled=not is_wide):
-        hidden = F.linear(LOW.float() if is_wide else LOW, weights[0])
-    F.linear(hidden.to(BF16), weights[1])
+        hidden = F.linear(x, w)
+    with torch.autocast("cpu", BF16):
+        F.linear(hidden, w.T[:16])
 
 
 def routed(dtype: torch.dtype) -> None:
@@ -128,9 +129,62 @@ def nearest(dtype: torch.dtype) -> None:
     (scores / 64 + 8).argmax(-1)
 
 
+def log_of_complements(dtype: torch.dtype) -> None:
+    p = torch.sigmoid(LOW - 6)
+    torch.log(1 - p.to(dtype))
+
+
+class TwoMatrices(torch.autograd.Function):
+    """A product whose backward upcasts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, is_wide: bool) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.is_wide = is_wide
+        return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        g, (x, w) = gradients[0], ctx.saved_tensors
+        dtype = torch.float32 if ctx.is_wide else BF16
+        return g.to(dtype) @ w.to(dtype), g.to(dtype).T @ x.to(dtype), None
+
+
+def wide_backward(is_wide: bool) -> None:
+    w = drawn(128, 128).requires_grad_()
+    with torch.autocast("cpu", BF16):
+        y = TwoMatrices.apply(drawn(64, 128), w, is_wide)
+    y.float().sum().backward()
+
+
+def wide_buffer(is_wide: bool) -> None:
+    x, w = drawn(64, 128), drawn(128, 256)
+    with torch.autocast("cpu", BF16):
+        F.linear(x, w[:, :16].T)
+        torch.mm(x, w, out=torch.empty(64, 256)) if is_wide else torch.mm(x, w)
+
+
+def clipped(is_late: bool) -> None:
+    layer = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    with torch.autocast("cpu", FP16):
+        loss = layer(drawn(4, 16)).float().square().mean()
+    scaler.scale(loss).backward()
+    if is_late:
+        scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 @pytest.mark.parametrize(
     ("program", "wrong", "right", "code"),
     [
+        (log_of_complements, BF16, torch.float32, "HP101"),
+        (wide_backward, True, False, "HP105"),
+        (wide_buffer, True, False, "HP105"),
+        (clipped, False, True, "HP110"),
         (mostly_wide_products, True, False, "HP105"),
         (routed, BF16, torch.float32, "HP101"),
         (nearest, BF16, torch.float32, "HP101"),
@@ -785,9 +839,34 @@ def promoted_on_purpose() -> None:
     (LOW.exp() * drawn(1, 128)).to(BF16)
 
 
+def promoted_into_fp32() -> None:
+    stream = drawn(64, 128) + 1
+    for scale in (drawn(64, 1), drawn(64, 1, seed=1)):
+        stream = stream + LOW.exp() * scale
+
+
+def table_of_a_schedule() -> None:
+    torch.linspace(1, 0.98, 1000).cumprod(0).sqrt().flip(0).to(BF16)
+
+
+def first_of_equals() -> None:
+    """A rounding makes a few fall on others."""
+    F.linear(LOW, drawn(64, 128, seed=1).to(BF16)).argmax(-1)
+
+
+def mostly_fp32() -> None:
+    """A model of its own."""
+    F.linear(drawn(64, 128), drawn(256, 128))
+    F.linear(LOW, drawn(16, 128).to(BF16))
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        promoted_into_fp32,
+        table_of_a_schedule,
+        first_of_equals,
+        mostly_fp32,
         compensated,
         straight_through,
         master_weights,
