@@ -242,7 +242,7 @@ class _Matrices:
             given = zip(self.factors, self.letters, self.formats, self.scales, strict=True)
             for x, letters, format, known in given:
                 free = [letter for letter in letters if letter not in (*self.batch, *summed)]
-                moved = x.permute(*map(letters.index, (*self.batch, *free, *summed)))
+                moved = x.permute([*map(letters.index, (*self.batch, *free, *summed))])
                 sizes, rest = moved.shape[: len(self.batch)], moved.shape[len(self.batch) :]
                 rows, columns = rest[: len(free)], rest[len(free) :]
                 shape += rows
@@ -261,7 +261,7 @@ class _Matrices:
                 found = [
                     torch.stack(found) if found else torch.zeros(0, dtype=self.dtype, device=device)
                 ]
-            product = found[0].reshape(*sizes, *shape)
+            product = found[0].reshape([*sizes, *shape])
             return product.permute([order.index(letter) for letter in self.result]).contiguous()
 
 

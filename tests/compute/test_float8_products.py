@@ -397,7 +397,6 @@ def test_compiled_without_a_graph_break() -> None:
     ("a", "b"), [((16,), (8, 16)), ((16,), (16, 8)), ((8, 16), (16,)), ((16,), (16,))]
 )
 def test_vectors(a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    function = F.linear if b == (8, 16) else torch.matmul
     found = []
     for hardware in ("never", "require"):
         inputs = [
@@ -406,9 +405,12 @@ def test_vectors(a: tuple[int, ...], b: tuple[int, ...]) -> None:
         with converted(
             "linear" if b == (8, 16) else "matmul", RECIPES["tensor gradients"], hardware
         ):
-            result = function(*inputs)
+            result = F.linear(*inputs) if b == (8, 16) else torch.matmul(*inputs)
             result.sum().backward()
         found.append([result.detach(), *[x.grad for x in inputs]])
+    assert not torch.equal(
+        found[1][0], F.linear(*inputs) if b == (8, 16) else inputs[0] @ inputs[1]
+    )
     for ours, emulated in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, emulated, rtol=1e-5, atol=1e-5)
         assert ours.stride() == emulated.stride()
