@@ -339,7 +339,7 @@ def _make_wrapper_taking_numbers(original: Function, plan: CallPlan) -> Function
     if numbers is None:
         return None
     callee, control = callee_of(original, plan), Control()
-    inner = compute.completed_by_numbers(callee, numbers)
+    inner = compute.completed_by_numbers(callee, numbers, plan.device_types)
 
     def complete(*args: Any, **kwargs: Any) -> Any:
         if is_overridden(args, kwargs):
@@ -366,7 +366,7 @@ def completed(original: Function, plan: CallPlan) -> Function:
     site = plan.site
     callee = callee_of(original, plan)
     if site.numbers is not None:
-        complete = compute.completed_by_numbers(callee, site.numbers)
+        complete = compute.completed_by_numbers(callee, site.numbers, plan.device_types)
         taking = compute.taking_numbers(original, site.numbers, callee.promotes, complete)
         callee = callee._replace(function=taking)
     if plan.adds_in_place:

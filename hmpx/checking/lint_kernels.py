@@ -44,6 +44,10 @@ _FEWEST_STALLED: Final = 3
 #: Values kept from before a write: of a few targets, as a call has them.
 _MOST_WRITTEN: Final = 8
 
+#: Decays are greater, and lose so much.
+_LEAST_DECAY: Final = 0.9
+_LEAST_LOST: Final = 0.1
+
 #: No position or counter is greater; masks are.
 _MOST_COUNTED: Final = 2.0**40
 
@@ -223,7 +227,8 @@ class LintedKernels(Kernels):
         has_drawn: Whether the step has drawn random numbers.
         has_underflown: Whether gradients in float16 became zero.
         stepped_on: Memory that the step has written to.
-        before: Memory of low parameters -> their values before the step.
+        low: Memory of low parameters -> these, and
+        before: their values before the step.
         flops: Operations of the call that runs; in a backward, of its last kernel.
     """
 
@@ -243,6 +248,7 @@ class LintedKernels(Kernels):
         self.has_drawn = self.has_underflown = False
         self.flops, self._flops_task = 0, -1
         self.stepped_on = set[int]()
+        self.low: dict[int, Tensor] = {}
         self.before: dict[int, Tensor] = {}
         self._undone: dict[int, Tensor] = {}  # what was subtracted from these, or these from it
         self._stuck: dict[int, str] = {}  # memory -> line of an update
@@ -372,7 +378,8 @@ class LintedKernels(Kernels):
         trace = self._trace()
         is_known = any(trace.producer(each) for each in floating_in(args) if is_readable(each))
         if not is_known and all(each.dtype not in LOW_DTYPES for each in targets):
-            return []
+            is_low = any(each.dtype in LOW_DTYPES for each in floating_in(args[1:2]))
+            return [each.clone() for each in targets] if is_low else []  # perhaps masters
         if not is_known and self.stepped is not None:  # an optimizer's state: a look is enough
             return [_part(each).clone() for each in targets]
         for each in targets:
@@ -405,12 +412,15 @@ class LintedKernels(Kernels):
 
     @unseen
     def _note_undone(self, args: tuple[Any, ...]) -> None:
-        """Notes differences from the values that a parameter had before the step."""
+        """Notes differences from the values that a parameter had before the step, or has now and was rounded to."""
         for pair in zip(*[tensors_in([each]) for each in args[:2]], strict=False):
             for place, before in self.before.items():
+                now = self.low[place].detach()
                 for each, other in (pair, pair[::-1]):
                     if _is_same(each, before):
                         self._undone[place] = other.detach().clone()
+                    elif _is_same(each, now.float()) and _is_same(other.to(now.dtype), now):
+                        self._undone[place] = now.clone()
 
     def undone(self, parameter: Tensor) -> str | None:
         """Returns the line that updated a parameter if the step took the old values from the new, to learn what was lost."""
@@ -422,7 +432,7 @@ class LintedKernels(Kernels):
     def end_step(self) -> None:
         """Forgets what an optimizer's step has done."""
         self.stepped, self.has_drawn, self.stepped_on = None, False, set()
-        self.before, self._undone, self._stuck = {}, {}, {}
+        self.low, self.before, self._undone, self._stuck = {}, {}, {}, {}
 
     # --- the rules -----------------------------------------------------------------------------------
 
@@ -434,6 +444,8 @@ class LintedKernels(Kernels):
         name, writes, *_ = _traits(func)
         if _traits(func).is_noted:
             self._note_copy(func, args, kwargs, result)
+        if name in _CASTS and before is not None and args[1].dtype in LOW_DTYPES:
+            self._check_truncated(func, args[1], before)
         if result.dtype not in LOW_DTYPES or not result.numel():
             return
         if result.dtype is torch.float16 and current_graph_task() >= 0 and not result.any():
@@ -450,6 +462,8 @@ class LintedKernels(Kernels):
                 self._report("HP102", func, _rounded(source.expand(result.shape), result.dtype))
             elif result.dtype is torch.float16 and (task := current_graph_task()) >= 0:
                 self._check_unscaled(func, source, task)
+            elif not writes:
+                self._check_decays(func, source, result)
         else:
             if before is not None:
                 args = [[before] if isinstance(args[0], list) else before, *args[1:]]
@@ -510,6 +524,25 @@ class LintedKernels(Kernels):
         )
         terms = max(each.numel() for each in floating_in(args))
         return self._report_sum(func, terms, result, exact, wide)
+
+    def _check_truncated(self, func: Any, source: Tensor, before: Tensor) -> None:
+        """HP107: float32 values that a copy of them in a low type overwrites."""
+        if before.dtype is torch.float32 and _is_same(before.to(source.dtype), source):
+            lost = (before != source).double().mean().item()
+            evidence = f"{lost:.0%} of the float32 values are overwritten by those rounded to {short_name(source.dtype)}: updates are lost"
+            found = (evidence, lost, None) if lost > 0.5 else None
+            self._report("HP107", func, found, "keep the float32 values from step to step")
+
+    def _check_decays(self, func: Any, source: Tensor, result: Tensor) -> None:
+        """HP111: numbers close to 1 whose distance from 1 a cast changes, as of a decay."""
+        values = source.detach().reshape(-1)[:SAMPLE]
+        few = values[:_FEW] if source.dtype is torch.float32 else values[:0]
+        if all(_LEAST_DECAY < each < 1 for each in few.tolist()) and len(few):
+            values = values.double()
+            exact, found = 1 - values, 1 - result.detach().reshape(-1)[:SAMPLE].double()
+            error = ((found - exact).norm() / exact.norm()).item()
+            evidence = f"numbers from {values.min():.5g} to {values.max():.5g}: their distances from 1 change in {short_name(result.dtype)}"
+            self._report("HP111", func, (evidence, error, 0.0) if error > _LEAST_LOST else None)
 
     def _check_copied(self, func: Any, source: Tensor, result: Tensor, before: Tensor) -> None:
         """HP107: a parameter that is computed from itself, and copied."""

@@ -493,6 +493,8 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
     limits, name = torch.finfo(result.dtype), short_name(result.dtype)
     remedy = "no cast" if seen.moves else f"{seen.line()} in the fp32 list"
     values = _magnitudes(result)
+    if values.isnan().any():
+        yield from _undefined(seen, trace, result)
     if values.isinf().any():
         exact = None if any(_magnitudes(e).isinf().any() for e in seen.inputs) else _exact(seen)
         if exact is not None and (count := (values.isinf() & (exact < _MASK)).sum().item()):
@@ -524,6 +526,19 @@ def out_of_range(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[F
         elif share > 0.01 and found is not None and not (lost and _is_mask(values)):
             evidence = f"{share:.0%} of the values are subnormal or zero in {name}"
             yield Finding("HP109", *seen.place, evidence, *found, f"{remedy}, or a loss scaler")
+
+
+def _undefined(seen: LintedCall, trace: Trace, result: Tensor) -> Iterator[Finding]:
+    """HP109: NaN from values that a low dtype has made infinite, as a softmax gives in a row of masks."""
+    given = {id(each): trace.values(each, "exact") for each in seen.inputs if each.isinf().any()}
+    wide = {key: each for key, each in given.items() if each is not None and each.isfinite().all()}
+    found = seen.run(lambda each: wide.get(id(each), each.detach()).double()) if wide else None
+    if found and len(wide) == len(given) and not found[0].isnan().any():
+        makers = [of for each in seen.inputs if id(each) in wide for of in trace.makers(each)]
+        name, share = short_name(result.dtype), result.isnan().double().mean().item()
+        evidence = f"{share:.0%} of the results of {seen.call.op} ({located(seen.call.location)}) are NaN, since these are infinite in {name}"
+        remedy = f"{makers[0].kept_line}, or numbers within {name}"
+        yield Finding("HP109", *makers[0].place, evidence, share, 0.0, remedy)
 
 
 def _vanished(seen: LintedCall, trace: Trace) -> Iterator[Finding]:

@@ -295,6 +295,7 @@ class Lint(Written):
                 for name, each, moves in stepped  # a warm-up begins with a learning rate of 0
                 if moves and each.dtype in LOW_DTYPES
             ]
+            self._kernels.low = {memory(of): of for _, of in self._before}
             self._kernels.before = {memory(of): of.detach().clone() for _, of in self._before}
 
     @spared

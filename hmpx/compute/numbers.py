@@ -170,8 +170,10 @@ def taking_numbers(
     return take
 
 
-def completed_by_numbers(callee: Callee, numbers: Numbers) -> Callable[..., Any]:
-    """Makes torch's function accept numbers that the low-precision dtype of its tensor does not hold."""
+def completed_by_numbers(
+    callee: Callee, numbers: Numbers, device_types: frozenset[str]
+) -> Callable[..., Any]:
+    """Makes torch's function accept numbers that the low-precision dtype of its tensor, on these devices, does not hold."""
     function = callee.function
 
     def complete(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +181,8 @@ def completed_by_numbers(callee: Callee, numbers: Numbers) -> Callable[..., Any]
         if tensor is None or is_below_dispatcher():
             return function(*args, **kwargs)
         dtype = kwargs.get("dtype") or tensor.dtype
-        if not is_low(dtype) or _is_off(tensor.device.type):
+        device_type = tensor.device.type
+        if not is_low(dtype) or device_type not in device_types or _is_off(device_type):
             return function(*args, **kwargs)
         if numbers.are_factors:
             given = [value for p, value in enumerate(args) if p in numbers.positions]

@@ -308,8 +308,9 @@ def _draft_steps(
     low = policy.low_precision_type
     low_dtype = low if isinstance(low, torch.dtype) else None
     step(region_patches(draft, session.add, session.run_suspended, low_dtype))
-    step(value_patches(draft))
-    step(kept_value_patches(draft))
+    if conversion.device_types:  # else observers see a program that is not converted
+        step(value_patches(draft))
+        step(kept_value_patches(draft))
     if session._verbose == "hmp":
         step(announcing(draft))
     step([pickle_patch(originals(made), draft)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from hmpx.ops import facts
 
 
 @contextlib.contextmanager
@@ -224,3 +226,99 @@ def test_the_memory_of_jagged_tensors_is_recorded() -> None:
     with hmpx.record(memory=True):
         y = torch.nn.Linear(4, 4)(x)
     assert y.shape[-1] == 4
+
+
+X, BIG, FP16 = torch.linspace(-2, 2, 8).half(), -1e30, torch.float16
+ROWS = torch.tensor([1, 0, 3])
+
+
+def written(x: Tensor, value: float | Tensor) -> Tensor:
+    y = x.clone()
+    y[1] = value
+    return y
+
+
+#: Op -> a call with a number that float16 does not hold. torch refuses it, or makes it infinite.
+NUMBERS: dict[str, Callable[[], Any]] = {
+    "_foreach_add": lambda: torch._foreach_add([X], [X], alpha=BIG),
+    "_foreach_clamp_max": lambda: torch._foreach_clamp_max([X], BIG),
+    "_foreach_clamp_min": lambda: torch._foreach_clamp_min([X], BIG),
+    "_foreach_maximum": lambda: torch._foreach_maximum([X], BIG),
+    "_foreach_minimum": lambda: torch._foreach_minimum([X], BIG),
+    "_foreach_pow": lambda: torch._foreach_pow([X], -BIG),
+    "_foreach_sub": lambda: torch._foreach_sub([X], [X], alpha=BIG),
+    "_unsafe_masked_index": lambda: torch.ops.aten._unsafe_masked_index(X, X > 0, [None], BIG),
+    "addmv": lambda: torch.addmv(X[:2], X[:4].view(2, 2), X[:2], alpha=BIG),
+    "addr": lambda: torch.addr(X[:4].view(2, 2), X[:2], X[:2], alpha=BIG),
+    "clamp": lambda: torch.clamp(X, BIG, -BIG),
+    "clamp_max": lambda: torch.clamp_max(X, BIG),
+    "clamp_min": lambda: torch.clamp_min(X, BIG),
+    "constant_pad_nd": lambda: torch.constant_pad_nd(X, (1, 1), BIG),
+    "fill": lambda: torch.fill(X, BIG),
+    "fill_diagonal": lambda: X.view(2, 4).clone().fill_diagonal_(BIG),
+    "full": lambda: torch.full((2,), BIG, dtype=FP16),
+    "full_like": lambda: torch.full_like(X, BIG),
+    "hardshrink": lambda: nn.functional.hardshrink(X, -BIG),
+    "hardtanh": lambda: nn.functional.hardtanh(X, BIG, -BIG),
+    "hinge_embedding_loss": lambda: nn.functional.hinge_embedding_loss(X, X.sign(), -BIG),
+    "histc": lambda: torch.histc(X, 4, BIG, -BIG),
+    "index_add": lambda: torch.index_add(X, 0, ROWS, X[:3], alpha=BIG),
+    "index_fill": lambda: torch.index_fill(X, 0, ROWS, BIG),
+    "logit": lambda: torch.logit(X, BIG),
+    "masked_fill": lambda: torch.masked_fill(X, X > 0, BIG),
+    "masked_fill of a tensor": lambda: torch.masked_fill(X, X > 0, torch.tensor(BIG)),
+    "nan_to_num": lambda: torch.nan_to_num(X / 0, BIG, BIG, BIG),
+    "new_full": lambda: X.new_full((2,), BIG),
+    "pad": lambda: nn.functional.pad(X, (1, 1), value=BIG),
+    "pad_sequence": lambda: nn.utils.rnn.pad_sequence([X, X[:2]], padding_value=BIG),
+    "pow": lambda: torch.pow(X, -BIG),
+    "scatter": lambda: torch.scatter(X, 0, ROWS, BIG),
+    "setitem": lambda: written(X, BIG),
+    "setitem of a tensor": lambda: written(X, torch.tensor(BIG)),
+    "softshrink": lambda: nn.functional.softshrink(X, -BIG),
+    "threshold": lambda: nn.functional.threshold(X, 0.0, BIG),
+    "uniform": lambda: X.clone().uniform_(BIG, 0),
+    "where": lambda: torch.where(X > 0, X, BIG),
+    "where of a tensor": lambda: torch.where(X > 0, X, torch.tensor(BIG)),
+}  # fmt: skip
+
+#: What an fp32 program does not do, and a conversion makes possible.
+REFUSED: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: str(X.bfloat16().numpy().dtype),
+    "gradients": lambda: setattr(nn.Parameter(torch.ones(8)), "grad", X),
+    "parameters": lambda: nn.Parameter(X).dtype,
+}
+
+
+def outcomes() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, call in {**NUMBERS, **REFUSED}.items():
+        torch.manual_seed(0)
+        try:
+            found[name] = call()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+UNCONVERTED = {
+    **OBSERVERS,
+    "lint": hmpx.lint,
+    "monitor": lambda: hmpx.monitor(on_alarm="collect"),
+    "trace": lambda: hmpx.trace(os.devnull),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", UNCONVERTED)
+def test_numbers_and_values_that_torch_refuses(name: str) -> None:
+    """An observer of a program that is not converted makes nothing finite, and nothing possible."""
+    assert {*NUMBERS} >= {*facts("stored_numbers"), *facts("factors")}
+    expected = outcomes()
+    with UNCONVERTED[name]():
+        found = outcomes()
+    for each, value in expected.items():
+        if isinstance(value, (Tensor, list)):
+            torch.testing.assert_close(found[each], value, rtol=0, atol=0, equal_nan=True, msg=each)
+        else:
+            assert found[each] == value
