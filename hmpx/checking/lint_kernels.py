@@ -224,6 +224,7 @@ class LintedKernels(Kernels):
     Attributes:
         written: ``id`` of a tensor -> the tensor, and its values before the last write.
         stepped: Memory of the parameters of an optimizer whose step runs, or None.
+        trained: Memory of parameters that a step has begun to update.
         has_drawn: Whether the step has drawn random numbers.
         has_underflown: Whether gradients in float16 became zero.
         stepped_on: Memory that the step has written to.
@@ -247,7 +248,7 @@ class LintedKernels(Kernels):
         self.stepped: frozenset[int] | None = None
         self.has_drawn = self.has_underflown = False
         self.flops, self._flops_task = 0, -1
-        self.stepped_on = set[int]()
+        self.stepped_on, self.trained = set[int](), set[int]()
         self.low: dict[int, Tensor] = {}
         self.before: dict[int, Tensor] = {}
         self._undone: dict[int, Tensor] = {}  # what was subtracted from these, or these from it
@@ -445,7 +446,7 @@ class LintedKernels(Kernels):
         if _traits(func).is_noted:
             self._note_copy(func, args, kwargs, result)
         if name in _CASTS and before is not None and args[1].dtype in LOW_DTYPES:
-            self._check_truncated(func, args[1], before)
+            self._check_truncated(func, args[1], before, result)
         if result.dtype not in LOW_DTYPES or not result.numel():
             return
         if result.dtype is torch.float16 and current_graph_task() >= 0 and not result.any():
@@ -525,9 +526,10 @@ class LintedKernels(Kernels):
         terms = max(each.numel() for each in floating_in(args))
         return self._report_sum(func, terms, result, exact, wide)
 
-    def _check_truncated(self, func: Any, source: Tensor, before: Tensor) -> None:
-        """HP107: float32 values that a copy of them in a low type overwrites."""
-        if before.dtype is torch.float32 and _is_same(before.to(source.dtype), source):
+    def _check_truncated(self, func: Any, source: Tensor, before: Tensor, target: Tensor) -> None:
+        """HP107: trained float32 values that a copy of them in a low type overwrites."""
+        is_trained = before.dtype is torch.float32 and memory(target) in self.trained
+        if is_trained and _is_same(before.to(source.dtype), source):
             lost = (before != source).double().mean().item()
             evidence = f"{lost:.0%} of the float32 values are overwritten by those rounded to {short_name(source.dtype)}: updates are lost"
             found = (evidence, lost, None) if lost > 0.5 else None

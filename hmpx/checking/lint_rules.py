@@ -347,7 +347,9 @@ def wide_product(seen: LintedCall, low: torch.dtype) -> Finding | None:
 
 def useless_island(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP106: fp32 ops whose inputs and result are rounded, and that give the low ops' bits."""
+    trace.note_uses(seen)
     yield from _round_trip(seen, trace)
+    yield from _rounded_again(seen, trace, origins)
     low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), None)
     if seen.call.op not in CONVERTING or low is None or seen.inputs[0].dtype is not torch.float32:
         return
@@ -387,9 +389,32 @@ def _round_trip(seen: LintedCall, trace: Trace) -> Iterator[Finding]:
         lines = set() if made is None else {made.call.location, place}
         if made and error and len(lines) > 1 and len({*map(function_of, lines)}) == 1:
             seen.rounding = made
+            trace.reported.add(made)
             low = short_name(seen.inputs[0].dtype)
             evidence = f"float32 values are rounded to {low}, and upcast at once at {located(seen.call.location)}"
             yield Finding("HP106", *made.place, evidence, error, 0.0, "neither cast")
+
+
+def _rounded_again(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
+    """HP106: fp32 ops on upcast values, whose results a low call rounds, as under torch.autocast."""
+    low = None if seen.moves else seen.low
+    for each in seen.inputs if low is not None else ():
+        made = trace.producer(each) if each.dtype is torch.float32 else None
+        if low is None or made is None or made.moves or trace.has_wide_use(each):
+            continue
+        given = [of for call in trace.wide(each) for of in call.inputs]
+        if low not in map(trace.upcast_from, given):
+            continue
+        found, calls = trace.in_low(each, low, origins) or (each, [])
+        is_exact = all(is_pointwise(of.call.op) for of in calls)
+        if calls and is_exact and torch.equal(found, each.to(low)):
+            name, place = short_name(low), located(seen.call.location)
+            evidence = (
+                f"upcast {name} values, which {seen.call.op} ({place}) rounds to {name} again"
+            )
+            trace.reported.add(made)
+            remedy = "no upcast before it: the same bits"
+            yield Finding("HP106", *made.place, evidence, 1.0, 0.0, remedy)
 
 
 @functools.cache

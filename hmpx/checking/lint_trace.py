@@ -253,6 +253,7 @@ class Trace:
         """Starts empty; ``intended`` gets codes and lines of findings that later calls show to be intended, or not."""
         self._intended = intended
         self.promoted = set[LintedCall]()  # that made low values fp32
+        self.reported = set[LintedCall]()  # casts and islands without effect
         self._calls: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
         # The parts of a join may be many.
         self._copies: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
@@ -390,6 +391,30 @@ class Trace:
         if any(each.dtype is torch.float32 and each.shape == seen.outputs[0].shape for each in own):
             promoted = itertools.chain(*known.values())
             self._intended.update(("HP105", each.call.location) for each in promoted)
+
+    def upcast_from(self, tensor: Tensor, *, is_kept: bool = False) -> torch.dtype | None:
+        """Returns the low dtype from which the program has just converted a tensor; with ``is_kept``, one that it keeps."""
+        made = self.producer(tensor)
+        if made is None or made.call.op not in CONVERTING or tensor.dtype is not torch.float32:
+            return None
+        source = made.inputs[0]
+        is_new = is_kept and self.producer(source) is not None
+        return source.dtype if source.dtype in LOW_DTYPES and not is_new else None
+
+    def has_wide_use(self, tensor: Tensor) -> bool:
+        """Whether a kept call in fp32 took a tensor."""
+        calls = [each for each in self._calls if each.low is None and not each.moves]
+        return any(of is tensor for each in calls for of in each.inputs)
+
+    def note_uses(self, seen: LintedCall) -> None:
+        """Notes that values of reported casts and islands are used otherwise, too."""
+        for each in seen.inputs if self.reported else ():
+            made = self.producer(each)
+            is_other = (
+                made in self.reported and each.dtype is made.outputs[0].dtype if made else False
+            )
+            if made and is_other and (seen.low is None) == (each.dtype is torch.float32):
+                self._intended.add(("HP106", f"{made.call.op} {made.call.location}"))
 
     def wide(self, tensor: Tensor) -> list[LintedCall]:
         """Returns the calls in fp32 that made ``tensor``, as far as values are followed."""

@@ -210,7 +210,11 @@ class Lint(Written):
         self._flops[place] += self._kernels.flops
         if seen.low is not None and any(each.dtype is torch.float32 for each in seen.inputs):
             self._product_dtype = seen.low
-        elif place not in self._wide:
+        upcast = [self._trace.upcast_from(each, is_kept=True) for each in seen.inputs]
+        others = [each for each, low in zip(seen.inputs, upcast, strict=True) if low is None]
+        if any(upcast) and any(self._origins.contents(each) is torch.float32 for each in others):
+            self._product_dtype = self._product_dtype or next(filter(None, upcast))
+        if seen.low is None and place not in self._wide:
             self._wide[place] = wide_product(seen, self._product_dtype or torch.bfloat16)
 
     def _note_fp16(self, call: OpCall, outputs: list[Tensor]) -> None:
@@ -289,6 +293,7 @@ class Lint(Written):
         self._kernels.stepped = frozenset(
             memory(each) for _, each, _ in stepped if is_readable(each)
         )
+        self._kernels.trained |= self._kernels.stepped
         with without_casts(), torch.no_grad():
             self._before = [
                 (name, each)

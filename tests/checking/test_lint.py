@@ -178,9 +178,51 @@ def clipped(is_late: bool) -> None:
     scaler.update()
 
 
+def upcast_weight(is_wide: bool) -> None:
+    x = drawn(16, 128)
+    F.linear(x, LOW.float()) if is_wide else F.linear(x.to(BF16), LOW)
+
+
+def upcast_within_autocast(is_wide: bool) -> None:
+    w = drawn(128, 128)
+    with torch.autocast("cpu", BF16):
+        hidden = F.linear(drawn(64, 128), w)
+        F.linear(F.relu(hidden.float() if is_wide else hidden), w)
+
+
+def decays(dtype: torch.dtype) -> None:
+    (1 - 2.0 ** -torch.linspace(6, 9, 8)).to(dtype)
+
+
+def masked_rows(off: float) -> None:
+    mask = torch.zeros(4, 8, dtype=torch.bool).index_fill_(0, torch.arange(3), 1)
+    torch.where(mask, LOW[:4, :8].half() * 1.1, off).softmax(-1)
+
+
+def overwritten_masters(is_wrong: bool) -> None:
+    low = nn.Linear(16, 16).to(BF16)
+    masters = [nn.Parameter(each.detach().float()) for each in low.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=1e-4)
+    for _ in range(2):
+        low(drawn(4, 16).to(BF16)).square().sum().backward()
+        for master, each in zip(masters, low.parameters(), strict=True):
+            if is_wrong:
+                master.data.copy_(each.data)
+            master.grad = None if each.grad is None else each.grad.float()
+        optimizer.step()
+        for master, each in zip(masters, low.parameters(), strict=True):
+            each.data.copy_(master.data)
+            each.grad = None
+
+
 @pytest.mark.parametrize(
     ("program", "wrong", "right", "code"),
     [
+        (upcast_weight, True, False, "HP105"),
+        (upcast_within_autocast, True, False, "HP106"),
+        (overwritten_masters, True, False, "HP107"),
+        (masked_rows, -1e30, -1e4, "HP109"),
+        (decays, BF16, torch.float32, "HP111"),
         (log_of_complements, BF16, torch.float32, "HP101"),
         (wide_backward, True, False, "HP105"),
         (wide_buffer, True, False, "HP105"),
@@ -860,9 +902,30 @@ def mostly_fp32() -> None:
     F.linear(LOW, drawn(16, 128).to(BF16))
 
 
+def upcast_for_a_residual() -> None:
+    w = drawn(128, 128)
+    with torch.autocast("cpu", BF16):
+        hidden = F.relu(F.linear(drawn(64, 128), w).float())
+        F.linear(hidden, w) + hidden * 1.01
+
+
+def compensated_by_its_remainder() -> None:
+    def step(self: Any) -> None:
+        for each in self.param_groups[0]["params"]:
+            rest = self.state[each].setdefault("rest", torch.zeros_like(each))
+            with torch.no_grad():
+                new = each.float() + rest.float() - 1e-5 * each.grad.float()
+                each.copy_(new)
+                rest.copy_(new - each.float())
+
+    train(type("Compensating", (torch.optim.Optimizer,), {"step": step}))
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        upcast_for_a_residual,
+        compensated_by_its_remainder,
         promoted_into_fp32,
         table_of_a_schedule,
         first_of_equals,
