@@ -445,6 +445,8 @@ class LintedKernels(Kernels):
         name, writes, *_ = _traits(func)
         if _traits(func).is_noted:
             self._note_copy(func, args, kwargs, result)
+        if name == "copy_" and result.dtype in LOW_DTYPES and args[1].dtype is torch.float32:
+            self.trained.add(memory(args[1]))  # a master
         if name in _CASTS and before is not None and args[1].dtype in LOW_DTYPES:
             self._check_truncated(func, args[1], before, result)
         if result.dtype not in LOW_DTYPES or not result.numel():

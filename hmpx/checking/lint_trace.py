@@ -320,7 +320,8 @@ class Trace:
 
         Args:
             tensor: A result of a kept call, or a view of one.
-            way: ``"exact"``: in float64; ``"kept"``: so, from inputs rounded to the dtype that they computed in;
+            way: ``"exact"``: in float64; ``"single"``: in float32; ``"kept"``: as exact, from inputs rounded to the
+                dtype that they computed in;
                 ``"deep"`` and ``"wide"``: in float64 and float32, as all calls before them; ``"double"``: in
                 float64, with calls of all kinds before them; ``"exact moved"`` and ``"double moved"``: so, from
                 inputs that differ by a rounding.
@@ -481,7 +482,7 @@ class Trace:
                 is_rounded = rounds and way == "kept" and seen.low is not None
                 value = each.detach().to(seen.low) if is_rounded else each.detach()
                 value = moved(value) if way.endswith("moved") else value
-            return value.to(torch.float32 if way == "wide" else torch.float64)
+            return value.to(torch.float32 if way in {"wide", "single"} else torch.float64)
 
         return seen.run(given)
 
