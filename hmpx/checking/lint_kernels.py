@@ -297,13 +297,19 @@ class LintedKernels(Kernels):
         before = self._begin_kernel(func, args, kwargs)
         result = call_in(self, func, args, kwargs)
         if (flops := _traits(func).flops) is not None:
-            known, task = self.flops, current_graph_task()
-            is_of_call = task == self._flops_task < 0  # those of a backward have calls only in part
-            self.flops = (known if is_of_call else 0) + flops(*args, **kwargs, out_val=result)
-            self._flops_task = task
+            self._count(flops, args, kwargs, result)
         if before is not None:
             self._end_kernel(func, args, kwargs, result, *before)
         return result
+
+    @spared
+    def _count(
+        self, flops: Callable[..., int], args: Any, kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        known, task = self.flops, current_graph_task()
+        is_of_call = task == self._flops_task < 0  # those of a backward have calls only in part
+        self.flops = (known if is_of_call else 0) + flops(*args, **kwargs, out_val=result)
+        self._flops_task = task
 
     @spared
     def _begin_kernel(

@@ -208,8 +208,9 @@ def _is_steep(seen: LintedCall) -> bool:
 
 def other_choice(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
     """HP101: a choice among rounded values that falls on other elements than before the rounding."""
-    chosen, lows = seen.chosen, [each for each in seen.inputs if trace.makers(each)]
-    if chosen is None or not lows:
+    if (chosen := seen.chosen) is None:
+        return
+    if not (lows := [each for each in seen.inputs if trace.makers(each)]):
         return
 
     def choice(way: str) -> Tensor | None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _FIRST_STEPS: Final = 2
 
 #: Products in fp32 that take less of the FLOPs of all products cost little; a line that takes less is not named.
-_LARGE: Final = 0.4
+_LARGE: Final = 0.5
 _LEAST_NAMED: Final = 0.1
 
 
