@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final, NamedTuple
@@ -20,6 +21,7 @@ from ..comparing import Origins, is_readable, may_read
 from ..errors import passing_over, raised_here
 from ..observers import Kernels, OpCall, spared, user_location
 from ..patches import SCALERS
+from ..places import with_callers
 from ..tensors import LOW_DTYPES, floating_in, map_tensors, short_name, tensors_in
 from ..torch_internals import (
     call_in,
@@ -46,6 +48,7 @@ _MOST_WRITTEN: Final = 8
 
 #: Decays are greater, and lose so much.
 _LEAST_DECAY: Final = 0.9
+_FEWEST_DECAYS: Final = 3
 _LEAST_LOST: Final = 0.1
 
 #: No position or counter is greater; masks are.
@@ -62,9 +65,14 @@ _SCALES: Final = frozenset({"mul", "div"})
 _UNDOING: Final = frozenset({"sub", "rsub", "foreach_sub"})
 _CASTS: Final = frozenset({"_to_copy", "copy_"})
 
-#: Kernels that take the loss scale away, and that limit gradients.
-_UNSCALING: Final = "amp_foreach_non_finite_check_and_unscale"
-_LIMITING: Final = frozenset({"mul", "foreach_mul", "clamp"})
+#: Kernels that scale gradients, perhaps by hand, and torch's functions that limit them.
+_SCALING: Final = frozenset(
+    {"amp_foreach_non_finite_check_and_unscale", "mul", "div", "foreach_mul", "foreach_div"}
+)
+_CLIPPING: Final = "torch.nn.utils.clip_grad"
+
+#: Kernels of products that torch has in inference mode, and counts by their parts.
+_WHOLE: Final = frozenset({"linear", "matmul"})
 
 #: Arguments that say which elements get which values, and how. Kernels with a word in their name add them up.
 _PLACES: Final = frozenset({"index", "indices", "offsets", "lengths"})
@@ -163,6 +171,10 @@ class _KernelTraits(NamedTuple):
     flops: Callable[..., int] | None = None
 
 
+def _flops_of_product(x: Tensor, *others: object, out_val: Tensor) -> int:
+    return 2 * out_val.numel() * x.shape[-1]
+
+
 @functools.cache
 def _traits(func: Any) -> _KernelTraits:
     schema, name = getattr(func, "_schema", None), getattr(func, "overloadpacket", func).__name__
@@ -178,7 +190,7 @@ def _traits(func: Any) -> _KernelTraits:
     is_named = scatters or is_noted or name in _RANGES | _CASTS | _COUNTS | _SCALES
     is_checked = writes or (is_named and not written)  # to run it again would write to an `out=`
     averages = tuple(n for n, each in enumerate(schema.arguments) if each.name in _AVERAGES)
-    flops = flop_registry.get(func.overloadpacket)
+    flops = flop_registry.get(func.overloadpacket, _flops_of_product if name in _WHOLE else None)
     return _KernelTraits(
         name, writes, is_random, is_checked, adds, scatters, is_noted, averages, flops
     )
@@ -253,9 +265,11 @@ class LintedKernels(Kernels):
         self.before: dict[int, Tensor] = {}
         self._undone: dict[int, Tensor] = {}  # what was subtracted from these, or these from it
         self._stuck: dict[int, str] = {}  # memory -> line of an update
+        self._overwritten: dict[int, tuple[Tensor, Finding]] = {}  # memory -> values before
         self._adding = set[Any]()  # kernels known to add a term to what they write to
         self._scaled = set[int]()  # backwards of scaled losses
-        self._is_scaled = False  # gradients are, now
+        self._is_scaled = False  # gradients are, now, but for those
+        self._unscaled = set[int]()  # in this memory
         self._sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> LintedKernels:
@@ -330,9 +344,7 @@ class LintedKernels(Kernels):
             factors = [each for each in given if not each.dim() and is_readable(each)]
             self._scaled |= {task for each in factors if each.item() in scales}
             self._is_scaled |= task in self._scaled
-        elif self._is_scaled and traits.name.strip("_") == _UNSCALING:
-            self._is_scaled = False
-        elif self._is_scaled and traits.writes and traits.name.strip("_") in _LIMITING:
+        elif self._is_scaled and args and traits.name[-1] == "_" and current_graph_task() < 0:
             self._check_limited(func, args)
         given_places = [n for n in traits.statistics if n < len(args)]  # defaults are left out
         places = [n for n in given_places if getattr(args[n], "dtype", None) in LOW_DTYPES]
@@ -386,7 +398,8 @@ class LintedKernels(Kernels):
         is_known = any(trace.producer(each) for each in floating_in(args) if is_readable(each))
         if not is_known and all(each.dtype not in LOW_DTYPES for each in targets):
             is_low = any(each.dtype in LOW_DTYPES for each in floating_in(args[1:2]))
-            return [each.clone() for each in targets] if is_low else []  # perhaps masters
+            is_back = any(memory(each) in self._overwritten for each in targets)
+            return [each.clone() for each in targets] if is_low or is_back else []  # masters
         if not is_known and self.stepped is not None:  # an optimizer's state: a look is enough
             return [_part(each).clone() for each in targets]
         for each in targets:
@@ -426,7 +439,7 @@ class LintedKernels(Kernels):
                 for each, other in (pair, pair[::-1]):
                     if _is_same(each, before):
                         self._undone[place] = other.detach().clone()
-                    elif _is_same(each, now.float()) and _is_same(other.to(now.dtype), now):
+                    elif _is_rounded_to(now, other) and _is_same(each, now.float()):
                         self._undone[place] = now.clone()
 
     def undone(self, parameter: Tensor) -> str | None:
@@ -440,6 +453,7 @@ class LintedKernels(Kernels):
         """Forgets what an optimizer's step has done."""
         self.stepped, self.has_drawn, self.stepped_on = None, False, set()
         self.low, self.before, self._undone, self._stuck = {}, {}, {}, {}
+        self._is_scaled, self._unscaled = False, set()
 
     # --- the rules -----------------------------------------------------------------------------------
 
@@ -453,7 +467,7 @@ class LintedKernels(Kernels):
             self._note_copy(func, args, kwargs, result)
         if name == "copy_" and result.dtype in LOW_DTYPES and args[1].dtype is torch.float32:
             self.trained.add(memory(args[1]))  # a master
-        if name in _CASTS and before is not None and args[1].dtype in LOW_DTYPES:
+        if name == "copy_" and before is not None:
             self._check_truncated(func, args[1], before, result)
         if result.dtype not in LOW_DTYPES or not result.numel():
             return
@@ -495,17 +509,57 @@ class LintedKernels(Kernels):
     @unseen
     def _check_limited(self, func: Any, args: Any) -> None:
         """HP110: gradients that are clipped before they are unscaled."""
+        name = _traits(func).name.strip("_")
         places = {memory(each.grad) for each in self._parameters() if each.grad is not None}
-        factors = [each for each in tensors_in(args[1:]) if may_read() and is_readable(each)]
-        if places.isdisjoint(map(memory, tensors_in(args[:1]))) or (
-            _traits(func).name.strip("_") != "clamp" and not any((e < 1).any() for e in factors)
-        ):
+        targets = {memory(each) for each in tensors_in(args[:1]) if is_readable(each)} & places
+        if not targets:
             return
+        if all(of.f_globals.get("__name__") != _CLIPPING for of in with_callers(sys._getframe(1))):
+            self._unscaled |= targets if name in _SCALING else set()
+            return
+        factors = [each for each in tensors_in(args[1:]) if may_read() and is_readable(each)]
+        is_limited = "clamp" in name or any(bool((each < 1).any()) for each in factors)
         scale = next((each.get_scale() for each in list(SCALERS) if each.is_enabled()), 1.0)
-        if scale != 1:
-            evidence = f"gradients are limited while they are scaled by {scale:,.0f}"
+        if is_limited and scale != 1 and not targets <= self._unscaled:
+            evidence = f"gradients are clipped while they are scaled by {scale:,.0f}"
             remedy = "call scaler.unscale_(optimizer) before"
             self._report("HP110", func, (evidence, 1.0, None), remedy)
+
+    def _check_truncated(self, func: Any, source: Tensor, before: Tensor, target: Tensor) -> None:
+        """HP107: trained float32 values that a copy of them in a low type overwrites, and that don't come back."""
+        place, low = memory(target), source.dtype
+        if place in self._overwritten and _is_same(target, self._overwritten[place][0]):
+            del self._overwritten[place]
+        is_trained = before.dtype is torch.float32 and place in self.trained
+        if low not in LOW_DTYPES or not is_trained or not _is_rounded_to(source, before):
+            return
+        lost = (before != source).double().mean().item()
+        if lost > 0.5:
+            evidence = f"{lost:.0%} of the float32 values are overwritten by those rounded to {short_name(low)}: updates are lost"
+            remedy, name = (
+                "keep the float32 values from step to step",
+                _traits(func).name.strip("_"),
+            )
+            found = "HP107", name, spot()[1], user_location(), evidence, lost, None, remedy
+            self._overwritten[place] = before, Finding(*found)
+
+    def report_overwritten(self) -> None:
+        """Reports float32 values that were not restored until now."""
+        self._add(found for _, found in self._overwritten.values())
+        self._overwritten = {}
+
+    def _check_decays(self, func: Any, source: Tensor, result: Tensor) -> None:
+        """HP111: numbers close to 1 whose distance from 1 a cast changes, as of a decay."""
+        values = source.detach().reshape(-1)[:SAMPLE]
+        few = values[:_FEW] if source.dtype is torch.float32 else values[:0]
+        if len(few) < _FEWEST_DECAYS or not all(_LEAST_DECAY < each < 1 for each in few.tolist()):
+            return
+        values = values.double()
+        if (values.diff() > 0).all() or (values.diff() < 0).all():  # else it is no table
+            exact, found = 1 - values, 1 - result.detach().reshape(-1)[:SAMPLE].double()
+            error = ((found - exact).norm() / exact.norm()).item()
+            evidence = f"numbers from {values.min():.5g} to {values.max():.5g}: their distances from 1 change in {short_name(result.dtype)}"
+            self._report("HP111", func, (evidence, error, 0.0) if error > _LEAST_LOST else None)
 
     @unseen
     def _check_averages(self, func: Any, args: Any, kwargs: Any, olds: dict[int, Tensor]) -> None:
@@ -533,26 +587,6 @@ class LintedKernels(Kernels):
         )
         terms = max(each.numel() for each in floating_in(args))
         return self._report_sum(func, terms, result, exact, wide)
-
-    def _check_truncated(self, func: Any, source: Tensor, before: Tensor, target: Tensor) -> None:
-        """HP107: trained float32 values that a copy of them in a low type overwrites."""
-        is_trained = before.dtype is torch.float32 and memory(target) in self.trained
-        if is_trained and _is_same(before.to(source.dtype), source):
-            lost = (before != source).double().mean().item()
-            evidence = f"{lost:.0%} of the float32 values are overwritten by those rounded to {short_name(source.dtype)}: updates are lost"
-            found = (evidence, lost, None) if lost > 0.5 else None
-            self._report("HP107", func, found, "keep the float32 values from step to step")
-
-    def _check_decays(self, func: Any, source: Tensor, result: Tensor) -> None:
-        """HP111: numbers close to 1 whose distance from 1 a cast changes, as of a decay."""
-        values = source.detach().reshape(-1)[:SAMPLE]
-        few = values[:_FEW] if source.dtype is torch.float32 else values[:0]
-        if all(_LEAST_DECAY < each < 1 for each in few.tolist()) and len(few):
-            values = values.double()
-            exact, found = 1 - values, 1 - result.detach().reshape(-1)[:SAMPLE].double()
-            error = ((found - exact).norm() / exact.norm()).item()
-            evidence = f"numbers from {values.min():.5g} to {values.max():.5g}: their distances from 1 change in {short_name(result.dtype)}"
-            self._report("HP111", func, (evidence, error, 0.0) if error > _LEAST_LOST else None)
 
     def _check_copied(self, func: Any, source: Tensor, result: Tensor, before: Tensor) -> None:
         """HP107: a parameter that is computed from itself, and copied."""
@@ -694,6 +728,12 @@ class LintedKernels(Kernels):
 
 def _part(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[:_FOLLOWED]
+
+
+def _is_rounded_to(low: Tensor, wide: Tensor) -> bool:
+    """Whether ``low`` has the rounded values of ``wide``, which differ."""
+    is_alike = wide.dtype is torch.float32 and wide.shape == low.shape and is_readable(wide)
+    return is_alike and _is_same(wide.to(low.dtype), low) and not torch.equal(wide, low.float())
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

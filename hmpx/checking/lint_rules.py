@@ -139,19 +139,12 @@ def _lost_before(
     # A sum whose terms are equal after rounding shows the error of all calls before it.
     is_whole = where is not None and where.double().mean().item() > 0.5
     is_low = where is None or any(map(trace.makers, lows))
-    ways = [("exact", "kept")]
-    ways += [("deep", "wide")] if is_whole else [("exact", "single")] if where is None else []
+    ways = [("exact", "kept")] + ([("deep", "wide")] if is_whole else [])
     for reference, remedy in ways if is_low else [("double", "double")]:
         exact, right = results(reference)
         error = _error(results("given")[1], right) or 0.0
         if error <= (LEAST if is_low else _LEAST_LOST):
             continue
-        if remedy == "single":  # more than a step's place has changed
-            values = dict(zip(map(id, lows), exact, strict=False))
-            found = seen.run(lambda each: each.detach().double())
-            wide = seen.run(lambda each: values.get(id(each), each.detach()).double())  # noqa: B023
-            if (_error(found, wide) or 0.0) <= LEAST:
-                continue
         if where is not None and not (is_low and error > _LEAST_CANCELLED):
             # roundings of the inputs have that effect near the end of a training
             moved = _error(results(f"{reference} moved")[1], right) if is_whole else None
@@ -172,8 +165,7 @@ def _lost_before(
             makers = [maker for each in needed for maker in trace.makers(each)]
             is_kept = remedy == "kept"
             lines = dict.fromkeys(each.kept_line if is_kept else each.line() for each in makers)
-            before = " and the calls before it" if remedy == "wide" else ""
-            more = "" if is_kept else f"{before} in the fp32 list"
+            more = "" if is_kept else " and the calls before it in the fp32 list"
             return error, remedied, f"{', '.join(lines)}{more}"
     return None
 

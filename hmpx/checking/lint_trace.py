@@ -44,6 +44,9 @@ SAMPLE: Final = 1 << 16
 #: Kernels that copy, and aren't calls of their own.
 COPIES: Final = frozenset({"clone", "copy_", "index"})
 
+#: Ops that return the places of elements, along a dimension or of all.
+_CHOOSING: Final = frozenset({"argmax", "argmin", "kthvalue", "max", "min", "topk"})
+
 #: Ops whose results jump.
 _STEPS: Final = frozenset({"ceil", "floor", "round", "sign", "trunc"})
 
@@ -166,8 +169,8 @@ class LintedCall:
     @property
     def chosen(self) -> Tensor | None:
         """The places of the inputs' elements that it chose, as `topk` and `argmax` do."""
-        found = integers_in([self.result]) if self.inputs else []
-        return found[0] if len(found) == 1 and not draws(self.call.op) else None
+        found = integers_in([self.result]) if self.call.op in _CHOOSING else []
+        return found[0] if len(found) == 1 else None
 
     @property
     def picks(self) -> bool:
@@ -252,8 +255,8 @@ class Trace:
     def __init__(self, intended: set[tuple[str, str]]) -> None:
         """Starts empty; ``intended`` gets codes and lines of findings that later calls show to be intended, or not."""
         self._intended = intended
-        self.promoted = set[LintedCall]()  # that made low values fp32
-        self.reported = set[LintedCall]()  # casts and islands without effect
+        self.promoted = weakref.WeakSet[LintedCall]()  # that made low values fp32
+        self.reported = weakref.WeakSet[LintedCall]()  # casts and islands without effect
         self._calls: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
         # The parts of a join may be many.
         self._copies: deque[LintedCall] = deque(maxlen=_MOST_CALLS)
@@ -320,8 +323,7 @@ class Trace:
 
         Args:
             tensor: A result of a kept call, or a view of one.
-            way: ``"exact"``: in float64; ``"single"``: in float32; ``"kept"``: as exact, from inputs rounded to the
-                dtype that they computed in;
+            way: ``"exact"``: in float64; ``"kept"``: so, from inputs rounded to the dtype that they computed in;
                 ``"deep"`` and ``"wide"``: in float64 and float32, as all calls before them; ``"double"``: in
                 float64, with calls of all kinds before them; ``"exact moved"`` and ``"double moved"``: so, from
                 inputs that differ by a rounding.
@@ -387,7 +389,9 @@ class Trace:
         """Notes a promotion whose result is added to a tensor that is fp32 and as large anyway."""
         if not self.promoted or seen.call.op not in DIFFERENCES or seen.low is not None:
             return
-        known = {id(each): self.promoted.intersection(self.wide(each)) for each in seen.inputs}
+        known = {
+            id(each): [of for of in self.wide(each) if of in self.promoted] for each in seen.inputs
+        }
         own = [each for each in seen.inputs if not known[id(each)]]
         if any(each.dtype is torch.float32 and each.shape == seen.outputs[0].shape for each in own):
             promoted = itertools.chain(*known.values())
@@ -482,7 +486,7 @@ class Trace:
                 is_rounded = rounds and way == "kept" and seen.low is not None
                 value = each.detach().to(seen.low) if is_rounded else each.detach()
                 value = moved(value) if way.endswith("moved") else value
-            return value.to(torch.float32 if way in {"wide", "single"} else torch.float64)
+            return value.to(torch.float32 if way == "wide" else torch.float64)
 
         return seen.run(given)
 

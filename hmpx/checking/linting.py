@@ -151,6 +151,7 @@ class Lint(Written):
         if self._block is not None:
             to_the_end(self._block.close)
         self._check_scaling()
+        self._kernels.report_overwritten()
         self._check_models()
         self.about = about_run()
         self._trace, self._origins, self._before = Trace(self._intended), Origins(), []
@@ -183,8 +184,6 @@ class Lint(Written):
         if not may_read() or not all(map(is_readable, [*inputs, *seen.outputs])):
             return
         is_product = kind(call.op)[0] in PRODUCTS and bool(seen.outputs)
-        if is_product:
-            self._note_product(seen)
         if call.phase == "forward":
             if is_product:
                 paths, path = self._products.setdefault(id(spot()[0]), {}), call.module
@@ -200,6 +199,8 @@ class Lint(Written):
                 if is_leaf and id(each) not in self._owned:
                     self._leaves[each] = None
         with without_casts():
+            if is_product:
+                self._note_product(seen)
             self._origins.note(call, inputs, result)
             self._add(findings_of(seen, self._trace, self._origins))
         self._trace.add(seen)
@@ -289,6 +290,7 @@ class Lint(Written):
         ]
         others = [each for each in stepped if id(each[1]) not in names and each[1].shape not in low]
         self._check_made([each[:2] for each in others])
+        self._kernels.report_overwritten()
         self._kernels.end_step()  # of a step that has failed
         self._kernels.stepped = frozenset(
             memory(each) for _, each, _ in stepped if is_readable(each)

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import linecache
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ def wide_buffer(is_wide: bool) -> None:
         torch.mm(x, w, out=torch.empty(64, 256)) if is_wide else torch.mm(x, w)
 
 
-def clipped(is_late: bool) -> None:
+def clipped(is_late: bool, clip: Callable[..., object] = nn.utils.clip_grad_norm_) -> None:
     layer = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
@@ -173,7 +174,7 @@ def clipped(is_late: bool) -> None:
     scaler.scale(loss).backward()
     if is_late:
         scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+    clip(layer.parameters(), 0.1)
     scaler.step(optimizer)
     scaler.update()
 
@@ -227,6 +228,7 @@ def overwritten_masters(is_wrong: bool) -> None:
         (wide_backward, True, False, "HP105"),
         (wide_buffer, True, False, "HP105"),
         (clipped, False, True, "HP110"),
+        (lambda is_late: clipped(is_late, nn.utils.clip_grad_value_), False, True, "HP110"),
         (mostly_wide_products, True, False, "HP105"),
         (routed, BF16, torch.float32, "HP101"),
         (nearest, BF16, torch.float32, "HP101"),
@@ -921,9 +923,38 @@ def compensated_by_its_remainder() -> None:
     train(type("Compensating", (torch.optim.Optimizer,), {"step": step}))
 
 
+def pruned() -> None:
+    clipped(False, lambda each, limit: [p.grad.mul_((p > 0).float()) for p in each])
+
+
+def evaluated_in_low() -> None:
+    layer = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
+    for _ in range(2):
+        layer(drawn(4, 16)).square().sum().backward()
+        optimizer.step()
+        kept = {name: each.clone() for name, each in layer.state_dict().items()}
+        layer.load_state_dict({name: each.to(BF16) for name, each in kept.items()})
+        layer.load_state_dict(kept)
+
+
+def probabilities() -> None:
+    torch.sigmoid(drawn(64) + 6).to(BF16)
+
+
+def pooled() -> None:
+    images = F.conv2d(drawn(2, 3, 16, 16).to(BF16), drawn(8, 3, 3, 3).to(BF16))
+    F.max_pool2d(images, 2, return_indices=True)
+    F.relu(images.flatten()).nonzero()
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        pruned,
+        evaluated_in_low,
+        probabilities,
+        pooled,
         upcast_for_a_residual,
         compensated_by_its_remainder,
         promoted_into_fp32,
@@ -954,6 +985,21 @@ def compensated_by_its_remainder() -> None:
 )
 def test_healthy_programs_are_no_findings(program: Callable[[], object]) -> None:
     assert not codes(program)
+
+
+def test_calls_that_are_reported_keep_no_tensor() -> None:
+    x, scale = drawn(8, 16).to(BF16), torch.ones(1, 16)
+    with hmpx.lint(), torch.no_grad():
+        results = [weakref.ref(x.exp() * scale) for _ in range(1500)]
+        assert sum(each() is not None for each in results) < 1100
+
+
+def test_flops_in_inference_mode() -> None:
+    def run() -> None:
+        with torch.inference_mode():
+            wide_buffer(True)
+
+    assert codes(run) == ["HP105"]
 
 
 def variance_far_from_zero(mean: float) -> None:
