@@ -240,7 +240,7 @@ def _no_autocast(model: nn.Module) -> Iterator[None]:
     @functools.wraps(enter)
     def entering(region: Any) -> Any:
         result = enter(region)
-        if threading.get_ident() == thread and is_any_autocast_enabled():
+        if threading.get_ident() == thread and torch.is_autocast_enabled(region.device):
             region.__exit__(None, None, None)
             raise OptionError(
                 f"{type(model).__name__} enters torch.autocast in its forward, so the file would have autocast's types "
