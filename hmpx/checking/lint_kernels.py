@@ -555,7 +555,7 @@ class LintedKernels(Kernels):
         if len(few) < _FEWEST_DECAYS or not all(_LEAST_DECAY < each < 1 for each in few.tolist()):
             return
         values = values.double()
-        if (values.diff() > 0).all() or (values.diff() < 0).all():  # else it is no table
+        if (values.diff() > 0).all() or (values.diff() < 0).all():  # as tables do
             exact, found = 1 - values, 1 - result.detach().reshape(-1)[:SAMPLE].double()
             error = ((found - exact).norm() / exact.norm()).item()
             evidence = f"numbers from {values.min():.5g} to {values.max():.5g}: their distances from 1 change in {short_name(result.dtype)}"
