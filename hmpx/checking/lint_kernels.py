@@ -1,23 +1,21 @@
-"""The rules about single kernels: whole numbers that a low type does not hold, and sums in a low type.
+"""The rules about single kernels: sums, updates, scales and casts in a low type.
 
 Kernels show what isn't a call of an op: gradients that add up, copies, casts of integers, ranges.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..comparing import Origins, is_readable, may_read
+from ..comparing import is_readable, may_read
 from ..errors import passing_over, raised_here
 from ..observers import Kernels, OpCall, spared, user_location
 from ..patches import SCALERS
@@ -28,12 +26,13 @@ from ..torch_internals import (
     current_graph_task,
     dispatch_modes,
     in_compiled_call,
-    schemas_of,
     unseen,
 )
 from ..torch_state import spot
 from .findings import LEAST, TIMES, Finding
-from .lint_trace import CONVERTING, COPIES, DIFFERENCES, SAMPLE, LintedCall, Trace, memory
+from .kernel_traits import CASTS, COUNTS, RANGES, SCALES, SUMS, UNDOING, traits_of
+from .lint_integers import KEEP, Found, merged, most_counted, rounded, whole_numbers
+from .lint_trace import SAMPLE, LintedCall, Trace, memory
 
 #: Values read to see whether it is worth while to read more.
 _FEW: Final = 64
@@ -51,156 +50,11 @@ _LEAST_DECAY: Final = 0.9
 _FEWEST_DECAYS: Final = 3
 _LEAST_LOST: Final = 0.1
 
-#: No position or counter is greater; masks are.
-_MOST_COUNTED: Final = 2.0**40
-
-#: Ops that compute with integers and low tensors; others take integers as indices.
-_ARITHMETIC: Final = CONVERTING | DIFFERENCES | {"mul", "rmul", "imul", "truediv", "div", "pow"}
-
-#: Kernels that make ranges; those that add up; those that make whole numbers of whole numbers; casts.
-_RANGES: Final = frozenset({"arange", "linspace"})
-_SUMS: Final = frozenset({"add", "sub", "rsub", "lerp"})
-_COUNTS: Final = _SUMS | {"mul", "cumsum", "sum"}
-_SCALES: Final = frozenset({"mul", "div"})
-_UNDOING: Final = frozenset({"sub", "rsub", "foreach_sub"})
-_CASTS: Final = frozenset({"_to_copy", "copy_"})
-
 #: Kernels that scale gradients, perhaps by hand, and torch's functions that limit them.
 _SCALING: Final = frozenset(
     {"amp_foreach_non_finite_check_and_unscale", "mul", "div", "foreach_mul", "foreach_div"}
 )
 _CLIPPING: Final = "torch.nn.utils.clip_grad"
-
-#: Kernels of products that torch has in inference mode, and counts by their parts.
-_WHOLE: Final = frozenset({"linear", "matmul"})
-
-#: Arguments that say which elements get which values, and how. Kernels with a word in their name add them up.
-_PLACES: Final = frozenset({"index", "indices", "offsets", "lengths"})
-_WAYS: Final = frozenset({"accumulate", "reduce"})
-_ADDING: Final = frozenset({"accumulate", "add", "backward", "bag"})
-#: Arguments of windows, which may overlap, and words of kernels that then add up.
-_WINDOWS: Final = ({"size", "step"}, {"kernel_size", "stride"})
-_SHARING: Final = frozenset({"backward", "col2im"})
-
-#: Names of running averages, which most norms write to without saying so.
-_AVERAGES: Final = frozenset(
-    each.name
-    for schema in schemas_of("aten::_native_batch_norm_legit")
-    for each in schema.arguments
-    if not schema.overload_name and each.alias_info is not None and each.alias_info.is_write
-)
-
-_KEEP: Final = "keep them in float32"
-
-
-#: The evidence, the effect, and that of the remedy, if it was tried.
-_Found = tuple[str, float, float | None]
-
-
-def rounded_integers(seen: LintedCall, trace: Trace, origins: Origins) -> Iterator[Finding]:
-    """HP102: integers that a cast to a low type changes."""
-    low = next((each.dtype for each in seen.outputs if each.dtype in LOW_DTYPES), seen.low)
-    if low is None:
-        return
-    for each in tensors_in([*seen.args, *seen.kwargs.values()]):
-        is_index = not each.is_floating_point() and seen.call.op not in _ARITHMETIC
-        is_exact = each.dtype in (*LOW_DTYPES, torch.bool) or each.is_complex() or not each.dim()
-        if not is_index and not is_exact and (found := _rounded(each, low)):
-            remedy = _KEEP if seen.moves else f"{seen.line()} in the fp32 list"
-            yield Finding("HP102", *seen.place, *found, remedy)
-            return
-
-
-def _rounded(
-    exact: Tensor, low: torch.dtype, found: Tensor | None = None
-) -> tuple[str, float, float] | None:
-    """Returns the evidence and the effects if the values are whole numbers, and ``low``, or ``found``, has others."""
-    values = whole_numbers(exact)
-    if values is None or not values.numel():
-        return None
-    given = values.to(low)
-    if found is not None:
-        is_counted = exact.detach().reshape(-1)[:SAMPLE].double().abs() < _MOST_COUNTED
-        given = found.reshape(-1)[:SAMPLE][is_counted]
-    changed, remedied = (
-        (each.double() != values).double().mean().item() for each in (given, values.float())
-    )
-    if not changed:
-        return None
-    evidence = (
-        f"{changed:.0%} of the whole numbers up to {values.abs().max().item():,.0f} change in "
-        f"{short_name(low)}, which counts to {_most(low):,}"
-    )
-    return evidence, changed, remedied
-
-
-def _merged(exact: Tensor, found: Tensor) -> tuple[str, float, float] | None:
-    """Likewise if different numbers are equal in a low type."""
-    count, low, wide = (len(torch.unique(each)) for each in (exact, found, exact.float()))
-    evidence = f"{count:,} numbers are {low:,} different ones in {short_name(found.dtype)}"
-    return (evidence, 1 - low / count, 1 - wide / count) if low < count else None
-
-
-def whole_numbers(tensor: Tensor) -> Tensor | None:
-    """Returns the values in float64, without masks; None unless all are whole numbers."""
-    values = tensor.detach().reshape(-1)
-    few = values[:_FEW].double().tolist()  # they tell most tensors
-    if any(each % 1 for each in few if abs(each) < _MOST_COUNTED):
-        return None
-    sample = values[:SAMPLE].double()
-    sample = sample[sample.abs() < _MOST_COUNTED]
-    return sample if (sample == sample.round()).all() else None
-
-
-def _most(low: torch.dtype) -> int:
-    """Returns the number to which a dtype counts."""
-    return round(2 / torch.finfo(low).eps)
-
-
-class _KernelTraits(NamedTuple):
-    """What is known about a kernel."""
-
-    name: str
-    writes: bool = False  # to its first argument, and no other
-    is_random: bool = False
-    is_checked: bool = False
-    adds: bool = False  # perhaps
-    scatters: bool = False  # perhaps many terms to one element
-    is_noted: bool = False  # as a call is: values come from it
-    statistics: tuple[int, ...] = ()  # places of running averages that it writes to
-    flops: Callable[..., int] | None = None
-
-
-def _flops_of_product(x: Tensor, *others: object, out_val: Tensor) -> int:
-    return 2 * out_val.numel() * x.shape[-1]
-
-
-@functools.cache
-def _traits(func: Any) -> _KernelTraits:
-    schema, name = getattr(func, "_schema", None), getattr(func, "overloadpacket", func).__name__
-    if schema is None:
-        return _KernelTraits(name)
-    is_random = torch.Tag.nondeterministic_seeded in func.tags
-    written = [n for n, e in enumerate(schema.arguments) if e.alias_info and e.alias_info.is_write]
-    is_torchs = schema.name.startswith("aten::")  # other packages' names may mean something else
-    writes = is_torchs and name.endswith("_") and written == [0] and not is_random
-    adds = torch.Tag.pointwise in func.tags or "add" in name or name.startswith("_foreach")
-    scatters = scatters_terms(func)
-    is_noted = is_random or name in COPIES
-    is_named = scatters or is_noted or name in _RANGES | _CASTS | _COUNTS | _SCALES
-    is_checked = writes or (is_named and not written)  # to run it again would write to an `out=`
-    averages = tuple(n for n, each in enumerate(schema.arguments) if each.name in _AVERAGES)
-    flops = flop_registry.get(func.overloadpacket, _flops_of_product if name in _WHOLE else None)
-    return _KernelTraits(
-        name, writes, is_random, is_checked, adds, scatters, is_noted, averages, flops
-    )
-
-
-def scatters_terms(func: Any) -> bool:
-    """Whether a kernel may add many terms to the elements that an argument names, or that windows share."""
-    names, words = {each.name for each in func._schema.arguments}, func._schema.name[6:].split("_")
-    is_of_windows = any(names >= each for each in _WINDOWS) and bool(_SHARING & {*words})
-    return is_of_windows or (bool(names & _PLACES) and bool(names & _WAYS or _ADDING & {*words}))
 
 
 def _computed(func: Any, args: Any, kwargs: Any, dtype: torch.dtype, at: int = -1) -> Tensor:
@@ -310,7 +164,7 @@ class LintedKernels(Kernels):
         kwargs = kwargs or {}
         before = self._begin_kernel(func, args, kwargs)
         result = call_in(self, func, args, kwargs)
-        if (flops := _traits(func).flops) is not None:
+        if (flops := traits_of(func).flops) is not None:
             self._count(flops, args, kwargs, result)
         if before is not None:
             self._end_kernel(func, args, kwargs, result, *before)
@@ -330,13 +184,13 @@ class LintedKernels(Kernels):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[int, Tensor], list[Tensor]] | None:
         """Returns copies of the tensors that a kernel will write to: averages by place, others; None if it is not checked."""
-        traits = _traits(func)
+        traits = traits_of(func)
         self.note(func, args, kwargs)
         if self.stepped is not None:
             self.has_drawn |= traits.is_random
             written = tensors_in(args[:1]) if traits.writes else []
             self.stepped_on.update(map(memory, written))
-            if traits.name.strip("_") in _UNDOING:
+            if traits.name.strip("_") in UNDOING:
                 self._note_undone(args)
         if SCALERS and traits.name == "mul" and (task := current_graph_task()) >= 0:
             scales = {each.get_scale() for each in list(SCALERS)}
@@ -368,7 +222,7 @@ class LintedKernels(Kernels):
             with passing_over(RuntimeError):  # it may have no kernel for float64
                 self._check_averages(func, args, kwargs, averages)
             return
-        traits = _traits(func)
+        traits = traits_of(func)
         results = tensors_in(args[:1] if traits.writes else [result])
         low = [n for n, each in enumerate(results) if each.dtype in LOW_DTYPES or traits.is_noted]
         if low and may_read() and all(map(is_readable, results)):
@@ -378,9 +232,9 @@ class LintedKernels(Kernels):
                     own = [[of[number]] if isinstance(of, (list, tuple)) else of for of in args]
                 self._check(func, own, kwargs, results[number], before[number] if before else None)
 
-    def _report(self, code: str, func: Any, found: _Found | None, remedy: str = _KEEP) -> bool:
+    def _report(self, code: str, func: Any, found: Found | None, remedy: str = KEEP) -> bool:
         if found is not None:
-            name, module = _traits(func).name.strip("_"), spot()[1]
+            name, module = traits_of(func).name.strip("_"), spot()[1]
             self._add([Finding(code, name, module, user_location(), *found, remedy)])
         return found is not None
 
@@ -418,13 +272,13 @@ class LintedKernels(Kernels):
 
     def _note_copy(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
         trace, inputs = self._trace(), floating_in(args)
-        is_known = _traits(func).is_random or any(map(trace.producer, inputs))
+        is_known = traits_of(func).is_random or any(map(trace.producer, inputs))
         if not all(map(is_readable, inputs)) or not is_known:
             return
         written = {key: copy for key, (_, copy) in self.written.items() if key == id(result)}
-        op = _traits(func).name
+        op = traits_of(func).name
         # Torch would copy a new tensor that is held, and the program's modes would see that.
-        if _traits(func).is_random:
+        if traits_of(func).is_random:
             op, result = "random", result.detach()
         place = op, str(func), func, "PASS", "", None, (), (), ()
         call = OpCall(*place, result.device.type, 0, spot()[1], user_location())
@@ -462,8 +316,8 @@ class LintedKernels(Kernels):
         self, func: Any, args: Any, kwargs: Any, result: Tensor, before: Tensor | None
     ) -> None:
         """Checks a kernel, or a part of one for a list of tensors; ``before`` are the values before a write."""
-        name, writes, *_ = _traits(func)
-        if _traits(func).is_noted:
+        name, writes, *_ = traits_of(func)
+        if traits_of(func).is_noted:
             self._note_copy(func, args, kwargs, result)
         if name == "copy_" and result.dtype in LOW_DTYPES and args[1].dtype is torch.float32:
             self.trained.add(memory(args[1]))  # a master
@@ -473,16 +327,16 @@ class LintedKernels(Kernels):
             return
         if result.dtype is torch.float16 and current_graph_task() >= 0 and not result.any():
             self.has_underflown |= bool(_computed(func, args, kwargs, torch.float64).any())
-        if name in _RANGES:
+        if name in RANGES:
             exact = _computed(func, args, kwargs, torch.float64)
-            found = _rounded(exact, result.dtype) or _merged(exact, result)
+            found = rounded(exact, result.dtype) or merged(exact, result)
             self._report("HP102", func, found)
-        elif name in _CASTS:
+        elif name in CASTS:
             source = args[1 if writes else 0]
             if before is not None and source.is_floating_point():
                 self._check_copied(func, source, result, before)
             elif not source.is_floating_point() and result.dim():
-                self._report("HP102", func, _rounded(source.expand(result.shape), result.dtype))
+                self._report("HP102", func, rounded(source.expand(result.shape), result.dtype))
             elif result.dtype is torch.float16 and (task := current_graph_task()) >= 0:
                 self._check_unscaled(func, source, task)
             elif not writes:
@@ -509,7 +363,7 @@ class LintedKernels(Kernels):
     @unseen
     def _check_limited(self, func: Any, args: Any) -> None:
         """HP110: gradients that are clipped before they are unscaled."""
-        name = _traits(func).name.strip("_")
+        name = traits_of(func).name.strip("_")
         places = {memory(each.grad) for each in self._parameters() if each.grad is not None}
         targets = {memory(each) for each in tensors_in(args[:1]) if is_readable(each)} & places
         if not targets:
@@ -538,7 +392,7 @@ class LintedKernels(Kernels):
             evidence = f"{lost:.0%} of the float32 values are overwritten by those rounded to {short_name(low)}: updates are lost"
             remedy, name = (
                 "keep the float32 values from step to step",
-                _traits(func).name.strip("_"),
+                traits_of(func).name.strip("_"),
             )
             found = "HP107", name, spot()[1], user_location(), evidence, lost, None, remedy
             self._overwritten[place] = before, Finding(*found)
@@ -580,7 +434,7 @@ class LintedKernels(Kernels):
         """HP104: whether a low type lost terms that one call adds to few elements."""
         has_switch = any(each.name == "accumulate" for each in func._schema.arguments)
         is_off = has_switch and not any(each is True for each in (*args, *kwargs.values()))
-        if not _traits(func).scatters or is_off:
+        if not traits_of(func).scatters or is_off:
             return False
         exact, wide = (
             _computed(func, args, kwargs, each) for each in (torch.float64, torch.float32)
@@ -599,15 +453,15 @@ class LintedKernels(Kernels):
         self, func: Any, args: Any, kwargs: Any, result: Tensor, is_written: bool
     ) -> None:
         """Finds the total to which a kernel adds, if it does; ``args`` are those before a write."""
-        traits, at = _traits(func), 0 if is_written and _traits(func).adds else None
-        if not is_written and traits.name in _SUMS:
+        traits, at = traits_of(func), 0 if is_written and traits_of(func).adds else None
+        if not is_written and traits.name in SUMS:
             terms = [n for n, each in enumerate(args[:2]) if isinstance(each, Tensor)]
             totals = [n for n in terms if args[n].shape == result.shape and len(terms) > 1]
             # the larger term is the total, unless one is known
             at = max(
                 totals, key=lambda n: (args[n] in self._sums, args[n].abs().max()), default=None
             )
-        elif not is_written and traits.name in _SCALES and args[0] in self._sums:  # as averages do
+        elif not is_written and traits.name in SCALES and args[0] in self._sums:  # as averages do
             at = 0
         given = func, args, kwargs, result
         if len(tensors_in(args)) == 1 and self._check_count(*given):
@@ -624,8 +478,8 @@ class LintedKernels(Kernels):
 
     def _check_count(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> bool:
         """HP102: whole numbers that are added up; whether some change."""
-        name, most = _traits(func).name.strip("_"), _most(result.dtype)
-        found = whole_numbers(result) if name in _COUNTS else None
+        name, most = traits_of(func).name.strip("_"), most_counted(result.dtype)
+        found = whole_numbers(result) if name in COUNTS else None
         if found is None or not found.numel() or found.abs().max() < most:
             return False
         given = tensors_in(args)
@@ -641,7 +495,7 @@ class LintedKernels(Kernels):
         if min(sizes) > (1 if name == "sum" else most) or max(sizes) == math.inf:
             return False  # larger numbers of a low type are all whole
         exact = _computed(func, args, kwargs, torch.float64)
-        return self._report("HP102", func, _rounded(exact, result.dtype, result))
+        return self._report("HP102", func, rounded(exact, result.dtype, result))
 
     def _check_total(
         self, func: Any, args: Any, kwargs: Any, total: tuple[int, Tensor], result: Tensor
@@ -650,7 +504,7 @@ class LintedKernels(Kernels):
 
         ``total`` is its place in ``args``, and the tensor that has or had the values there.
         """
-        at, name = total[0], _traits(func).name
+        at, name = total[0], traits_of(func).name
         sizes, now = {each.numel() for each in tensors_in(args)}, result
         if torch.Tag.pointwise in func.tags and sizes <= {result.numel(), len(_part(result)), 1}:
             args, now = map_tensors(tuple(args), _part), _part(result)
@@ -658,11 +512,11 @@ class LintedKernels(Kernels):
         known = self._sums.get(total[1])
         if (
             known is None
-            or (name in _SUMS and known.place != place)  # layers that add to a stream, not a loop
+            or (name in SUMS and known.place != place)  # layers that add to a stream, not a loop
             or not torch.equal(known.rounded, before)
         ):
             known = _Sum(before, before.double(), before.float(), 0, place)
-        place = known.place if name in _SCALES else place
+        place = known.place if name in SCALES else place
 
         def after(start: Tensor) -> Tensor:
             given = [*args]

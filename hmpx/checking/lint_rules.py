@@ -19,7 +19,7 @@ from ..places import located
 from ..tensors import LOW_DTYPES, short_name
 from ..torch_state import named_modules
 from .findings import LEAST, MOST, TIMES, Finding, function_of
-from .lint_kernels import rounded_integers, whole_numbers
+from .lint_integers import rounded_integers, whole_numbers
 from .lint_trace import (
     CONVERTING,
     DIFFERENCES,
@@ -194,7 +194,7 @@ def _is_steep(seen: LintedCall) -> bool:
     if len(seen.inputs) != 1 or not is_pointwise(seen.call.op):
         return False
     few = seen.inputs[0].detach().reshape(-1)[:_FEW]
-    error = _error(*[seen.run(lambda _: values) for values in (moved(few), few.double())])  # noqa: B023
+    error = _error(seen.run(lambda _: moved(few)), seen.run(lambda _: few.double()))
     return error is not None and error > _LEAST_STEEP
 
 

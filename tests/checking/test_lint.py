@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
-from hmpx.checking.lint_kernels import scatters_terms
+from hmpx.checking.kernel_traits import scatters_terms
 from tests.samples import sample_inputs
 from tests.upstream_bugs import BUGS, Bug, drawn
 
@@ -29,6 +29,7 @@ LOW = drawn(64, 128).to(BF16)
 def codes(run: Callable[[], object]) -> list[str]:
     with hmpx.lint() as findings:
         run()
+    assert "not looked at" not in findings.about
     return [each.code for each in findings]
 
 
@@ -909,6 +910,9 @@ def upcast_for_a_residual() -> None:
     with torch.autocast("cpu", BF16):
         hidden = F.relu(F.linear(drawn(64, 128), w).float())
         F.linear(hidden, w) + hidden * 1.01
+        hidden = F.relu(F.linear(drawn(64, 128), w).float())
+        kept = hidden * 1.01
+        F.linear(hidden, w) + kept
 
 
 def compensated_by_its_remainder() -> None:
@@ -997,7 +1001,10 @@ def test_calls_that_are_reported_keep_no_tensor() -> None:
 def test_flops_in_inference_mode() -> None:
     def run() -> None:
         with torch.inference_mode():
-            wide_buffer(True)
+            x, w = drawn(64, 128), drawn(512, 128)
+            hidden = F.linear(x, w)
+            with torch.autocast("cpu", BF16):
+                F.linear(hidden, w.T[:16])
 
     assert codes(run) == ["HP105"]
 
