@@ -61,7 +61,7 @@ def _flops_of_product(x: Tensor, *others: object, out_val: Tensor) -> int:
 
 @functools.cache
 def traits_of(func: Any) -> KernelTraits:
-    """Returns what a kernel's schema and tags tell about it."""
+    """Returns the traits of a kernel, from its schema and tags."""
     schema, name = getattr(func, "_schema", None), getattr(func, "overloadpacket", func).__name__
     if schema is None:
         return KernelTraits(name)
